@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from smoke import sized
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, build_config
@@ -20,7 +21,7 @@ CHARACTERS = "0123456789+-= "
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 768,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": sized(6, 1),
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "head_dim": 64,

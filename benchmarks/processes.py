@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.multiprocessing
@@ -41,6 +41,9 @@ from tandem.common.service import Member, Service, _answer_orders
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
 from tandem.refit.endpoint import Endpoint
 from tandem.refit.service import RefitService
+
+if TYPE_CHECKING:
+    from tandem.rollout.service import RolloutService
 
 TIMEOUT_S = 300.0
 VERIFY = ("off", "sampled", "full")
@@ -221,6 +224,15 @@ class _Replies:
 
     def set_phase(self, name: str) -> None:
         """Heartbeats would report it."""
+
+
+def take_samples(service: RolloutService, command_id: int) -> list[tuple[int, int, list[int]]]:
+    """Return group, place and tokens of each sample that was made for an order, and keep them no longer."""
+    store = service._samples()
+    keys = [(command_id, group, sample, 0) for group, sample in store._samples[command_id]]
+    taken = [(*key[1:3], arrays.token_ids_T.tolist()) for key, arrays in zip(keys, store._taken(keys), strict=True)]
+    store.release([command_id])
+    return taken
 
 
 class Plane:

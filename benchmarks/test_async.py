@@ -31,18 +31,19 @@ import pytest
 import yaml
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.common.config import load_config
 from tandem.coordinator.inspect.ages import predict
 from tandem.coordinator.inspect.plan_ages import rates_of, read_rates
 from tandem.coordinator.run.journal import StepRecord, read_journal
 
-NUM_ROUNDS, NUM_WARMUP = 3, 3
-NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", "14"))
+NUM_ROUNDS, NUM_WARMUP = 3, sized(3, 1)
+NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", sized("14", "3")))
 TIMEOUT_S = 400.0
 NUM_PROMPTS, NUM_SAMPLES = 16, 4
 NUM_NEW, MEAN_NEW = 24, 8
-TRAINING_S, TOKEN_S = 2.5, 0.1
+TRAINING_S, TOKEN_S = sized((2.5, 0.1), (0.05, 0.001))
 CHARACTERS = "".join(map(chr, range(0x100, 0x100 + 448))) + "0123456789+ "
 STOPS = list(range(100, 100 + len(CHARACTERS) // MEAN_NEW))
 AGE = 1

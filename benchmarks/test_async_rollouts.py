@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 from measure import Turns
-from processes import TIMEOUT_S, Asked, Plane, Remote, started
+from processes import TIMEOUT_S, Asked, Plane, Remote, started, take_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 from refit_trainer import Trainer
+from smoke import sized
 
 from tandem.common.config import build_config, config_to_json
 from tandem.common.config.schema import NewModel
@@ -37,10 +38,10 @@ from tandem.rollout.environments import Score, Turn
 from tandem.rollout.service import RolloutService
 
 NUM_ROUNDS = 5
-NUM_GROUPS, NUM_TURNS = 8, 4
-NUM_SAMPLES = int(os.environ.get("BENCHMARK_SAMPLES", "8"))
+NUM_GROUPS, NUM_TURNS = sized(8, 2), 4
+NUM_SAMPLES = int(os.environ.get("BENCHMARK_SAMPLES", sized("8", "1")))
 NUM_NEW, MEAN_NEW = 128, 32
-ENVIRONMENT_S, NUM_WORKERS = 0.05, 16
+ENVIRONMENT_S, NUM_WORKERS = sized(0.05, 0.001), 16
 WAYS = ("async_engine", "waits", "turn by turn")
 CHARACTERS = "".join(map(chr, range(0x100, 0x100 + 448))) + "1au: \n"
 STOPS = tuple(range(100, 100 + len(CHARACTERS) // MEAN_NEW))
@@ -85,14 +86,6 @@ class Service(RolloutService):
         self._is_async = way == "async_engine"
         self._holds_back = way == "turn by turn"
 
-    def take(self, command_id: int) -> list[tuple[int, int, list[int]]]:
-        """Return group, place and tokens of each sample that was made for an order, and keep them no longer."""
-        store = self._samples()
-        keys = [(command_id, group, sample) for group, sample in store._samples[command_id]]
-        taken = [(*key[1:], arrays.token_ids_T.tolist()) for key, arrays in zip(keys, store._taken(keys), strict=True)]
-        store.release([command_id])
-        return taken
-
     def _take(self, completion: Completion) -> None:
         self._held.append(completion)
         if not self._holds_back or not self._built().num_unfinished:
@@ -111,7 +104,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
     return service, {
         "layout": lambda: layout.encode(service._built().layouts()[0]),
         "choose": service.choose,
-        "take": service.take,
+        "take": lambda command_id: take_samples(service, command_id),
     }
 
 

@@ -20,6 +20,7 @@ import pytest
 from measure import Turns, report, seconds_of
 from one_trainer import make_batch, one_trainer
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import IS_SMOKE
 
 from tandem.common import manifest
 from tandem.common.config import Config
@@ -98,4 +99,4 @@ def test_what_checking_a_checkpoint_costs(benchmark: BenchmarkFixture, config: C
     print(
         f"seconds of processors: {processor_s[CHECKED]:.2f} and {processor_s[BELIEVED]:.2f}, {more:.3f} times as many"
     )
-    assert more < MOST
+    assert IS_SMOKE or more < MOST

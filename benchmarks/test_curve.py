@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common import curve
 from tandem.common.batch import SampleArrays
 from tandem.common.curve import Admitted, Gatekeeper
@@ -24,8 +25,8 @@ from tandem.common.wire import encode
 from tests.members import MEMBER
 
 ROOT = Path(__file__).parents[1]
-NUM_TOKENS = MAX_TOKENS_FETCHED
-NUM_REPLIES, NUM_ROUNDS = 20, 5
+NUM_TOKENS = sized(MAX_TOKENS_FETCHED, 1000)
+NUM_REPLIES, NUM_ROUNDS = sized(20, 2), 5
 WAYS = ("plain", "encrypted")
 
 
@@ -105,7 +106,7 @@ def test_fetching_samples(benchmark: BenchmarkFixture) -> None:
     benchmark.extra_info.update({f"{way}: GB/s": round(rate, 3) for way, rate in rates.items()})
     tokens = {way: NUM_REPLIES * NUM_TOKENS / num_bytes * rate * 1e9 for way, rate in rates.items()}
     print(f"\nGB/s: {rates}; tokens a second from one rollout: {tokens}")
-    assert tokens["encrypted"] > 1e6, "an engine makes some tens of thousands a second"
+    assert IS_SMOKE or tokens["encrypted"] > 1e6, "an engine makes some tens of thousands a second"
 
 
 if __name__ == "__main__":

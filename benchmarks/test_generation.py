@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from smoke import IS_SMOKE, sized
 
 from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
@@ -21,8 +22,8 @@ from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer.backends.shards import weights_of
 
-NUM_PROMPTS = 16
-NUM_SAMPLES = 8
+NUM_PROMPTS = sized(16, 2)
+NUM_SAMPLES = sized(8, 2)
 VOCABULARY = 512
 NUM_THREADS = 1
 
@@ -143,7 +144,7 @@ def test_ragged_lengths_beat_generate(benchmark: Any, model: Any) -> None:
     benchmark.extra_info["tokens_per_second"] = round(rate)
     benchmark.extra_info["generate_useful_tokens_per_second"] = round(generate_rate)
     benchmark.extra_info["times_generate"] = round(rate / generate_rate, 2)
-    assert rate > generate_rate
+    assert IS_SMOKE or rate > generate_rate
 
 
 def test_one_training_steps_worth(benchmark: Any, model: Any) -> None:

@@ -26,11 +26,12 @@ from typing import Any
 import pytest
 import yaml
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.common.keys import write_run_keys
 from tandem.coordinator.run.members import new_run_keys
 
-NUM_SAMPLES, LENGTH, PROMPT = 512, 512, 112
+NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5
 TIMEOUT_S = 550.0
 WATCHED = "WATCHED"

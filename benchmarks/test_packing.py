@@ -21,13 +21,14 @@ import torch.distributed as dist
 import transformers
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import build_config
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 
-NUM_SEQUENCES, SIZE = 48, 8
+NUM_SEQUENCES, SIZE = sized(48, 8), 8
 LONGEST, MEDIAN, SIGMA = 512, 90, 0.8
 VOCABULARY = 512
 NUM_ROUNDS = 5

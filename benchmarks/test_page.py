@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import IS_SMOKE, sized
 from starlette.testclient import TestClient
 
 from tandem.common.config import build_config
@@ -38,7 +39,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, browser, until
 
-NUM_STEPS = 100_000
+NUM_STEPS = sized(100_000, 2_000)
 VALIDATED = 50
 METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "accuracy", "mean_generation_length", "tokens_per_s")
 OTHERS = tuple(f"metric_{number}" for number in range(32))
@@ -94,7 +95,7 @@ def test_a_run_of_100000_steps_opens(benchmark: BenchmarkFixture, run: Path) -> 
     benchmark.extra_info["load average"] = os.getloadavg()[0]
     benchmark.pedantic(open_page, args=(run,), rounds=9)
     print(f"\nopens in {benchmark.stats.stats.median:.2f} s")
-    assert benchmark.stats.stats.min < 2, "the least: others may use the machine as well"
+    assert IS_SMOKE or benchmark.stats.stats.min < 2, "the least: others may use the machine as well"
 
 
 def test_a_run_of_an_older_release_opens(benchmark: BenchmarkFixture, run: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run:
     medians = {"first charts, s": statistics.median(firsts), "all charts, s": statistics.median(alls)}
     benchmark.extra_info["medians"] = medians
     print(f"\n{medians}")
-    assert min(alls) < 2, "the least: others may use the machine as well"
+    assert IS_SMOKE or min(alls) < 2, "the least: others may use the machine as well"
 
 
 def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
@@ -204,4 +205,4 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
     benchmark.pedantic(write, rounds=200)
     assert len(live.look(scheduler, registry).engines) == 8
     print(f"\n{benchmark.stats.stats.median * 1e3:.2f} ms each time")
-    assert benchmark.stats.stats.min < 1e-3, "the least: others may use the machine as well"
+    assert IS_SMOKE or benchmark.stats.stats.min < 1e-3, "the least: others may use the machine as well"

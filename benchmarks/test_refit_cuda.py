@@ -24,6 +24,7 @@ import torch
 from measure import Turns, report, seconds_of
 from processes import Asked, EndpointService, Plane, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.common.service import Member
 from tandem.refit import layout
@@ -34,15 +35,15 @@ from tandem.refit.endpoint import Endpoint, Weights, device_name
 from tandem.refit.layout import Address
 from tandem.refit.transports import cuda_ipc, shm
 
-DEVICE = os.environ.get("BENCHMARK_DEVICE", "cuda")
+DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
 NUM_ROUNDS = 7
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = sized(512, 64) << 20
 TIMEOUT_S = 300.0
 MODEL = {  # Qwen3-8B
     "model_type": "qwen3",
     "hidden_size": 4096,
     "intermediate_size": 12288,
-    "num_hidden_layers": int(os.environ.get("BENCHMARK_LAYERS", "36")),
+    "num_hidden_layers": int(os.environ.get("BENCHMARK_LAYERS", sized("36", "1"))),
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,

@@ -21,6 +21,7 @@ import torch
 from measure import Turns, report, seconds_of
 from processes import Asked, EndpointService, Plane, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import IS_SMOKE, sized
 
 from tandem.common.service import Member
 from tandem.refit import layout
@@ -28,7 +29,7 @@ from tandem.refit.endpoint import Endpoint, Weights
 from tandem.refit.layout import LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
 
-NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", "8"))
+NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))
 RANK, SCALE = 16, 2.0
 NUM_ROUNDS = 7
 LAYER = {  # of Qwen3-0.6B
@@ -159,6 +160,8 @@ def test_refit_of_adapters_beside_that_of_all_weights(benchmark: BenchmarkFixtur
         "all, streamed": ("all", True, False),
         "adapters, streamed": ("adapters", True, False),
     }
+    if IS_SMOKE:  # two processes each
+        kinds = {kind: kinds[kind] for kind in ("all", "adapters, base copied")}
     members = {}
     for number, (trains, streams, _) in enumerate(kinds.values()):
         members |= dict.fromkeys((f"trainer-{number}", f"rollout-{number}"), (trains, streams))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from measure import Turns, report, seconds_of
 from processes import Asked, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
 
 from tandem.common.service import Member
@@ -38,7 +39,7 @@ from tandem.refit.transports import process_group
 
 NUM_ROUNDS = 5
 TIMEOUT_S = 120.0
-NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", "4"))
+NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("4", "1")))
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -63,9 +64,9 @@ QWEN3_MOE = {
     "mlp_only_layers": [],
 }
 CASES: dict[str, tuple[dict[str, Any], Deployment, Deployment]] = {
+    "FSDP4 to TP2": (QWEN3, DTensor(shard=4), Vllm(tp=2)),
     "TP2×PP2 to TP4": (QWEN3, Megatron(tp=2, pp=2), Vllm(tp=4)),
     "EP4 to TP2": (QWEN3_MOE, Megatron(dp=4, ep=4), Vllm(tp=2)),
-    "FSDP4 to TP2": (QWEN3, DTensor(shard=4), Vllm(tp=2)),
 }
 
 Boxes = list[tuple[int, tuple[slice, ...], torch.Tensor]]
@@ -120,7 +121,7 @@ class Process:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         for mesh in self.program.meshes:
             self.groups[mesh.name] = process_group.connect(
-                mesh, self.name, PrefixStore("ours", store), "cpu", TIMEOUT_S
+                mesh, self.name, PrefixStore("ours", store), torch.device("cpu"), TIMEOUT_S
             )
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         world_size = self.facts["trainers"] + self.facts["engines"]

@@ -33,6 +33,7 @@ from measure import Turns, report, seconds_of
 from processes import Asked, EndpointService, Plane, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.torch import load_file, save_file
+from smoke import sized
 
 from tandem.common.service import Member
 from tandem.refit import layout
@@ -41,8 +42,8 @@ from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides
 from tandem.refit.transports import shm
 
 SIZES_MB = {"512 MB": 512, "4 GB": 4096}
-if "BENCHMARK_MB" in os.environ:
-    SIZES_MB = {f"{os.environ['BENCHMARK_MB']} MB": int(os.environ["BENCHMARK_MB"])}
+if size := os.environ.get("BENCHMARK_MB", sized("", "63")):
+    SIZES_MB = {f"{size} MB": int(size)}
 MB_A_LAYER = 62.93
 LOCAL_LAYERS = 8
 """What memcpy copies from, over and over: far more than any cache."""

@@ -18,11 +18,12 @@ import pytest
 import yaml
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import IS_SMOKE, sized
 
 from tandem.coordinator.run.journal import RefitRecord, read_journal
 
-NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", "25"))
-NUM_RUNS = 2
+NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", sized("25", "4")))
+NUM_RUNS = sized(2, 1)
 NUM_WARMUP = 3
 """Versions of each run that are left out, the initial one among them."""
 NUM_TENSORS, NUM_BYTES = 35, 14e6
@@ -75,6 +76,8 @@ WAYS = {
     "read in place": {"alias": "auto"},
     "copied, not verified": {"alias": "never", "verify": "off"},
 }
+if IS_SMOKE:  # a run each
+    del WAYS["copied, not verified"], WAYS["copied"]
 
 
 def records_of_a_run(folder: Path, refit: dict[str, str], num_rollouts: int) -> list[RefitRecord]:

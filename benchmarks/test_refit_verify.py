@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 from measure import Turns, report
-from processes import VERIFY, Asked, Plane, Remote, clock, config_json, started
+from processes import VERIFY, Asked, Plane, Remote, clock, config_json, started, take_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 from refit_trainer import Trainer
+from smoke import sized
 
 from tandem.common.config import config_from_json
 from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, SamplingParameters
@@ -29,7 +30,7 @@ from tandem.common.tokenizer import write_new_model
 from tandem.refit import layout
 
 NUM_ROUNDS = 7
-NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", "8"))
+NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))
 NUM_GROUPS, NUM_SAMPLES, NUM_PROMPT, NUM_NEW = 4, 4, 16, 16
 VOCABULARY = 2048
 CHARACTERS = "".join(map(chr, range(0x100, 0x100 + VOCABULARY - 64)))
@@ -80,6 +81,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
         "watch": watch,
         "forget": first.clear,
         "first": lambda: first[0],
+        "take": lambda command_id: take_samples(service, command_id),
     }
 
 
@@ -122,7 +124,7 @@ class Bench:
             for number, prompt_ids in enumerate(self.prompts)
         )
         sampling = SamplingParameters(
-            temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=NUM_NEW, stop_token_ids=(), stop_strings=()
+            temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=NUM_NEW, stop_token_ids=(), stop_strings=()
         )
         promise = self.plane.promise()
         return Generate(
@@ -149,36 +151,30 @@ class Bench:
             self.plane.order_attestation(self.version)
         self.engine.order(order)
         self._await_all(verify, started_at)
+        first_tokens: dict[int, set[int]] = {}
+        for group, _, token_ids in self.engine.ask("take", order.command_id):
+            first_tokens.setdefault(group, set()).add(token_ids[NUM_PROMPT])
+        expected = {group: {self.trainer.ask("expected", ids)} for group, ids in enumerate(self.prompts)}
+        assert first_tokens == expected
         return float(self.engine.ask("first")) - started_at
 
     def _await_all(self, verify: str, started_at: float) -> None:
         digests: dict[str, bytes] = {}
-        first_tokens: dict[int, set[int]] = {}
         is_generated = False
         while not is_generated or (verify != "off" and len(digests) < 2):
             for remote in (self.trainer, self.engine):
                 if not remote.connection.poll(0.001):
                     continue
-                message, arrays = remote.receive_all()
+                message, _ = remote.receive_all()
                 match type(message).__name__:
                     case "Attested":
                         digests[remote.name] = message.digests[0]
                         if len(digests) == 2:
                             self.plane.commit(self.version, digests)
                             self.until_attested[verify].append(clock() - started_at)
-                    case "SamplesFinished":
-                        self._note_tokens(message, arrays, first_tokens)
                     case "Generated":
                         is_generated = True
         self.until_end[verify].append(clock() - started_at)
-        expected = {group: {self.trainer.ask("expected", ids)} for group, ids in enumerate(self.prompts)}
-        assert first_tokens == expected
-
-    def _note_tokens(self, message: Any, arrays: Any, first_tokens: dict[int, set[int]]) -> None:
-        at = 0
-        for sample, length in zip(message.samples, arrays["lengths_S"].tolist(), strict=True):
-            first_tokens.setdefault(sample.group, set()).add(int(arrays["token_ids_T"][at + sample.prompt_length]))
-            at += length
 
 
 @pytest.mark.timeout(900)

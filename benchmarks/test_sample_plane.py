@@ -29,6 +29,7 @@ import pytest
 import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common.batch import SampleArrays, TrainingBatch
 from tandem.common.config import Config, build_config
 from tandem.common.curve import new_key_pair, prove
@@ -69,12 +70,12 @@ from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tests.members import at, open_listening
 
-NUM_GROUPS, GROUP_SIZE, PROMPT = 128, 8, 128
+NUM_GROUPS, GROUP_SIZE, PROMPT = sized(128, 8), 8, 128
 LENGTHS = (512, 8192)
-CLUSTERS = ((8, 8), (64, 64), (512, 128))
+CLUSTERS = sized(((8, 8), (64, 64), (512, 128)), ((2, 2),))
 """Ranks and engines."""
 MOST_RANKS_OF_THE_FORMER_WAY = 64
-NUM_ROUNDS = 5
+NUM_ROUNDS = sized(5, 1)
 GOAL_S = 0.5
 DEADLINE_S = 120.0
 MEMORY = MemoryUse(peak=1, held=1)
@@ -127,6 +128,8 @@ def answers(order: Any) -> Iterator[Frames]:
                     version=step,
                     metrics={},
                     seconds={},
+                    compute_s=0.0,
+                    waited_s=0.0,
                     has_update=True,
                     memory=MEMORY,
                 )
@@ -461,7 +464,7 @@ def test_a_step_of_the_coordinator(benchmark: BenchmarkFixture) -> None:
     for num_ranks, num_engines in CLUSTERS:
         sizes = {found[f"{num_ranks} ranks, {num_engines} engines, {n} tokens"]["bytes to each rank"] for n in LENGTHS}
         assert len(sizes) == 1, "bytes depend on tokens"
-    assert max(step["seconds of processor time, medians"]["all"] for step in found.values()) < GOAL_S
+    assert IS_SMOKE or max(step["seconds of processor time, medians"]["all"] for step in found.values()) < GOAL_S
 
 
 if __name__ == "__main__":

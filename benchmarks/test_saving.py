@@ -18,6 +18,7 @@ import pytest
 from measure import Turns, report
 from one_trainer import make_batch, one_trainer
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import IS_SMOKE
 
 from tandem.common.config import Config
 from tandem.trainer import checkpoints, step
@@ -100,5 +101,5 @@ def test_the_time_that_a_save_holds_training_up(benchmark: BenchmarkFixture, con
         **facts,
     )
     print(f"written aside: synced after {statistics.median(saving.until_synced[-NUM_ROUNDS:]):.2f} s")
-    assert min(saving.num_steps) > 0
-    assert shares[ASIDE] > 2
+    assert IS_SMOKE or min(saving.num_steps) > 0
+    assert IS_SMOKE or shares[ASIDE] > 2

@@ -106,6 +106,8 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
             version=step,
             metrics={},
             seconds={},
+            compute_s=0.0,
+            waited_s=0.0,
             has_update=True,
             memory=MEMORY,
         )
@@ -161,6 +163,7 @@ class Simulation:
             allow_alias=False,
             is_verified=True,
             max_replacements=0,
+            replacement_window_s=3600.0,
             balance=Balance(width=8, timeout_s=None),
             deadlines=Deadlines(
                 join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=1e9

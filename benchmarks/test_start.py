@@ -21,12 +21,13 @@ import psutil
 import pytest
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.coordinator.run.fork_server import Child, ForkServer
 from tandem.coordinator.run.launch import preload
 
 NUM_ROUNDS = 7
-SERVICES = ("trainer", "rollout", "rollout")
+SERVICES = sized(("trainer", "rollout", "rollout"), ("trainer", "rollout"))
 TIMEOUT_S = 120.0
 Started = Child | subprocess.Popen[bytes]
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
-NUM_STEPS = 9
+NUM_STEPS = sized(9, 4)
 NUM_WARMUP = 2
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 16, 8, 24
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import transformers
 from measure import Turns, seconds_of
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
 from tandem.common.batch import TrainingBatch
@@ -34,7 +35,7 @@ from tandem.common.config import build_config
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 
-DEVICE = os.environ.get("BENCHMARK_DEVICE", "cuda")
+DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
 IS_TRIAL = DEVICE == "cpu"
 PEAK_FLOPS = 1e12 * float(os.environ.get("BENCHMARK_PEAK_TFLOPS", "989"))
 NUM_ROUNDS = 2 if IS_TRIAL else 5

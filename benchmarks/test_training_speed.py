@@ -29,6 +29,7 @@ import torch.distributed as dist
 import transformers
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
+from smoke import sized
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import build_config
@@ -36,7 +37,7 @@ from tandem.trainer import packing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import Counts, make_loss
 
-NUM_SEQUENCES, LENGTH = 8, 256
+NUM_SEQUENCES, LENGTH = sized((8, 256), (2, 32))
 NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
 NUM_ROUNDS = 25
 RATE, CLIP = 1e-6, 1.0

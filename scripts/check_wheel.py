@@ -45,7 +45,10 @@ def main() -> None:
         environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
         importable = [name for name in modules if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
         code = f"import importlib\nfor name in {importable!r}: importlib.import_module(name)\n"
-        code += "import tandem\nassert callable(tandem.train) and tandem.__version__\n"
+        code += "import tandem\nassert callable(tandem.train)\n"
+        code += "from importlib.metadata import version\nassert tandem.__version__ == version('tandem-rl')\n"
+        code += "from tandem.common.distribution import install_command\n"
+        code += """assert install_command("vllm") == "pip install 'tandem-rl[vllm]'", install_command("vllm")\n"""
         code += (
             f"import tandem.common\nassert tandem.common.__file__.startswith({str(site)!r}), tandem.common.__file__\n"
         )

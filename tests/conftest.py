@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common.threads import sum_reproducibly
 from tests import leaks
 
 _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
@@ -50,6 +51,7 @@ _LOOKS: dict[str, Callable[[], set[Any]]] = {
     "thread": leaks.threads,
 }
 
+sum_reproducibly()  # as services do, whose bits tests compare
 leaks.mark_processes()
 pytest.register_assert_rewrite("async_rollouts_cases")  # tests, in a module that is no test module
 

@@ -37,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": 3},
+    "logger": {"page": "auto"},
     "cluster": {
         "trainers": 2,
         "rollouts": 2,
@@ -47,7 +48,14 @@ CONFIG: dict[str, Any] = {
 }
 BY_HAND = "rollout by hand"
 LEAVES = f"{BY_HAND}, told to leave"
-KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", "fork server")
+HELPERS = {
+    "fork server": "coordinator: forks services",
+    "page": "page ",
+    "fork server of environments": "rollout: forks reward workers",
+    "reward worker": "rollout: scores with ",
+}
+"""What their titles begin with."""
+KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", *HELPERS)
 MAX_AGE = 2
 ASYNCHRONOUS: dict[str, Any] = {
     "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": MAX_AGE}},
@@ -55,6 +63,8 @@ ASYNCHRONOUS: dict[str, Any] = {
     "policy": {"generation": {"colocated": {"enabled": False}}},
     "cluster": {"deadlines": {"leave_s": 10.0}},
 }
+NEVER_STOPPED = (LEAVES, "page", "fork server of environments", "reward worker")
+"""One that scores too long is the environment's doing, and the others are not waited for."""
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
@@ -186,7 +196,8 @@ def _kind_of(process: psutil.Process) -> str:
         return ""
     if "tandem.coordinator.cli up" in words:
         return "coordinator"
-    return "fork server" if words.startswith("coordinator: forks services") else words.partition(" ")[0]
+    helpers = [kind for kind, title in HELPERS.items() if words.startswith(title)]
+    return helpers[0] if helpers else words.partition(" ")[0]
 
 
 def _is_there(command: Command) -> bool:
@@ -209,10 +220,10 @@ def harry(harried: Harried, dice: random.Random, kinds: tuple[str, ...], num_kil
     """Kill processes of a run, each some time after a step was done."""
     while len(kills) < num_kills:
         done = harried.num_steps
-        harried.wait(lambda seen=done: harried.num_steps > seen)
+        harried.wait(lambda seen=done: harried.num_steps > seen or harried.is_over)
         time.sleep(dice.uniform(0.0, 0.5))
         kind, is_stopped, stays = dice.choice(kinds), dice.random() < STOPS, dice.random() < STAYS
-        is_stopped &= kind != LEAVES
+        is_stopped &= kind not in NEVER_STOPPED
         wakes_in_s = dice.uniform(0.5, 3 * TIMEOUT_S)
         if harried.is_over:
             return
@@ -227,7 +238,7 @@ def harry(harried: Harried, dice: random.Random, kinds: tuple[str, ...], num_kil
             harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)
         except psutil.NoSuchProcess:  # it has just ended by itself
             continue
-        harried.wait(lambda seen=done: harried.num_steps > seen)
+        harried.wait(lambda seen=done: harried.num_steps > seen or harried.is_over)
         phase = live.phase if live is not None else "starting"
         kills.append(Kill(kind=kind, is_stopped=is_stopped, phase=phase, seconds=time.monotonic() - began))
 

@@ -171,7 +171,7 @@ class Member:
         for mesh in self.program.meshes:
             if mesh.name in self.groups:
                 self.groups[mesh.name].close()
-            self.groups[mesh.name] = process_group.connect(mesh, self.name, prefixed, "cpu", timeout_s)
+            self.groups[mesh.name] = process_group.connect(mesh, self.name, prefixed, torch.device("cpu"), timeout_s)
 
     def close(self) -> None:
         self.bound.close()

@@ -191,17 +191,17 @@ def test_a_token_has_the_probability_that_the_weights_of_its_version_give_it(in_
 def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: dict[str, Any]) -> None:
     """Engines finish what they have before they take weights; the environment scores at once."""
     before = leaks.segments()
-    config = merged(merged(ASYNCHRONOUS, over), {"grpo": {"max_num_steps": 10}, "checkpointing": {"save_period": 5}})
+    config = merged(merged(ASYNCHRONOUS, over), {"grpo": {"max_num_steps": 40}, "checkpointing": {"save_period": 5}})
     with Command("coordinator", "up", write_config(config)) as run:
         for step in (2, 5):
-            run.wait_for(f"step {step}/10")
-            time.sleep(random.Random(step).uniform(0.0, 0.5))
+            run.wait_for(f"step {step}/40")
+            time.sleep(random.Random(step).uniform(0.0, 0.1))  # a fast machine must not be done before
             children = run.children()
             process_of(run, "rollout", step % 2).kill()
             wait_until(lambda: run.output().count("another is launched") == 1 + (step > 2), run.output)  # noqa: B023
         assert run.wait() == 0, run.output()
         assert all_gone(children, 5.0) == []
-    check_steps("run", age=1, num_steps=10)
+    check_steps("run", age=1, num_steps=40)
     assert leaks.segments_left(before) == set()
 
 

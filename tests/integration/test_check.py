@@ -111,7 +111,7 @@ def test_services_started_by_hand_elsewhere_have_their_own_code_there() -> None:
     ("over", "expected"),
     [
         (merged(GYM, {"data": {"task": "chain_sums"}}), "data.task: reasoning-gym has no task 'chain_sums'; did you"),
-        ({"policy": {"tokenizer": {"name": "nowhere"}}}, "policy.tokenizer.name: cannot load a tokenizer from"),
+        ({"policy": {"tokenizer": {"name": "nowhere"}}}, "policy.tokenizer.name: 'nowhere' does not exist; "),
         (
             {"policy": {"tokenizer": {"chat_template": "{% for %}"}}},
             "policy.tokenizer.chat_template: the chat template of model refuses messages of user: ",

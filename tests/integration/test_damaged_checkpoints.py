@@ -254,6 +254,16 @@ def test_a_flipped_bit_is_one_line_and_what_it_says_to_type_works(four: Path, un
     }
 
 
+def test_a_supervised_run_goes_back_by_itself(four: Path, undisturbed: Path) -> None:
+    config, checkpoint = resumable(four)
+    flip_in_tensor(checkpoint / MODEL, "layers.0.mlp")
+    ended = coordinator("up", config, "--supervise", "--resume")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = "its newest checkpoint is damaged; it is started again, from the checkpoint of step 2"
+    assert f"the coordinator was ended: {told}" in ended.stdout
+    assert_same_results("run", undisturbed)
+
+
 def test_a_step_of_another_run_is_refused_before_anything_starts(four: Path, undisturbed: Path) -> None:
     config, checkpoint = resumable(four)
     replace(checkpoint, undisturbed / "checkpoints" / "step_4")

@@ -101,10 +101,15 @@ def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_the
     assert_same_results("run", undisturbed, interrupted_at=done)
 
 
+def _hear_of_terminals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_terminal_that_closes_has_the_run_saved() -> None:
     ours, theirs = pty.openpty()
     words = [program("setsid"), "--ctty", BIN / "coordinator", "up", write_config(LONG)]
-    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs) as run:
+    # Tests that were started by `nohup` would have it go on.
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=_hear_of_terminals) as run:
         os.close(theirs)
         seen = b""
         while not re.search(rb"step \d{2,}/1000", seen):  # it shows a few moments a second

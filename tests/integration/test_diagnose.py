@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.damage import flip_in_tensor
-from tests.integration import damaged_rollout, slow_rank, slow_rollout
+from tests.integration import damaged_rollout, rank_that_becomes_slow, slow_rank, slow_rollout
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, joins, merged, process_of, write_config
 
@@ -246,3 +247,15 @@ def test_a_run_that_was_killed_and_what_it_lost_before_are_told(killed: Path) ->
     assert names_of(found) == ["killed", "lost processes"]
     assert "no end is recorded" in found["course"]
     assert "rollout-0" in found["findings"][1]["evidence"][0]
+
+
+def test_a_rank_that_becomes_slow_midway_is_named_with_its_step() -> None:
+    """And stays so."""
+    over = {"grpo": {"max_num_steps": 14}}
+    script = str(rank_that_becomes_slow.__file__)
+    assert run_by_hand(script, trainers=2, kind="trainers", over=over) == 0
+    (found,) = (each for each in diagnosed("run")["findings"] if each["name"] == "became slow")
+    (line,) = (line for line in found["evidence"] if line.startswith("trainer-1: "))
+    assert re.search(r"before step [678], ", line), line
+    assert found["what"].startswith("trainer-1 became slow in step ")
+    assert "the machine of trainer-1" in found["look_at"]

@@ -76,6 +76,12 @@ def engines() -> dict[str, LiveEngine]:
     return {} if live is None else {engine.name: engine for engine in live.engines}
 
 
+def version_of(*names: str) -> int:
+    """Return the version that the first of these engines that is shown holds; -1 while none is."""
+    shown = engines()
+    return next((shown[name].version for name in names if name in shown), -1)
+
+
 def generates(name: str) -> bool:
     """Tell whether an engine has groups in flight."""
     return name in engines() and engines()[name].in_flight > 0
@@ -121,7 +127,7 @@ def synchronous(run: Command) -> None:
     hold()
     with Command("rollout", *joins(address)) as second:
         run.wait_for("rollout-1 joins the run")
-        wait_until(lambda: engines().get("rollout-1", engines()["rollout-0"]).version >= 1, lambda: "it to be refitted")
+        wait_until(lambda: version_of("rollout-1", "rollout-0") >= 1, lambda: "it to be refitted")
         go_on()
         await_engine("rollout-1")
         first = process_of(run, "rollout")
@@ -131,12 +137,15 @@ def synchronous(run: Command) -> None:
         wait_until(lambda: engines()["rollout-0"].status == "leaving", lambda: "it to be shown")
         go_on()
         run.wait_for("rollout-0 leaves the run: it was told to\n")
+        hold()  # until the other, too, is told to leave: a fast machine would end the run before
         assert all_gone([first], 30.0) == []
         process_of(run, "trainer").kill()
         run.wait_for("all trainers are started again")
         await_engine("rollout-1")
         assert [*engines()] == ["rollout-1"]
         second.signal(signal.SIGTERM)
+        run.wait_for("rollout-1 was told to leave")
+        go_on()
         said = run.wait_for(r"rollout-1 leaves the run: it was told to; the run waits for another: rollout (.*)")[1]
         assert second.wait() == 0, second.output()
         assert "rollout-1 was told to leave: it finishes what it has begun; told again" in second.output()

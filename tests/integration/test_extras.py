@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.distribution import install_command
 from tests.integration.harness import coordinator, write_config
 
 
@@ -18,6 +19,6 @@ def test_without_the_package_it_is_said_which_extra_is_missing(package: str, mon
     ended = coordinator("up", write_config({"logger": {f"{package}_enabled": True}}))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    missing = f"the package {package} is not installed; pip install 'tandem[{package}]'"
+    missing = f"the package {package} is not installed; {install_command(package)}"
     assert line == f"error: logger.{package}_enabled: {missing}"
     assert not Path("run").exists()

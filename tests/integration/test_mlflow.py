@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common.distribution import install_command
 from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 
@@ -18,7 +19,7 @@ SETTINGS = {"experiment_name": "tests", "run_name": "tiny"}
 OVER: dict[str, Any] = {"logger": {"mlflow_enabled": True, "mlflow": SETTINGS}}
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install 'tandem[mlflow]'"
+    importlib.util.find_spec("mlflow") is None, reason=f"mlflow is not installed: {install_command('mlflow')}"
 )
 
 

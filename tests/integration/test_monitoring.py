@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tandem.common.distribution import install_command
 from tandem.coordinator.doctor.network import measure_peer
 from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port, scraped
@@ -118,7 +119,7 @@ def test_without_the_package_it_is_said_which_extra_is_missing(
     ended = coordinator("check", write_config(), f"logger.{key}={setting}")
     assert ended.returncode == 2
     extra = key.partition(".")[0]
-    missing = f"the package {distribution} is not installed; pip install 'tandem[{extra}]'"
+    missing = f"the package {distribution} is not installed; {install_command(extra)}"
     assert ended.stderr == f"error: logger.{key}: {missing}\n"
 
 

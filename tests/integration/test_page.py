@@ -136,7 +136,7 @@ class Page:
                     yield json.loads(line.removeprefix(b"data: "))
 
 
-def test_the_page_beside_a_run_moves_with_it_and_its_death_is_a_note() -> None:
+def test_the_page_beside_a_run_moves_with_it_and_is_started_again_when_it_dies() -> None:
     config = write_config({"grpo": {"max_num_steps": 1000}, "logger": {"page": "auto"}})
     with Command("coordinator", "up", config) as run:
         page = Page(run)
@@ -153,6 +153,11 @@ def test_the_page_beside_a_run_moves_with_it_and_its_death_is_a_note() -> None:
             "coordinator",
             "trainer-0",
         ]
+        for times in (1, 2, 3):
+            page.process.kill()
+            run.wait_for(rf"(?:(?s:.*)the page was killed by SIGKILL; it is started again){{{times}}}")
+            page = Page(run)
+            assert page.get("/api/runs/0/live")["num_steps"] == 1000, "at the same address"
         page.process.kill()
         run.wait_for(r"the page was killed by SIGKILL; the run goes on without")
         reached = len(steps_of())
@@ -161,7 +166,7 @@ def test_the_page_beside_a_run_moves_with_it_and_its_death_is_a_note() -> None:
         )
         run.signal(signal.SIGINT)
         assert run.wait() == 130
-        assert run.output().count("the page was killed") == 1
+        assert run.output().count("the page was killed") == 4
     assert RunReader(Path("run")).summary(0).state == "interrupted"
 
 

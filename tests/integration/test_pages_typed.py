@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import tandem
 from tests.integration import python_api_harness
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import BIN, SUMS, TIMEOUT_S, Command, coordinator, copy_examples
@@ -191,10 +192,13 @@ def talk(*words: str) -> None:
 
 def test_the_program_of_the_page_of_python() -> None:
     code, *_ = code_of((DOCS / "python.md").read_text(), "python")
-    Path("config.yaml").write_text(yaml.safe_dump(python_api_harness.config("run", grpo={"max_num_steps": 2})))
+    settings = python_api_harness.config("run", grpo={"max_num_steps": 2})
+    settings["data"] = {"prompt_template": "{question}="}  # it says nothing of how many rows are held out
+    Path("config.yaml").write_text(yaml.safe_dump(settings))
     Path("program.py").write_text(code)
     words = [sys.executable, "program.py"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \S+", line)]
     assert [int(step) for step, _ in steps] == [1, 2], done.stdout
+    assert tandem.load_run("run").config.data.num_validation == 10, "a tenth of its rows"

@@ -50,7 +50,7 @@ def test_a_run_off_the_main_thread_yields_its_steps(trained: tuple[Run, list[tan
     assert [step.step for step in steps] == [1, 2, 3]
     assert without_checkpoints(steps) == without_checkpoints(steps_of(run.folder))
     assert run.wait() is run
-    assert "step 3/3" in run.log.read_text()
+    assert "step 3/3" in run.log == run.log_path.read_text()
 
 
 def test_what_is_recorded_is_what_the_functions_say(trained: tuple[Run, list[tandem.StepRecord]]) -> None:
@@ -228,7 +228,9 @@ def test_what_a_function_raises_is_raised_to_whoever_waits(capfd: pytest.Capture
     assert str(run.error) == str(caught.value)
     with pytest.raises(tandem.ServiceError):
         run.wait()
-    assert capfd.readouterr().err.count("ValueError: no such answer") == 1
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == said.count("ValueError: no such answer\n") == 1
+    assert said.splitlines()[-1].startswith("run: failed: rollout-0 failed")
     # And then it is mended, in the same folder, which is set aside with its data.
     overrides = {"grpo.max_num_steps": 1}
     mended = tandem.train(config(), rewards=digits, dataset=ROWS, overrides=overrides, restart=True, wait=True)
@@ -261,7 +263,9 @@ tandem.train(config(), rewards=judge, dataset=ROWS, overrides={"grpo.max_num_ste
 print("at its end", flush=True)
 """
     ended = subprocess.run(program(body), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "at its end\n", "")
+    assert (ended.returncode, ended.stdout) == (0, "at its end\n"), ended.stderr
+    step, end = ended.stderr.splitlines()
+    assert (step.startswith("step 1/1 "), end) == (True, "run: finished")
     assert [step.step for step in steps_of()] == [1]
 
 

@@ -62,7 +62,8 @@ def test_a_checkpoint_loads_in_transformers(whole: Path) -> None:
     folder = whole / "checkpoints/latest/policy"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = AutoTokenizer.from_pretrained(folder)("1 + 2", return_tensors="pt")
-    assert model(input_ids=tokens["input_ids"]).logits.shape == (1, 5, 17)
+    assert tokens["input_ids"][0].tolist()[0] == model.config.bos_token_id, "a text begins as a conversation does"
+    assert model(input_ids=tokens["input_ids"]).logits.shape == (1, 6, 17)
 
 
 def test_two_trainers_and_two_engines_learn_what_one_of_each_learns(whole: Path) -> None:
@@ -205,7 +206,8 @@ def test_every_refit_leaves_a_record(verify: str) -> None:
 
 def test_a_learning_rate_that_changes_no_weight_is_an_error() -> None:
     """An update of so little is lost; the optimizer believes that it has trained."""
-    over = {"policy": {"precision": "bfloat16", "optimizer": {"kwargs": {"lr": 1e-60}}}}
+    # Also a weight of 0 stays as it is: in float32 the product of the two is 0.
+    over = {"policy": {"precision": "bfloat16", "max_grad_norm": 1e-30, "optimizer": {"kwargs": {"lr": 1e-30}}}}
     ended = coordinator("up", write_config(over))
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()

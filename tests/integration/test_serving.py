@@ -59,10 +59,17 @@ def ask(url: str, model: str, token: str = "none") -> str:
     return made.choices[0].message.content or ""
 
 
+def complete(url: str, model: str, token: str) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=60) as client:
+        made = client.completions.create(model=model, prompt=QUESTION, temperature=0, max_tokens=8)
+    return made.choices[0].text
+
+
 def test_a_run_is_served_until_ctrl_c_and_talked_to(trained: Path, answer: str) -> None:
     with serving(trained, "--token", "secret", "--max-batch-size", "4") as (server, url):
         assert ask(url, "run-step_2", "secret") == answer
         assert ask(url, str(trained), "secret") == answer
+        assert complete(url, "run-step_2", "secret") == answer, "a new model continues a text as it answers it"
         with pytest.raises(openai.AuthenticationError):
             ask(url, "run-step_2")
         example = shlex.split(server.wait_for("try: (curl .*)")[1])

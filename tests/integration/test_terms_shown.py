@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common.distribution import install_command
 from tandem.coordinator.page.reader import RunReader
 from tandem.coordinator.page.series import Curves
 from tandem.coordinator.page.timeline import timeline
@@ -126,13 +127,13 @@ def test_tensorboard_has_each_step_once(seen: Watched) -> None:
     assert found == [(step, pytest.approx(value)) for step, value in rewards(seen).items()]
 
 
-@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed: pip install 'tandem[wandb]'")
+@pytest.mark.skipif(not HAS_WANDB, reason=f"wandb is not installed: {install_command('wandb')}")
 def test_the_last_of_each_step_counts_on_weights_and_biases(seen: Watched) -> None:
     (folder,) = seen.folder.glob("wandb/offline-run-*")
     assert {row["step"]: row["train/reward"] for row in rows_in(folder)} == rewards(seen)
 
 
-@pytest.mark.skipif(not HAS_MLFLOW, reason="mlflow is not installed: pip install 'tandem[mlflow]'")
+@pytest.mark.skipif(not HAS_MLFLOW, reason=f"mlflow is not installed: {install_command('mlflow')}")
 def test_the_last_of_each_step_counts_on_mlflow(seen: Watched) -> None:
     from mlflow import MlflowClient
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.distribution import install_command
 from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 from tests.integration.monitoring_harness import rows_in
@@ -16,7 +17,7 @@ NAMES = ("train/reward", "train/loss", "timing/train/total_step_time", "timing/t
 OVER = {"logger": {"wandb_enabled": True, "wandb": {"project": "tests", "name": "tiny"}}}
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install 'tandem[wandb]'"
+    importlib.util.find_spec("wandb") is None, reason=f"wandb is not installed: {install_command('wandb')}"
 )
 
 

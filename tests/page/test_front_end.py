@@ -6,6 +6,8 @@ import contextlib
 import json
 import shutil
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, u
 pytestmark = NEEDS_CHROMIUM
 
 HOSTILE = "<img src=x onerror=\"window.ran='it'\"><script>window.ran='it'</script>"
-PANELS = ("curves", "timeline", "scheduler", "refits", "memory", "log", "samples")
+PANELS = ("curves", "timeline", "scheduler", "refits", "memory", "config", "log", "samples")
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -181,6 +183,38 @@ def test_a_drag_zooms_and_a_double_click_shows_all(ended: Shown, chromium: Any) 
         until(page, "document.querySelector('[data-metric=loss] .readout .step').textContent === 'step 5'")
 
 
+def test_curves_are_drawn_over_steps_tokens_or_time(ended: Shown, chromium: Any) -> None:
+    records = steps_of(ended.done)
+    seconds = sum(record.seconds["total"] for record in records)
+    tokens = sum(record.metrics.get("tokens_per_s", 0.0) * record.seconds["total"] for record in records)
+    newest = "Number(document.querySelector('[data-metric=reward] .readout b').dataset.step)"
+    with visit(chromium, f"{ended.url}#curves?runs=0") as page:
+        of_metric(page, "reward").wait_for()
+        for along, end, words in (("tokens", tokens, " tokens"), ("time", seconds, "s"), ("steps", 6, "step 6")):
+            page.select_option("[aria-label='Draw over']", along)
+            until(page, f"Math.abs({newest} - {end}) < 1e-6 * {end}")
+            until(
+                page, f"document.querySelector('[data-metric=reward] .readout .step').textContent.endsWith('{words}')"
+            )
+            assert number_in(of_metric(page, "reward")) == records[-1].metrics["reward"]
+        page.select_option("[aria-label='Draw over']", "time")
+        until(page, f"Math.abs({newest} - {seconds}) < 1e-6 * {seconds}")
+        box = page.locator("[data-metric=reward] .u-over").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.02, box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 40, steps=4)
+        page.mouse.up()
+        page.mouse.move(0, 0)
+        until(page, "/zoom=[01]-[2345]/.test(location.hash)")  # which stays one of steps
+        until(page, f"{newest} < {seconds}")
+        with page.expect_download() as started:
+            page.locator("[data-metric=reward] button", has_text="csv").click()
+        assert started.value.path().read_text().startswith("seconds,")
+    refused = urllib.request.Request(f"{ended.url}/api/runs/0/series?names=reward&along=miles")
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(refused, timeout=60.0)
+
+
 def test_runs_are_compared(ended: Shown, chromium: Any) -> None:
     with visit(chromium, f"{ended.url}#curves?runs=0.1") as page:
         values = page.locator("[data-metric=reward] .readout b")
@@ -283,7 +317,7 @@ def test_two_steps_on_one_problem_are_compared_word_by_word(ended: Shown, chromi
 def test_every_panel_has_data_and_fits_a_phone(ended: Shown, chromium: Any) -> None:
     has_data = {
         "curves": ".card canvas", "scheduler": ".card canvas", "timeline": ".lanes canvas", "refits": "tbody tr",
-        "memory": "td.meter", "log": ".log li", "samples": ".sample",
+        "memory": "td.meter", "config": "tr[data-key]", "log": ".log li", "samples": ".sample",
     }  # fmt: skip
     for options in ({"viewport": LAPTOP}, {"viewport": PHONE, "color_scheme": "dark"}):
         with visit(chromium, ended.url, **options) as page:

@@ -83,6 +83,7 @@ GRPO = RunSpec(
     allow_alias=True,
     is_verified=True,
     max_replacements=1,
+    replacement_window_s=3600.0,
     deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60, leave=70),
 )
 MEMORY = MemoryUse(peak=2, held=1)

@@ -158,14 +158,22 @@ def run_all(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
 
 def reference_logprobs(
     model: Any, prompt_ids: tuple[int, ...], token_ids_T: NDArray[np.int32], temperature: float = 1.0
-) -> NDArray[np.float32]:
+) -> NDArray[Any]:
     """Log-probabilities of a response the trainer's way: one Hugging Face forward over the whole sequence."""
     sequence = torch.tensor([[*prompt_ids, *token_ids_T.tolist()]])
     with torch.no_grad():
         logits_TV = model(input_ids=sequence).logits[0, len(prompt_ids) - 1 : -1]
     logprobs_TV = (logits_TV / temperature).log_softmax(dim=-1)
-    result: NDArray[np.float32] = logprobs_TV.gather(1, sequence[0, len(prompt_ids) :, None]).squeeze(1).numpy()
+    result: NDArray[Any] = logprobs_TV.gather(1, sequence[0, len(prompt_ids) :, None]).squeeze(1).numpy()
     return result
+
+
+def exact(model: Any) -> Any:
+    """Return the model in float64, which shows how far float32 rounds it on this processor."""
+    wide = copy.deepcopy(model).double()
+    if getattr(wide.config, "_experts_implementation", "eager") != "eager":
+        wide.set_experts_implementation("eager")  # the grouped product of matrices has no float64
+    return wide
 
 
 def write_byte_tokenizer(folder: Path) -> list[str]:

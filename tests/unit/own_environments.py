@@ -273,3 +273,15 @@ def start_processes(pids: Path) -> None:
     started.append(int(os.read(read, 32)))
     with pids.open("a") as file:
         file.write("".join(f"{pid}\n" for pid in started))
+
+
+class HeldUntilTold:
+    """Writes the id of its process for each call, and answers once the file ``go`` is there."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        with Path("calls").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        deadline = time.monotonic() + WAIT_S
+        while not Path("go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return Score(float(len(response)), True)

@@ -178,6 +178,8 @@ REFUSED = """
 answers = [
     ask([user("12")], temperature=0.3),
     ask([user("12")], top_k=3),
+    ask([user("12")], presence_penalty=1),
+    ask([user("12")], top_logprobs=2),
     ask([user("12" * 60)]),
     ask([user("Z")]),
     post(order["base_url"] + "/chat/completions", {"model": "gpt", "messages": [user("12")]}),
@@ -211,6 +213,8 @@ def test_what_cannot_be_is_refused_with_a_reason_and_the_episode_goes_on(tmp_pat
         expected = [
             (400, "temperature: 0.3, but what is trained on is drawn with policy.generation.temperature, 1"),
             (400, "top_k: 3, but what is trained on is drawn with policy.generation.top_k, 0"),
+            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: what is"),
+            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: what is"),
             (400, "the maximum context length is 64 tokens"),
             (400, "does not know the character 'Z'"),
             (404, "the model 'gpt' does not exist"),
@@ -262,6 +266,40 @@ def test_by_itself_the_first_failure_ends_the_run(tmp_path: Path, capfd: pytest.
         assert "environment 'mine', problem 'p0': its program ended" in error
         assert "LookupError: no such room" in error
     assert "Traceback (most recent call last)" in capfd.readouterr().err
+
+
+KILLED = """
+answer = ask([user("12")])
+with open("begun", "a") as file:
+    file.write("x")
+if len(open("begun").read()) <= {times}:
+    import psutil
+    psutil.Process().{whom}.kill()
+    time.sleep(600)
+note(answer)
+reward(len(text(answer)))
+"""
+
+
+@pytest.mark.parametrize("whom", ["children() or psutil.Process()", "parents()[1]"], ids=["itself", "launcher"])
+def test_an_episode_whose_program_is_killed_from_outside_is_played_again(tmp_path: Path, whom: str) -> None:
+    """By the system for want of memory, say; or what starts programs is, and they end with it."""
+    with rollout_of(tmp_path, KILLED.format(times=2, whom=whom)) as rollout:  # the first failure would end the run
+        ((scored, arrays, answers),) = played(rollout.run(rollout.group(0, [7])))
+        assert len(Path("begun").read_text()) == 3
+        assert_recorded_as_seen(scored, arrays, answers)
+        assert scored.reward == len(answers[0]["choices"][0]["message"]["content"])
+        Path("begun").unlink()
+        assert not any(scored.dropped for scored, _ in rollout.run(rollout.group(0, [7])).values())
+
+
+def test_an_episode_whose_programs_are_killed_again_and_again_has_failed(tmp_path: Path) -> None:
+    source = KILLED.format(times=9, whom="parents()[1]")
+    with rollout_of(tmp_path, source, on_error="drop") as rollout:
+        ((scored, _),) = rollout.run(rollout.group(0, [7])).values()
+        assert scored.dropped
+        assert "its program ended (" in scored.failure
+        assert len(Path("begun").read_text()) == 3
 
 
 def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tandem.common import megatron_arguments
 from tandem.common.config import Config, load_config, notices, unsupported
 from tandem.common.config.conform import conform
+from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError
 
 SMALL = """
@@ -167,7 +168,7 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
             load_config("small.yaml")
         assert str(caught.value) == (
             "small.yaml: policy.megatron_cfg.enabled: true, but Megatron-Core is not installed: "
-            "pip install 'tandem[megatron]'"
+            f"{install_command('megatron')}"
         )
         # What is only planned may be planned anywhere.
         assert loaded(f"{KEY}.anything=1").policy.megatron_cfg.forwarded == {"anything": 1}

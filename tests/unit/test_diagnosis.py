@@ -6,139 +6,24 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, refit, sample, steps_of, write_run
 
-from tandem.common.config import Config, build_config, config_to_json
+from tandem.common.config import Config
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
 from tandem.coordinator.cli import main
 from tandem.coordinator.inspect.diagnosis import CHECKS, diagnose, format_diagnosis
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, gather
-from tandem.coordinator.inspect.diagnosis.finding import Finding
+from tandem.coordinator.inspect.diagnosis.evidence import SampleRow, gather
 from tandem.coordinator.run.ending import ENDED, recorded
 from tandem.coordinator.run.health import LOW_ENTROPY
-from tandem.coordinator.run.journal import Journal, RefitRecord, RunRecord, StepRecord
+from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.scheduler.events import Finish
 
-WELL = {
-    "reward": 0.4,
-    "reward_min": 0.0,
-    "reward_max": 1.0,
-    "accuracy": 0.4,
-    "groups_without_spread": 0.5,
-    "mean_generation_length": 40.0,
-    "truncated_fraction": 0.25,
-    "entropy": 0.6,
-    "kl": 0.1,
-    "approx_kl": 0.001,
-    "clip_fraction": 0.01,
-    "token_mult_prob_error": 1.01,
-    "loss": 0.1,
-    "grad_norm": 0.3,
-    "learning_rate": 1e-6,
-    "num_valid_tokens": 512.0,
-}
-"""Metrics of a step of GRPO that learns."""
-SLOW_RANK = {
-    "slowest_trainer": 3.0,
-    "trainer_compute_max_s": 0.8,
-    "trainer_compute_median_s": 0.4,
-    "trainer_compute_min_s": 0.1,
-    "trainer_waited_max_s": 0.7,
-    "trainer_waited_min_s": 0.0,
-}
-"""Of a step of two seconds."""
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}
-Metrics = dict[str, float]
-
-
-def config_of(algorithm: str = "grpo", **sections: Any) -> Config:
-    policy = {"model_name": "model", "generation": {"max_new_tokens": 64}}
-    if sections.get("grpo", {}).get("async_grpo"):
-        policy["generation"] = {"max_new_tokens": 64, "colocated": {"enabled": False}}
-    settings = {
-        "algorithm": algorithm,
-        "policy": merged(policy, sections.pop("policy", {})),
-        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
-        **sections,
-    }
-    return build_config(settings)
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    return base | {k: merged(base[k], v) if isinstance(base.get(k), dict) else v for k, v in over.items()}
-
-
-def steps_of(metrics: Sequence[Metrics], base: Metrics = WELL) -> tuple[StepRecord, ...]:
-    return tuple(
-        StepRecord(step=number, version=number, metrics=base | changed, seconds={"total": 2.0})
-        for number, changed in enumerate(metrics, 1)
-    )
-
-
-def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) -> Evidence:
-    """Return the record of a run that is well, but for what is changed in each of its steps."""
-    config = config or config_of()
-    steps = steps_of(metrics)
-    fields: dict[str, Any] = {
-        "folder": Path("run"),
-        "run": RunRecord(
-            run_id="r", created_at=0.0, algorithm=config.algorithm, protocol_version=1, package_version="0"
-        ),
-        "config": config,
-        "steps": steps,
-        "held_out": tuple(record for record in steps if any(name.startswith("val_") for name in record.metrics)),
-        "refits": (),
-        "events": (),
-        "ending": None,
-        "is_running": True,
-        "quiet_s": 0.0,
-        "samples": (),
-        "unread": "",
-        "logs": {},
-    }
-    return Evidence(**fields | over)
-
-
-def found_in(evidence: Evidence) -> dict[str, Finding]:
-    found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
-    return {finding.name: finding for finding in found}
-
-
-def sample(step: int, response: str = "7", **over: Any) -> SampleRow:
-    fields: dict[str, Any] = {
-        "step": step,
-        "group": 0,
-        "problem_id": "p",
-        "reference_answer": "",
-        "response": response,
-        "reward": 0.0,
-        "failure": "",
-        "rollout": "rollout-0",
-        "response_length": 10,
-        "started_at": 0.0,
-        "finished_at": 1.0,
-    }
-    return SampleRow(**fields | over)
-
-
-def refit(version: int, digest: int = 0, **over: Any) -> RefitRecord:
-    fields: dict[str, Any] = {
-        "version": version,
-        "engines": ("rollout-0",),
-        "num_bytes": {},
-        "seconds": {},
-        "predicted_s": 0.0,
-        "bound_s": 0.0,
-        "digest": digest or version + 1,
-        "quarantined": {},
-        "verify": "full",
-    }
-    return RefitRecord(**fields | over)
 
 
 def test_in_a_run_that_learns_nothing_is_found() -> None:
@@ -325,18 +210,6 @@ def test_the_failures_of_an_environment_are_counted_by_what_they_say() -> None:
     assert failing.evidence[1].startswith(
         "3 recorded samples: environment 'mine', problem …: ValueError: cannot read …"
     )
-
-
-def write_run(*metrics: Metrics, config: Config | None = None, finish: Finish | None = None) -> Path:
-    """Write the journal of a run; one without an end was killed."""
-    config = config or config_of(grpo={"max_num_steps": 9}, policy={"train_global_batch_size": 512})
-    with Journal.create(Path("run"), config_to_json(config), config.algorithm) as journal:
-        for record in steps_of(metrics):
-            journal.commit_step(record)
-        journal.record_event("coordinator", "rollout-1 is lost: killed by SIGKILL; another is launched in its place")
-        if finish is not None:
-            recorded(journal, lambda: finish)
-    return Path("run")
 
 
 def test_what_follows_from_a_cause_comes_after_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_harness import (
     ARCHITECTURES,
+    exact,
     make_engine,
     make_model,
     random_prompts,
@@ -33,11 +34,18 @@ def test_logprobs_match_a_forward_over_the_whole_sequence(architecture: str, tmp
         request(index, prompts[index % 6], temperature=0.8, max_new_tokens=3 + 5 * index % 17) for index in range(14)
     ]
     finished = run_all(engine, requests)
+    wide, apart, rounding = exact(model), 0.0, 0.0
     for one in requests:
         made = finished[one.request_id]
         assert len(made.token_ids_T) == one.sampling.max_new_tokens
         expected_T = reference_logprobs(model, one.prompt_ids, made.token_ids_T, temperature=0.8)
-        assert np.abs(made.logprobs_T - expected_T).max() < TOLERANCE
+        exact_T = reference_logprobs(wide, one.prompt_ids, made.token_ids_T, temperature=0.8)
+        apart = max(apart, np.abs(made.logprobs_T - expected_T).max())
+        rounding = max(rounding, np.abs(expected_T - exact_T).max())
+    # Two ways to round cannot be closer than either is to the truth: on some processors Hugging Face's own float32
+    # is further than that from float64.
+    assert apart < max(TOLERANCE, 2 * rounding)
+    assert rounding < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

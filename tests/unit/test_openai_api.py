@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.common.errors import ModelError
 from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.openai_api.protocol import MAX_BODY_BYTES
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]
@@ -61,6 +62,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     assert shared.driving.engine.num_unfinished == 0
 
 
+def test_a_repetition_penalty_is_that_of_hugging_face(tiny: Tiny) -> None:
+    answer = tiny.client.chat.completions.create(
+        model=NAME,
+        messages=CHAT,
+        temperature=0,
+        max_tokens=12,
+        extra_body={"return_token_ids": True, "repetition_penalty": 1.5},
+    )
+    prompt = torch.tensor([CHAT_IDS])
+    expected = tiny.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, repetition_penalty=1.5
+    )
+    assert answer.choices[0].token_ids == expected[0, len(CHAT_IDS) :].tolist()  # type: ignore[attr-defined]
+
+
 def test_a_greedy_chat_is_what_hugging_face_generates(tiny: Tiny) -> None:
     answer = tiny.client.chat.completions.create(
         model=NAME, messages=CHAT, temperature=0, max_tokens=20, extra_body={"return_token_ids": True}
@@ -73,6 +89,105 @@ def test_a_greedy_chat_is_what_hugging_face_generates(tiny: Tiny) -> None:
     assert choice.finish_reason == ("stop" if expected[-1] == EOS else "length")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(CHAT_IDS), len(expected))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_alternatives_are_the_likeliest_tokens_of_hugging_faces_model(tiny: Tiny, sampling: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {**sampling, "max_tokens": 12, "seed": 5}
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    chat = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, logprobs=True, top_logprobs=4, **asked, **ids
+    ).choices[0]
+    pieces = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, logprobs=True, top_logprobs=4, stream=True, **asked
+    )
+    streamed = [one for piece in pieces if piece.choices[0].logprobs for one in piece.choices[0].logprobs.content or []]
+    plain = tiny.client.completions.create(model=NAME, prompt=CHAT_IDS, logprobs=4, **asked, **ids).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content == streamed
+    token_ids = chat.token_ids  # type: ignore[attr-defined]
+    assert token_ids == plain.token_ids  # type: ignore[attr-defined]
+    with torch.no_grad():
+        logits_TV = tiny.model(torch.tensor([[*CHAT_IDS, *token_ids]])).logits[0, len(CHAT_IDS) - 1 : -1]
+    scaled_TV = logits_TV.float() / sampling["temperature"]
+    top_p_T = torch.full([len(token_ids)], sampling.get("top_p", 1.0))
+    expected_TV = restrict(scaled_TV, torch.zeros(len(token_ids), dtype=torch.int64), top_p_T).log_softmax(-1)
+    for place, (token_id, found) in enumerate(zip(token_ids, streamed, strict=True)):
+        expected = expected_TV[place].topk(4)
+        others = [bytes(each.bytes or []) for each in found.top_logprobs]
+        assert others == [tiny.tokenizer.token_bytes(token) for token in expected.indices.tolist()]
+        np.testing.assert_allclose([each.logprob for each in found.top_logprobs], expected.values, atol=1e-4)
+        assert found.logprob == pytest.approx(float(expected_TV[place, token_id]), abs=1e-4)
+        assert plain.logprobs is not None
+        assert plain.logprobs.top_logprobs is not None
+        its = plain.logprobs.top_logprobs[place]
+        assert its[found.token] == found.logprob
+        for other in found.top_logprobs:  # of tokens with the same text, such as parts of characters, it has one
+            assert its[other.token] >= other.logprob or other.token == found.token
+
+
+def test_a_greedy_token_has_no_alternative(tiny: Tiny) -> None:
+    answer = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, logprobs=True, top_logprobs=4, temperature=0, max_tokens=3
+    )
+    assert answer.choices[0].logprobs is not None
+    for each in answer.choices[0].logprobs.content or []:
+        assert [(other.token, other.logprob) for other in each.top_logprobs] == [(each.token, 0.0)]
+
+
+def schema(of: dict[str, Any]) -> Any:
+    """Return what asks for JSON of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": of, "strict": True}}
+
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4, "pattern": "^[a-z]*$"},
+        "is_far": {"type": "boolean"},
+        "colour": {"enum": ["red", "green"]},
+    },
+    "required": ["name", "is_far", "colour"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_json_of_a_schema_is_what_a_model_without_sense_writes(tiny: Tiny, temperature: float) -> None:
+    asked: dict[str, Any] = {"response_format": schema(PLACE), "temperature": temperature, "max_tokens": 100, "n": 3}
+    answer = tiny.client.chat.completions.create(model=NAME, messages=CHAT, seed=1, **asked)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        found = json.loads(choice.message.content or "")
+        assert [*found] == ["name", "is_far", "colour"]
+        assert found["colour"] in ("red", "green")
+        assert isinstance(found["is_far"], bool)
+    pieces = tiny.client.chat.completions.create(model=NAME, messages=CHAT, seed=1, stream=True, **asked)
+    texts = ["", "", ""]
+    for piece in pieces:
+        texts[piece.choices[0].index] += piece.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in answer.choices]
+
+
+def test_json_mode_writes_an_object_and_nothing_else_is_bound(tiny: Tiny) -> None:
+    asked: dict[str, Any] = {"max_tokens": 60, "seed": 2}
+    alone = tiny.client.chat.completions.create(model=NAME, messages=CHAT, **asked).choices[0].message.content
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(tiny.client.chat.completions.create, model=NAME, messages=CHAT, **asked)
+        bound = pool.submit(
+            tiny.client.chat.completions.create,
+            model=NAME,
+            messages=CHAT,
+            response_format={"type": "json_object"},
+            logit_bias={},
+            **asked,
+        )
+        assert plain.result().choices[0].message.content == alone
+        choice = bound.result().choices[0]
+    text = choice.message.content or ""
+    assert text.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -241,9 +356,12 @@ def complete(tiny: Tiny, **changes: Any) -> Any:
             "image_url",
         ),
         (chat, {"logit_bias": {"5": 1}}, 400, "logit_bias", "does not carry it out"),
-        (chat, {"presence_penalty": 0.5}, 400, "presence_penalty", "does not carry it out"),
-        (chat, {"response_format": {"type": "json_object"}}, 400, "response_format", "does not carry it out"),
-        (chat, {"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs", "of no other"),
+        (chat, {"extra_body": {"min_p": 0.5}}, 400, "min_p", "does not carry it out"),
+        (chat, {"response_format": {"type": "xml"}}, 400, "response_format.type", "Invalid enum value 'xml'"),
+        (chat, {"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema: it is missing"),
+        (chat, {"response_format": schema({"type": "thing"})}, 400, "response_format", "Invalid type: thing"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
+        (chat, {"top_logprobs": 3}, 400, "top_logprobs", "give logprobs: true as well"),
         (complete, {"best_of": 3}, 400, "best_of", "does not carry it out"),
         (complete, {"echo": True}, 400, "echo", "does not carry it out"),
         (complete, {"prompt": ["a"] * 600, "n": 2}, 400, "n", "at most 1024"),

@@ -14,7 +14,7 @@ import pytest
 from own_environments import Talks
 from rollout_harness import CHARACTERS, Rollout
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import BatchTable, TrainingBatch
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.errors import WireError
@@ -80,7 +80,7 @@ def trainer(tmp_path: Path) -> Callable[..., TrainerService]:
 TRAIN = Train(command_id=5, deadline_s=60.0, step=1, sources={})
 NAN = float("nan")
 BATCHES: dict[str, tuple[str, Any, str]] = {
-    "no loss": ("num_counted_S", np.zeros(2, np.int32), "Train.num_counted_S: no token counts in the loss"),
+    "no loss": ("num_counted_S", np.zeros(2, np.int32), "Train.loss_mask_T: must have as many tokens of each .*"),
     "other loss": ("loss_mask_T", np.zeros(5, np.bool_), "Train.loss_mask_T: must have as many tokens of each .*"),
     "counted": (
         "num_counted_S",
@@ -108,6 +108,15 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
     with pytest.raises(WireError) as caught:
         trainer().handle(TRAIN, {**batch(), field: array})
     assert re.fullmatch(what, str(caught.value))
+
+
+def test_some_token_of_a_data_set_counts() -> None:
+    table = BatchTable.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, {})
+    table.check(num_ranks=1, num_sources=0)
+    none = table.of({**table.to_frames(), "num_counted_S": np.zeros(2, np.int32)})
+    none.check(num_ranks=1, num_sources=0, may_mask_all=True)
+    with pytest.raises(WireError, match=r"^num_counted_S: no token counts in the loss$"):
+        none.check(num_ranks=1, num_sources=0)
 
 
 def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callable[..., TrainerService]) -> None:

@@ -18,7 +18,7 @@ SERVICES = ("coordinator", "rollout", "trainer", "refit")
 
 def test_its_names_are_there_and_documented() -> None:
     assert tandem.train is train
-    assert tandem.__version__ == importlib.metadata.version("tandem")
+    assert tandem.__version__ == importlib.metadata.version("tandem-rl")
     assert set(tandem.__all__) < set(dir(tandem))
     for name in tandem.__all__:
         assert getattr(tandem, name).__doc__, name

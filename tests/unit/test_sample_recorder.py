@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from own_environments import WAIT_S
 from rollout_harness import Rollout, tokens_of
@@ -16,7 +17,7 @@ from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
 from tandem.common.sample_files import STREAM, UNFINISHED, files
-from tandem.common.sample_record import keys_of, read_step, read_unfinished, steps
+from tandem.common.sample_record import keys_of, read_step, read_unfinished, steps, table_of, write_shard
 
 Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
 
@@ -259,6 +260,24 @@ def test_groups_are_taken_from_disk_as_if_they_had_been_made_now(
     groups = all_of(finished.command_id, restored)
     assert second.record("rollout-1", *groups).num_samples == 4, "and they are recorded as such"
     assert sum(row.rollout == "rollout-1" for row in read_step(folder, 1)) == 4
+
+
+def test_a_sample_whose_reward_float32_does_not_carry_is_taken_from_disk_as_dropped(
+    start: Callable[..., Rollout], tmp_path: Path
+) -> None:
+    rollout, folder = start(), tmp_path / "samples"
+    samples, where = kept_by(rollout, folder)
+    rollout.record("rollout-0", *all_of(rollout._generated[0], samples))
+    (keys,) = where.values()
+    rows = read_step(folder, 1)
+    wrong = msgspec.structs.replace(rows[1], scored=msgspec.structs.replace(rows[1].scored, reward=1e39))
+    write_shard(folder, rollout.member.run_id, 1, "rollout-0", table_of([rows[0], wrong, *rows[2:]]))
+    finished, _ = rollout.restore({"step-00000001.rollout-0.parquet": keys}, num_samples=2)
+    assert isinstance(finished, SamplesFinished)
+    assert [(each.reward, each.dropped) for each in finished.samples if (each.group, each.sample) == (0, 1)] == [
+        (0.0, True)
+    ]
+    assert sum(each.dropped for each in finished.samples) == 1
 
 
 def test_the_engine_gives_way_to_training_before_samples_from_disk_are_there(

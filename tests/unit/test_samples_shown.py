@@ -19,10 +19,11 @@ from tandem.common.config.schema import NewModel
 from tandem.common.errors import SamplesError
 from tandem.common.sample_files import FOLDER, shard_path
 from tandem.common.sample_record import RecordedSample
+from tandem.common.texts import visible
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.cli import main
 from tandem.coordinator.inspect.samples import SampleQuery, Sort, recorded_steps, search, select
-from tandem.coordinator.inspect.samples_text import chat_text, print_samples, visible
+from tandem.coordinator.inspect.samples_text import chat_text, print_samples
 from tandem.coordinator.run.journal import Journal
 
 CHAT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"

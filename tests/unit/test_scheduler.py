@@ -850,17 +850,106 @@ def test_an_engine_that_is_lost_with_its_samples_makes_them_again_once_it_is_rep
     assert cluster.commits() == list(range(GRPO.last_step + 1))
 
 
-def test_samples_that_are_missing_again_and_again_end_the_run() -> None:
+def miss_three_times(cluster: Cluster, **missing: str) -> list[Action]:
+    """Have trainers say three times in a row that they cannot use samples; return what the last one leads to."""
+    for _ in range(2):
+        cluster.run_until(Phase.TRAINING)
+        miss(cluster, **missing)
+    cluster.run_until(Phase.TRAINING)
+    return miss(cluster, **missing)
+
+
+def test_an_engine_whose_samples_cannot_be_used_three_times_is_replaced_and_the_next_one_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    why = "its samples could not be used 3 times in a row: gone"
+    assert Replace(member="rollout-1", why=why) in miss_three_times(cluster, rollout_1="gone")
+    replace(cluster, "rollout-1")
+    finish = only_finish(miss_three_times(cluster, rollout_1="gone"))
+    assert isinstance(finish.error, ServiceLost)
+    assert str(finish.error) == f"rollout-1 failed while generating: {why}; processes were replaced 1 times before"
+
+
+def test_samples_that_could_be_used_between_begin_the_count_anew() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     for _ in range(2):
+        for _ in range(2):
+            cluster.run_until(Phase.TRAINING)
+            miss(cluster, rollout_1="gone")
         cluster.run_until(Phase.TRAINING)
-        miss(cluster, rollout_1="gone")
-    cluster.run_until(Phase.TRAINING)
-    finish = only_finish(miss(cluster, rollout_1="gone"))
+        cluster.run_until(Phase.REFITTING)
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == list(range(GRPO.last_step + 1))
+
+
+def test_where_the_samples_of_all_engines_cannot_be_used_none_is_to_blame() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    finish = only_finish(miss_three_times(cluster, rollout_0="gone", rollout_1="gone"))
     assert str(finish.error) == (
-        "coordinator failed while training step 1: samples are missing: rollout-1: gone (3 times in this step)"
+        "coordinator failed while training step 1: samples of all engines could not be used 3 times in a row: gone"
     )
+
+
+def fail(cluster: Cluster, member: str, error: str) -> list[Action]:
+    """Have a member fail at its first piece of work, for a reason of its own."""
+    work = [a for a in cluster.pending if a.member == member and isinstance(a, DispatchPrompts | DispatchBatch)]
+    cluster.pending.remove(work[0])
+    failed = Failed(command_id=work[0].command_id, phase="working", error=error, expected=False, traceback="line 1")
+    return cluster.give(Erred(now=cluster.now, member=member, failed=failed))
+
+
+def test_an_engine_that_fails_for_a_reason_of_its_own_is_replaced_once() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=5))
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    why = "it failed while working: OSError: too many open files"
+    assert Replace(member="rollout-1", why=why) in fail(cluster, "rollout-1", "OSError: too many open files")
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.GENERATING)
+    while not any(a.member == "rollout-1" and isinstance(a, DispatchPrompts) for a in cluster.pending):
+        cluster.answer_next()
+    finish = only_finish(fail(cluster, "rollout-1", "OSError: too many open files"))
+    assert isinstance(finish.error, CommandFailed)
+    assert not finish.error.is_final
+    assert str(finish.error) == "rollout-1 failed while working: OSError: too many open files\nline 1"
+
+
+def test_a_run_goes_on_without_what_an_engine_failed_at() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    fail(cluster, "rollout-1", "OSError: too many open files")
+    cluster.pending = [action for action in cluster.pending if action.member != "rollout-1"]
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == list(range(GRPO.last_step + 1))
+
+
+def test_a_trainer_that_fails_for_a_reason_of_its_own_ends_the_term_alone() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    finish = only_finish(fail(cluster, "trainer-1", "OSError: too many open files"))
+    assert isinstance(finish.error, CommandFailed)
+    assert not finish.error.is_final
+
+
+def test_a_loss_does_not_count_any_more_after_a_while() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=1, replacement_window_s=100.0))
+    cluster.join_all()
+    for _ in range(3):
+        cluster.run_until(Phase.GENERATING)
+        lose(cluster, "rollout-1")
+        replace(cluster, "rollout-1")
+        cluster.now += 101.0
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.GENERATING)
+    finish = only_finish(cluster.give(Lost(now=cluster.now, member="rollout-0", why="gone")))
+    assert str(finish.error) == "rollout-0 failed while generating: gone; processes were replaced 1 times before"
 
 
 def test_interrupted_while_samples_are_missing_abandons_the_step() -> None:

@@ -184,6 +184,9 @@ class Harried(Cluster):
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(member)
+            case Replace(member=member) if member not in self.absent and member in self.plan.publication.engines:
+                self.end(member)  # its samples could not be used
+                self.absent.append(member)
             case CommitStep(step=step, validated=validated):
                 for sample in validated:
                     assert all(w.version == step and w.is_proven for w in self.made_with[sample.components["made"]])
@@ -628,7 +631,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
         phase = cluster.plan.phase
-        cluster.plan.publication.replacements = Replacements(0)
+        cluster.plan.publication.replacements = Replacements(0, 3600.0)
         actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
         while cluster.plan.phase is Phase.WRITING:
             cluster.go_on()

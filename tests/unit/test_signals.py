@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -213,3 +214,27 @@ def test_who_was_launched_leaves_when_it_is_asked_alone_and_not_when_all_are() -
         time.sleep(2.5)
         process.send_signal(signal.SIGTERM)
         assert said(process) == "ended"
+
+
+def test_a_terminal_that_has_closed_ends_no_process_that_prints() -> None:
+    """A write may fail before the signal comes that says so; here none does, as the terminal is not its own."""
+    ours, theirs = os.openpty()
+    program = """
+import sys
+from tandem.common import signals
+with signals.heard(lambda number: None):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for stream in (sys.stdout, sys.stderr):
+        print("more", file=stream, flush=True)
+    print("and more", flush=True)
+sys.exit(7)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        assert os.read(ours, 100).startswith(b"ready")
+        os.close(ours)
+        process.communicate(b"\n", timeout=PATIENCE_S)
+    assert process.returncode == 7

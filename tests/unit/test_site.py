@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,19 @@ def test_every_page_is_on_it(site: Path) -> None:
     assert pages == {path.stem for path in site.glob("*.html")} - {"404"}
     listed = re.findall(r"(\w+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(pages)
+
+
+def test_what_is_on_it_can_be_searched_for(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= {
+        entry["location"].partition(".html")[0] for entry in entries
+    }
+    found = [entry["location"] for entry in entries if "max_trajectory_age_steps" in entry["text"]]
+    assert "configuration.html" in {location.partition("#")[0] for location in found}
+    page = (site / "quickstart.html").read_text()
+    assert re.search(r"<input[^>]*data-md-component=\"?search-query", page)
+    (worker,) = re.findall(r'"search":\s*"([^"]+)"', page)
+    assert (site / worker).is_file()
 
 
 def test_it_needs_no_network(site: Path) -> None:

@@ -34,7 +34,7 @@ from tandem.coordinator.run.supervision import Supervision
 cluster = msgspec.json.decode({msgspec.json.encode(CLUSTER)!r}, type=Cluster)
 supervision = Supervision(int(sys.argv[-1]), int(sys.argv[-3]), cluster)
 with Path("lives.txt").open("a") as lives:
-    print(supervision.begun.why, supervision.num_replaced, file=lives)
+    print(supervision.begun.why, len(supervision.begun.replaced_at), file=lives)
 life = len(Path("lives.txt").read_text().splitlines())
 """
 """What each of these programs begins with: it says how often it has lived."""
@@ -98,3 +98,35 @@ def test_one_bound_is_for_all_that_is_replaced_the_coordinator_included(
     assert code == FAILED
     said = f"error: the coordinator was {why}; processes were replaced 3 times before (cluster.max_replacements)\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_coordinator_that_fails_by_itself_is_started_again_after_pauses_that_grow(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lives = supervised(folder, "raise SystemExit(1 if life < 3 else 0)")
+    assert (code, lives) == (0, [" 0", "exit code 1 1", "exit code 1 2"])
+    said = "the coordinator has failed with exit code 1; it is started again in {} s"
+    assert capsys.readouterr().out.splitlines() == [said.format(1), said.format(2)]
+
+
+@pytest.mark.parametrize("ends", ["supervision.give_up(); raise SystemExit(1)", "raise SystemExit(2)"])
+def test_what_the_user_is_to_change_is_not_tried_again(folder: Path, ends: str) -> None:
+    code, lives = supervised(folder, ends)
+    assert lives == [" 0"]
+    assert code == (2 if "(2)" in ends else FAILED)
+
+
+def test_who_is_asked_to_end_in_a_pause_ends_at_once(folder: Path) -> None:
+    """The signal comes to the supervisor, which is this process, when the coordinator is gone."""
+    code, lives = supervised(
+        folder,
+        """
+        import subprocess
+        tell = f"import os, time; time.sleep(0.3); os.kill({os.getppid()}, 15)"
+        if life == 3:
+            subprocess.Popen([sys.executable, "-c", tell], start_new_session=True)
+        raise SystemExit(1)
+        """,
+    )
+    assert len(lives) == 3
+    assert code == FAILED

@@ -63,7 +63,11 @@ def test_hugging_face_loads_what_was_written(tokenizer: Tokenizer) -> None:
         settings.bos_token_id,
         settings.eos_token_id,
     )
-    assert theirs("7 - 12").input_ids == tokenizer.encode("7 - 12")
+    assert theirs("7 - 12", add_special_tokens=False).input_ids == tokenizer.encode("7 - 12")
+    assert theirs("7 - 12").input_ids == theirs.apply_chat_template(
+        [{"role": "user", "content": "7 - 12"}], return_dict=False
+    ), "a plain text begins as a conversation does"
+    assert theirs("7 - 12").input_ids == tokenizer.encode("7 - 12", add_special_tokens=True)
     prompt = theirs.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
     assert prompt == tokenizer.encode_chat(USER, add_generation_prompt=True)
     model = transformers.AutoModelForCausalLM.from_config(settings)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from engine_harness import random_prompts, request, run_all, write_byte_tokenize
 
 from tandem.common.errors import DataError
 from tandem.rollout.engines.sampling import restrict
+from tandem.rollout.engines.served import Grammar, ServedSampling, penalised
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.vllm.vllm_harness import refit, running, tiny_model
 
@@ -164,3 +166,51 @@ def test_tokens_are_drawn_with_their_probabilities(filled: Filled) -> None:
     chi_square = ((observed_V - expected_V) ** 2 / expected_V).sum()
     freedom = len(expected_V) - 1
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_alternatives_are_the_likeliest_tokens_of_the_model(filled: Filled, temperature: float) -> None:
+    prompt = random_prompts(1, seed=11)[0]
+    plain = request(0, prompt, temperature=temperature, max_new_tokens=8)
+    sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "num_alternatives": 3})
+    made = run_all(filled.engine, [msgspec.structs.replace(plain, sampling=sampling)])[0]
+    tokens = made.token_ids_T.tolist()
+    assert made.alternatives is not None
+    if not temperature:
+        assert made.alternatives == [[(token, 0.0)] for token in tokens]
+        return
+    with torch.no_grad():
+        logits_TV = filled.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    for logits_V, others in zip(logits_TV, made.alternatives, strict=True):
+        expected = (logits_V / temperature).log_softmax(-1).topk(3)
+        assert [token for token, _ in others] == expected.indices.tolist()
+        assert [logprob for _, logprob in others] == pytest.approx(expected.values.tolist(), abs=1e-3)
+
+
+def test_a_grammar_is_refused(filled: Filled) -> None:
+    plain = request(0, random_prompts(1, seed=11)[0])
+    sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "grammar": cast(Grammar, object())})
+    with pytest.raises(DataError, match="response_format: vLLM is given no tokenizer"):
+        filled.engine.add_request(msgspec.structs.replace(plain, sampling=sampling))
+
+
+def test_penalties_are_those_of_the_closed_form(filled: Filled) -> None:
+    prompt = random_prompts(1, seed=9)[0]
+    plain = request(0, prompt, temperature=0.7, max_new_tokens=16)
+    sampling = ServedSampling(
+        **{
+            **msgspec.structs.asdict(plain.sampling),
+            "presence_penalty": 1.5,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.3,
+        }
+    )
+    made = run_all(filled.engine, [msgspec.structs.replace(plain, sampling=sampling)])[0]
+    tokens = made.token_ids_T.tolist()
+    with torch.no_grad():
+        logits_TV = filled.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    expected = [
+        (penalised(logits_TV[place], sampling, [*prompt], tokens[:place]) / 0.7).log_softmax(-1)[token].item()
+        for place, token in enumerate(tokens)
+    ]
+    assert made.logprobs_T == pytest.approx(expected, abs=1e-3)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tandem.common.errors import RunFolderError as RunFolderError
     from tandem.common.errors import ServiceError as ServiceError
     from tandem.common.errors import TandemError as TandemError
+    from tandem.coordinator.api.callbacks import Callback as Callback
     from tandem.coordinator.api.handle import Run as Run
     from tandem.coordinator.api.handle import load_run as load_run
     from tandem.coordinator.api.samples import Sample as Sample
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _WHERE = {
+    "Callback": "tandem.coordinator.api.callbacks",
     "Config": "tandem.common.config",
     "ConfigError": "tandem.common.errors",
     "DataError": "tandem.common.errors",
@@ -45,9 +47,9 @@ __all__ = list(_WHERE)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from tandem.common.distribution import version
 
-        return version("tandem")
+        return version()
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

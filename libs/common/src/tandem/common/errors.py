@@ -13,11 +13,13 @@ The tree::
     |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
     |   |-- CommandFailed      it answered a command with an error
     |   |-- DeadlineExceeded   it did not answer in time
+    |   |-- Standstill         nothing is asked of any process, and the run is not over
     |   `-- SamplingExhausted  dynamic sampling found too few prompt groups to learn from
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
     |   `-- DamagedCheckpoint  its files are not what was written; another one may be whole
-    |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
+    |-- TrainingError          a loss that is none
+    |   `-- NotFiniteError     an optimizer step whose loss or gradient is not a finite number
     |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
     `-- RefitError             weights could not be moved whole
@@ -35,6 +37,9 @@ from collections.abc import Iterable
 
 class TandemError(Exception):
     """The root of the tree above."""
+
+    is_final: bool = True
+    """Whether a run that it has ended would meet it again: the user is to change something."""
 
 
 class ConfigError(TandemError):
@@ -95,13 +100,28 @@ class ServiceError(TandemError):
 class ServiceLost(ServiceError):
     """A process died or fell silent."""
 
+    is_final = False
+
+
+class Standstill(ServiceError):
+    """Nothing is asked of any process, and the run is not over."""
+
+    is_final = False
+
 
 class CommandFailed(ServiceError):
     """A process answered a command with an error."""
 
+    def __init__(self, process: str, phase: str, what: str, *, is_its_own: bool = False) -> None:
+        """`is_its_own`: the reason lies in the process, and another in its place may do better."""
+        super().__init__(process, phase, what)
+        self.is_final = not is_its_own
+
 
 class DeadlineExceeded(ServiceError):
     """A process did not answer a command before its deadline."""
+
+    is_final = False
 
 
 class SamplingExhausted(ServiceError):
@@ -127,6 +147,10 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class TrainingError(TandemError):
+    """A loss is none, or an optimizer step was not taken."""
+
+
+class NotFiniteError(TrainingError):
     """The loss or its gradient is not a finite number; the optimizer step was not taken."""
 
 

@@ -162,7 +162,7 @@ def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTE
         if odd := irregular(path):
             raise ConfigError(f"{path} is {odd}, and no {what}")
         with path.open("rb") as file:
-            _refuse_others(path, os.fstat(file.fileno()))
+            refuse_others(path, os.fstat(file.fileno()))
             text = file.read(most_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
@@ -172,7 +172,7 @@ def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTE
         raise ConfigError(f"{path} is no {what}: {error}") from error
 
 
-def _refuse_others(path: Path, status: os.stat_result) -> None:
+def refuse_others(path: Path, status: os.stat_result) -> None:
     """Raise `ConfigError` for a file that anyone but its owner can read or write, and for another user's."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (os.geteuid(), 0):

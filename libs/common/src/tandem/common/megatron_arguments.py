@@ -10,8 +10,6 @@ from msgspec import inspect
 
 from tandem.common.sources import annotated_fields, class_and_bases, package_folder
 
-INSTALL = "pip install 'tandem[megatron]'"
-
 _CLASSES = {
     "": ("transformer/transformer_config.py", "MLATransformerConfig"),
     "optimizer": ("optimizer/optimizer_config.py", "OptimizerConfig"),

@@ -22,11 +22,12 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 14
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
 Purpose = Literal["train", "validate"]
+DeviceType = Literal["cpu", "cuda"]
 
 MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
 """Characters; senders cut longer texts off."""
@@ -47,8 +48,10 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 """Below the vocabulary of the model as well."""
 Port = Annotated[int, Meta(ge=1, le=65535)]
 """Of TCP."""
-Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-"""No NaN and no infinity."""
+LARGEST = 1e12
+"""The largest number that a run computes with (`tandem.common.bounds`)."""
+Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+"""No NaN, no infinity, and nothing that float32 cannot carry through the arithmetic."""
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A time something took or may take."""
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -57,6 +60,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 """Of a process, host, file, metric or the like."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 """For people."""
+Notes = Annotated[tuple[Text, ...], Meta(max_length=100)]
+"""What a user should know, a line each."""
 Traceback = Annotated[str, Meta(max_length=MAX_TRACEBACK)]
 """For people who mend Tandem."""
 Encoded = Annotated[bytes, Meta(min_length=1)]
@@ -152,7 +157,8 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
     error: Text
     """One line for the user."""
     expected: bool
-    """True for a `TandemError`: the line is enough. False for a bug: `traceback` is shown as well."""
+    """True for a `TandemError`: the line is enough. False for a reason of the process's own, such as a lack of
+    descriptors or a bug: `traceback` is shown as well, and another process may do better."""
     traceback: Traceback = ""
 
     @property
@@ -265,6 +271,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     memory: MemoryUse
     gpus: Metrics = {}
     """Means of what the rank's GPU did since its last answer, by the names of `tandem.common.nvml.GpuUse`."""
+    notes: Notes = ()
+    """Which samples were set aside, and why; which metrics are missing because they are no finite numbers."""
 
 
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
@@ -298,6 +306,8 @@ class Evaluated(Message, frozen=True, kw_only=True, tag=True):
     command_id: Count
     step: Count
     metrics: Metrics
+    notes: Notes = ()
+    """As in `Trained`."""
 
 
 class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
@@ -502,7 +512,7 @@ class SampleScored(Message, frozen=True, kw_only=True):
     """What the environment took for the answer; None if it found none, looks for none, or the sample is to train on."""
     response: str
     """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
-    failure: str = ""
+    failure: Text = ""
     """Why the environment gave the last response no score, on one line; empty if it did, or if a limit came first."""
     timed_out: bool = False
     """Whether that is because it took too long."""
@@ -713,6 +723,8 @@ class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
 
     mesh: Name
     members: tuple[str, ...]
+    device_type: DeviceType = "cpu"
+    """Where its messages lie, as refit has planned."""
     epoch: Count
     """How often the mesh has been connected before."""
     rendezvous_host: Name
@@ -787,6 +799,8 @@ class PlannedMesh(Message, frozen=True, kw_only=True):
 
     name: Name
     members: tuple[Name, ...]
+    device_type: DeviceType = "cpu"
+    """Where its messages lie: on GPUs, whose meshes NCCL connects, if the memory of all members does."""
 
 
 class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):

@@ -14,6 +14,7 @@ from tandem.common.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 """Linux's question for the address of an interface."""
+_ADDRESSES_6 = "/proc/net/if_inet6"
 
 
 def address_towards(endpoint: str) -> str:
@@ -29,8 +30,13 @@ def address_towards(endpoint: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether an address is one of this host's own, unreachable from outside."""
-    return ipaddress.ip_address(host).is_loopback
+    """Tell whether a name or an address is this host's own, unreachable from outside; a name but localhost is not."""
+    if host.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def keep_to_interface(address: str, *variables: str) -> None:
@@ -49,6 +55,8 @@ def _interface_of(address: str) -> str:
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return "lo" if "lo" in names else "lo0"
+    if ":" in address:
+        return _interface_of_6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             request = struct.pack("256s", name.encode()[:15])
@@ -56,6 +64,17 @@ def _interface_of(address: str) -> str:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
+    return ""
+
+
+def _interface_of_6(address: str) -> str:
+    """Do so for an address of version 6, by the table that Linux keeps of them."""
+    wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+    with contextlib.suppress(OSError), open(_ADDRESSES_6, encoding="ascii") as table:
+        for line in table:
+            found, *_, name = line.split()
+            if found == wanted:
+                return name
     return ""
 
 

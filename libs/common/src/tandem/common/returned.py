@@ -10,13 +10,17 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.common.errors import RewardError
+from tandem.common.messages import LARGEST
+from tandem.common.texts import visible
 
 _LONGEST_LINE = 600
+_LONGEST_READ = 100_000
+"""What of a text is looked at."""
 
 
 def line(text: str) -> str:
-    """Return text on one line that is not too long."""
-    words = " ".join(sayable(text).split())
+    """Return text on one line that is not too long, without control characters."""
+    words = visible(" ".join(sayable(text[:_LONGEST_READ]).split()))
     return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}..."
 
 
@@ -38,7 +42,7 @@ def raised_at(trace: TracebackType | None, folder: str) -> str:
 
 
 def finite_number(given: object, what: str) -> float:
-    """Return a finite number; text, truth values and what else Python makes numbers of are mistakes.
+    """Return a number that training can compute with; text, truth values and what else Python has are mistakes.
 
     Raises `RewardError`, which says `what` it should have been.
     """
@@ -51,7 +55,16 @@ def finite_number(given: object, what: str) -> float:
             number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"{what} is {shown(given)}, not a finite number")
+    if wrong := beyond(number, shown(given)):
+        raise RewardError(f"{what} is {wrong}")
     return number
+
+
+def beyond(number: float, said: str = "") -> str:
+    """Say of a number, which was given as `said`, that no run can compute with it; nothing of any other."""
+    if abs(number) <= LARGEST:
+        return ""
+    return f"{line(said) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"
 
 
 def shown(given: object) -> str:

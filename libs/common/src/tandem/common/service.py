@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import secrets
@@ -19,11 +20,13 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.common import gc_tuning, signals
+from tandem.common import descriptors, gc_tuning, signals
 from tandem.common.config import Config, config_from_json
+from tandem.common.config.model_names import fetch_models
 from tandem.common.errors import ConfigError, NotAdmitted, TandemError, WireError
 from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
 from tandem.common.messages import (
@@ -40,9 +43,12 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.process_lifetime import die_with
+from tandem.common.texts import shortened
 from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Frames, Link, encode, exit_code
 
 _IDLE_POLL_S = 1.0
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""What the system says that has no more descriptors, memory or processes to give."""
 _EXIT_INTERRUPTED = 130
 _REMEMBERED_COMMANDS = 16
 
@@ -110,17 +116,17 @@ class Member:
         `aside` is what it is about, where that is not what the process does now.
         """
         phase = aside or self._phase
-        expected = isinstance(error, TandemError)
-        text = str(error) if expected else f"{type(error).__name__}: {error}"
-        trace = "" if expected else "".join(traceback.format_exception(error))
+        expected = isinstance(error, TandemError) and not _lacks_resources(error)
+        text = shortened(str(error) if expected else f"{type(error).__name__}: {error}")
+        trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
         with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
             print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
         failed = Failed(
             command_id=command_id,
             phase=phase[:MAX_TEXT],
-            error=text[:MAX_TEXT],
+            error=text,
             expected=expected,
-            traceback=trace[-MAX_TRACEBACK:],
+            traceback=trace,
         )
         if not aside:
             self._set_phase("idle")
@@ -140,6 +146,15 @@ class Member:
     def _set_phase(self, name: str) -> None:
         self._phase = name
         self._link.set_phase(name)
+
+
+def _lacks_resources(error: BaseException | None) -> bool:
+    """Tell whether an error comes of a lack of descriptors, memory or processes: another process may have them."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKING):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _config_of(welcome: Welcome) -> Config:
@@ -174,6 +189,7 @@ def run_service(
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
     gc_tuning.retire_at_exit()
+    descriptors.raise_limit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(16)}"
@@ -203,6 +219,7 @@ def run_service(
             if watch is not None:
                 watch.leave_first()
         with gc_tuning.paused():
+            fetch_models(member.config, partial(print, flush=True))  # on a node other than the coordinator's
             service = make_service(member)
         gc_tuning.keep()
         shutdown = _answer_orders(link, member, service)

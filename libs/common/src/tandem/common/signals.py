@@ -9,13 +9,16 @@ and the run goes on. Where the coordinator was asked as well, that is of no acco
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, TextIO, cast
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = (1, 2)
@@ -144,14 +147,52 @@ def heard(listen: Callable[[int], None]) -> Iterator[None]:
         listen(number)
 
     former = {number: signal.signal(number, handle) for number in _heard()}
+    streams = sys.stdout, sys.stderr
+    if terminals:
+        sys.stdout, sys.stderr = (cast(TextIO, _Terminal(stream, terminals)) for stream in streams)
     try:
         if _raised:
             handle(_raised.pop(), None)
             _raised.clear()
         yield
     finally:
+        sys.stdout, sys.stderr = streams
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+class _Terminal:
+    """A stream to a terminal that may close: what is written goes nowhere from then on.
+
+    The signal that says so may come after the first write that fails.
+    """
+
+    def __init__(self, stream: TextIO, terminals: list[int]) -> None:
+        self._stream = stream
+        self._terminals = terminals
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text; return its length."""
+        with self._forgiving():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        with self._forgiving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _silence(self._terminals)
 
 
 def _heard() -> list[signal.Signals]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError
 
 VALIDATION_PREFIX = "val_"
@@ -136,7 +137,7 @@ class WandbWriter:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "logger.wandb_enabled: the package wandb is not installed; pip install 'tandem[wandb]'"
+                f"logger.wandb_enabled: the package wandb is not installed; {install_command('wandb')}"
             ) from error
         is_new = not folder.exists()
         try:
@@ -195,7 +196,7 @@ class MlflowWriter:
             from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise ConfigError(
-                "logger.mlflow_enabled: the package mlflow is not installed; pip install 'tandem[mlflow]'"
+                f"logger.mlflow_enabled: the package mlflow is not installed; {install_command('mlflow')}"
             ) from error
         self._metric, self._parameter = Metric, Param
         self._unsent: list[Any] = []

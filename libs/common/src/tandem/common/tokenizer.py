@@ -24,7 +24,7 @@ from tandem.common.model_fields import model_types
 from tandem.common.model_sizes import local_folder
 from tandem.common.regular_files import first_irregular
 
-__all__ = ["Messages", "Tokenizer", "load_tokenizer", "write_new_model"]
+__all__ = ["Messages", "Tokenizer", "check_new_model_type", "load_tokenizer", "write_new_model"]
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
@@ -57,6 +57,11 @@ class Tokenizer:
         self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
         added = hugging_face.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of Transformers behind it, for libraries that take one."""
+        return self._hugging_face
 
     @property
     def eos_id(self) -> int:
@@ -334,18 +339,23 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
                 parent.rmdir()
 
 
-def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
-    # Importing AutoConfig would import torch; the trainer, which has it, makes the model and finds what is amiss.
+def check_new_model_type(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if transformers does not know the type of a new model with these settings."""
     model_type = settings.get("model_type")
     if model_type not in model_types():
         hint = nearest(str(model_type), model_types())
         raise ConfigError(f"policy.new_model.config.model_type: transformers has no model type {model_type!r}{hint}")
+
+
+def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
+    # Importing AutoConfig would import torch; the trainer, which has it, makes the model and finds what is amiss.
+    check_new_model_type(settings)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(dict(settings) | {"vocab_size": vocab_size} | ids, indent=2) + "\n")
 
 
 def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
-    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Fast
     from transformers import PreTrainedTokenizerFast
 
@@ -353,6 +363,8 @@ def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
     fast = Fast(models.WordLevel(vocab=dict(vocabulary), unk_token=_PAD))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     fast.decoder = decoders.Fuse()
+    # A plain text begins as a conversation does: the model has seen nothing else.
+    fast.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token=_PAD, bos_token=_BOS, eos_token=_EOS)
     wrapped.chat_template = _CHAT_TEMPLATE
     wrapped.save_pretrained(folder)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tandem.common import gc_tuning
+from tandem.common import descriptors, gc_tuning
+from tandem.common.distribution import version
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 from tandem.coordinator.commands import (
     chat,
@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
     """
     gc_tuning.retire_at_exit()
+    descriptors.raise_limit()
     arguments = _parse(argv)
     try:
         carry_out: CarryOut = arguments.carry_out
@@ -146,7 +147,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="coordinator", description="Tandem: post-training for language models.")
-    parser.add_argument("--version", action="version", version=f"tandem {importlib.metadata.version('tandem')}")
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)

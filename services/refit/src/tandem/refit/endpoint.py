@@ -202,7 +202,7 @@ class Weights:
             return
         if former := self._groups.pop(mesh.name, None):
             former.close()
-        device = next((tensor.device.type for tensor in self.storages.values()), "cpu")
+        device = next((tensor.device for tensor in self.storages.values()), torch.device("cpu"))
         store = meeting.store(timeout_s)
         self._groups[mesh.name] = process_group.connect(mesh, self._program.member, store, device, timeout_s)
 
@@ -281,7 +281,6 @@ class Endpoint:
         self._member = member
         self._holder = holder
         self._verify: Verify = member.config.refit.verify
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._joining: dict[str, _Joining] = {}
         self._order: Attest | None = None
         self._digest: Digesting | None = None
@@ -340,6 +339,12 @@ class Endpoint:
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))
 
+    def finish_digest(self) -> None:
+        """Digest what was asked for to its end: the memory of the weights is about to be given back."""
+        self._digest_from = 0.0
+        while self._digest is not None:
+            self.work(math.inf)
+
     def abandon_digest(self) -> None:
         """Forget the digest under way: the weights are about to change."""
         self._order = self._digest = None
@@ -356,13 +361,13 @@ class Endpoint:
         self._member.reply(order.command_id, reply)
 
     def _connect(self, order: ConnectMesh) -> None:
-        mesh = Mesh(order.mesh, order.members)
+        mesh = Mesh(order.mesh, order.members, order.device_type)
         prefix = f"refit/{order.mesh}/{order.epoch}"
         meeting = process_group.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
         store = meeting.store(order.deadline_s)
         for shard in order.members:
             if process_of(shard) == self._member.name:
-                process_group.announce(mesh, shard, store, self._device)
+                process_group.announce(mesh, shard, store)
         # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
         self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
 

@@ -119,7 +119,7 @@ def plan(
         for part in parts(sources, received)
     ]
     turns = [found for decided in decisions for found in _turns(decided)]
-    made = meshes([transfer for _, transfer in turns], [*destinations, *sources])
+    made = meshes([transfer for _, transfer in turns], {**destinations, **sources})
     mesh_of = {member: mesh for mesh in made for member in mesh.members if member in destinations}
     turns = [(turn, _over(transfer, mesh_of)) for turn, transfer in turns]
     receives: dict[str, list[Transfer]] = {}

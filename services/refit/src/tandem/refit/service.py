@@ -78,7 +78,9 @@ class RefitService:
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
             senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
-            meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
+            meshes=tuple(
+                PlannedMesh(name=mesh.name, members=mesh.members, device_type=mesh.device_type) for mesh in plan.meshes
+            ),
             num_bytes=_by_link(plan.links),
             predicted_s=predicted.seconds,
             bound_s=predicted.bound_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.common.messages import DeviceType
 from tandem.refit.columns import Ints, Table
 from tandem.refit.layout import DTYPES, Storage
 
@@ -76,3 +77,5 @@ class Mesh(msgspec.Struct, frozen=True):
     name: str
     members: tuple[str, ...]
     """The rank of a process is its position."""
+    device_type: DeviceType = "cpu"
+    """Where messages lie: on GPUs if the memory of every member does, which NCCL connects; else gloo does."""

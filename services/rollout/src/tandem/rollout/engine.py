@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,6 +33,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Asked for from outside the run: it goes before requests that wait, and none of these may find its keys cached."""
 
 
+Alternatives: TypeAlias = list[tuple[int, float]]
+"""Tokens that could have been drawn at a place, the likeliest first, and their log-probabilities."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sequence; ``T`` counts the tokens the engine made, the stop token included."""
 
@@ -46,6 +50,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts_TX: NDArray[np.uint8] | None = None
     """Where tokens went (`tandem.common.routed_experts`), those of the prompt first, all but the last: what the engine
     has computed. None unless it was asked to say so, and of guests."""
+    alternatives: list[Alternatives] | None = None
+    """To each token; None unless the request asked for them."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +60,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     token_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     versions_T: NDArray[np.int32]
+    alternatives: list[Alternatives] | None = None
 
 
 class Engine(Protocol):
@@ -144,6 +151,11 @@ class Engine(Protocol):
 
     def misquantised(self) -> tuple[str, ...]:
         """Return the tensors held that are not the quantisation of what was received."""
+        ...
+
+    @property
+    def weights_sleep(self) -> bool:
+        """Whether the memory of its weights is given back as well while it sleeps."""
         ...
 
     def sleep(self) -> None:

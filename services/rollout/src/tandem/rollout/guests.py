@@ -61,7 +61,7 @@ class Guests:
         )
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(only_with(token or None, model), deadline_s=_DEADLINE_S)
-        self._server = HttpServer(app, listen(host, 0))
+        self._server = HttpServer(app, listen(host, 0), asks_for_token=bool(token))
         self.address = GuestServer(url=self._server.url, token=token)
 
     @property

@@ -25,6 +25,7 @@ import msgspec
 import pyarrow as pa
 
 from tandem.common.batch import SampleArrays
+from tandem.common.bounds import bounded
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import (
     Generated,
@@ -286,8 +287,12 @@ class SampleRecorder:
                 sample.arrays.check(self._vocabulary)
             except WireError as error:
                 raise SamplesError(f"{path} has samples of another model: {error}") from error
-        kept = (as_trained_on(sample.arrays, self._experts) for sample in samples)
-        return [msgspec.structs.replace(sample, arrays=arrays) for sample, arrays in zip(samples, kept, strict=True)]
+        return [
+            msgspec.structs.replace(
+                sample, scored=bounded(sample.scored), arrays=as_trained_on(sample.arrays, self._experts)
+            )
+            for sample in samples
+        ]
 
     def _close(self, key: tuple[int, Purpose]) -> None:
         file = self._files.pop(key, None)

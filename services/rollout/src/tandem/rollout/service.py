@@ -63,6 +63,7 @@ from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
 from tandem.rollout.environments.scorer import Unscored
@@ -172,11 +173,12 @@ class RolloutService:
             return self._serve_guests() or is_digesting
         started = time.perf_counter()
         step = next(iter(self._generations.values())).order.step
+        begun = [*self._generations]  # one that is at its end may fail at its answer
         try:
             with self._member.phase(f"generating step {step}"):
                 self._advance()
         except Exception as error:
-            for command_id in self._generations:
+            for command_id in begun:
                 self._member.fail(command_id, error)
             self._give_up([*self._generations])
         is_digesting = self._plane().work(_DIGEST_SHARE * (time.perf_counter() - started))
@@ -247,9 +249,9 @@ class RolloutService:
         self._pause_guests()
         if self._agents is not None:
             self._agents.rest()
+        self._plane().close()
         if self._config.takes_turns:
             self._built().sleep()
-        self._plane().close()
         self._samples().release_all()
         if self._recorder is None:
             self._say_built(order)
@@ -312,8 +314,8 @@ class RolloutService:
         if receives and not keeps_requests:
             self._give_up([*self._generations])
         self._pause_guests()
-        if receives:
-            engine.wake()  # on a GPU the memory of its weights is away while it sleeps
+        if receives or engine.weights_sleep:  # who passes them on reads them
+            engine.wake()
         try:
             self._plane().handle(order)
         except Exception:
@@ -454,8 +456,11 @@ class RolloutService:
 
     def _sleep(self) -> None:
         """Give way to training on the same device."""
+        engine = self._built()
         self._pause_guests()
-        self._built().sleep()
+        if engine.weights_sleep:
+            self._plane().finish_digest()
+        engine.sleep()
 
     def _take(self, completion: Completion) -> None:
         """Hand a response to the environment."""
@@ -477,6 +482,8 @@ class RolloutService:
             self._awaited.discard(number)
             generation = self._generation_of[number]
             conversation = generation.conversations[number]
+            if wrong := beyond_in_sum(conversation.reward, result):
+                result = self._environments().refuse(conversation.group, conversation.messages, wrong)
             ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
             match ended:
                 case None:

@@ -72,7 +72,7 @@ def serve(serving: Serving) -> None:
             tool_call_parser=serving.tool_call_parser,
         )
         app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
-        stack.enter_context(HttpServer(app, listening))
+        stack.enter_context(HttpServer(app, listening, asks_for_token=serving.token is not None))
         stack.callback(driver.close, "the server ends")
         print(serving.greeting, flush=True)
         try:

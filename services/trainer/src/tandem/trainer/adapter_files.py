@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tandem.common import hub
 from tandem.common.config.schema.adapters import Adapters, LoraCfg, Peft
 from tandem.common.errors import CheckpointError
 from tandem.common.lora import CONFIG, A, layer_of
@@ -116,6 +117,7 @@ class Writer:
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, self._folder / TENSORS, metadata={"format": "pt"})
         described = self._described
+        on_hub = hub.name_in_cache(described.base)
         parameters = described.target_parameters
         settings_of(
             described.adapters,
@@ -123,7 +125,8 @@ class Writer:
             target_parameters=parameters or None,
             lora_dropout=0.0 if parameters else described.adapters.dropout,  # PEFT has none for parameters
             task_type="CAUSAL_LM",
-            base_model_name_or_path=described.base,
+            base_model_name_or_path=described.base if on_hub is None else on_hub.repo,
+            revision=None if on_hub is None else on_hub.revision,
             inference_mode=True,
         ).save_pretrained(str(self._folder))
         return {self._folder / TENSORS: digests_of(self._tensors)}
@@ -131,10 +134,11 @@ class Writer:
 
 def base_of(folder: Path) -> str:
     """Return the model that a folder's adapters belong to. Raises `CheckpointError`."""
-    base = _settings_of(folder).get("base_model_name_or_path")
+    settings = _settings_of(folder)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{folder / CONFIG} does not name the model that its adapters belong to")
-    return base
+    return f"{base}@{revision}" if isinstance(revision, str) and not Path(base).exists() else base
 
 
 def read(folder: Path, adapters: Adapters, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ class Backend(Protocol):
     ) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
 
-        Raises `TrainingError`, with the weights unchanged, if the loss or the gradient is not a finite number.
+        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient is not a finite number.
         """
         ...
 

@@ -7,9 +7,10 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from tandem.common import manifest
+from tandem.common import hub, manifest
 from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.common.lora import CONFIG
 from tandem.trainer import adapter_files
@@ -42,13 +43,14 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     import peft
     import transformers
 
+    source = hub.fetched(base, partial(print, flush=True))
     transformers.utils.logging.disable_progress_bar()
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for names that transformers will drop
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                base, dtype="auto", trust_remote_code=False, use_safetensors=True
+                source, dtype="auto", trust_remote_code=False, use_safetensors=True
             )
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
             merged.save_pretrained(temporary)

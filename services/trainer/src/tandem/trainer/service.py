@@ -69,6 +69,7 @@ from tandem.trainer.backends import make_backend, shards
 from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
+from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
@@ -276,16 +277,22 @@ class TrainerService:
 
     def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
         share: TrainingBatch | None
+        num_aside, notes = 0, tuple[str, ...]()
         if order.sources:
             rows = table.rows_of(self._rank)
             with self._member.phase(f"fetching the samples of step {order.step}"):
                 timeout_s = _FETCH_SHARE * order.deadline_s
                 share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
-            if not self._all_have(share):
+            least_S = least_logprobs(share) if share is not None else np.zeros(0, dtype=np.float32)
+            num_lacking, num_wild = self._sum(torch.tensor([int(share is None), int((least_S < 0).sum())])).tolist()
+            if num_lacking:
                 lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
                 self._member.reply(order.command_id, lack)
                 return
             assert share is not None, "all have theirs, so has this rank"
+            if num_wild:
+                aside = set_aside(table, share, rows, least_S, sorted(order.sources), self._sum)
+                table, share, num_aside, notes = aside.table, aside.share, aside.num_groups, (aside.note,)
         else:
             share = self._given_share(order, table, arrays)
         if self._endpoint is not None:
@@ -308,11 +315,18 @@ class TrainerService:
             own = table.take(table.rows_of(self._rank))
             keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
             self._recorder.add(order.step, keys, own.lengths_S, result.logprobs)
+        metrics: dict[str, float] = {}
+        if self._member.index == self._world.first:
+            metrics, unsaid = finite_metrics(result.metrics)
+            notes = (*notes, *result.notes, *unsaid)
+            if num_aside and self._world.has_policy:
+                metrics[BY_LOGPROBS] = float(num_aside)
         reply = Trained(
             command_id=order.command_id,
             step=order.step,
             version=self._version,
-            metrics=result.metrics if self._member.index == self._world.first else {},
+            metrics=metrics,
+            notes=notes if self._member.index == 0 else (),
             seconds=result.seconds if self._world.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,
@@ -322,19 +336,19 @@ class TrainerService:
         )
         self._member.reply(order.command_id, reply)
 
-    def _all_have(self, share: TrainingBatch | None) -> bool:
-        """Say whether every trainer has its share. Collective: all of them come to the same."""
-        num_lacking = torch.tensor([int(share is None)])
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a tensor over all trainers. Collective: all of them come to the same."""
         if self._exchange is not None:
-            num_lacking = self._exchange.sum(num_lacking)
-        else:
-            dist.all_reduce(num_lacking)
-        return int(num_lacking) == 0
+            return self._exchange.sum(values)
+        dist.all_reduce(values)
+        return values
 
     def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
         share = self._given_share(order, table, arrays)
-        metrics = step.evaluate(self._built(), table, share, self._config, order.parts, self._exchange)
-        self._member.reply(order.command_id, Evaluated(command_id=order.command_id, step=order.step, metrics=metrics))
+        found = step.evaluate(self._built(), table, share, self._config, order.parts, self._exchange)
+        metrics, notes = finite_metrics(found)
+        reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics, notes=notes)
+        self._member.reply(order.command_id, reply)
 
     def _save(self, order: SaveCheckpoint) -> None:
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator orders one at a time"
@@ -354,6 +368,5 @@ class TrainerService:
 
 
 def _may_mask_all(config: Config) -> bool:
-    """Tell whether a batch may have no token that counts: all truncated, all dropped by their environment, or none."""
-    drops = any(environment.on_error == "drop" or environment.is_agent for environment in config.env.values())
-    return config.declaration.rolls_out and (config.rollout_section.overlong_filtering or drops)
+    """Tell whether a batch may have no token that counts: all truncated, dropped or set aside, or none made."""
+    return config.declaration.rolls_out

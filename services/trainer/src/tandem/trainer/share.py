@@ -32,6 +32,7 @@ from tandem.trainer.losses import Counts, Loss
 from tandem.trainer.packing import Columns, MicroBatch
 from tandem.trainer.portions import Portion
 from tandem.trainer.scoring import Scores
+from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
 from tandem.trainer.sharing import Prompts
 
 _SCORING: dict[Model, str] = {
@@ -69,6 +70,9 @@ class Share:
         """Of its tokens, under the policy; None until a pass of its own has computed them."""
         self.metrics: dict[str, float] = {}
         """What the making of advantages tells."""
+        self.notes: list[str] = []
+        """Which groups were set aside, and why."""
+        self._table = table
         self._counted_S = table.num_counted_S
         self._rewards_S = table.rewards_S
         self._teacher_S = table.columns.get(f"{TEACHER}_S", np.zeros(len(table), dtype=np.int32))
@@ -97,17 +101,48 @@ class Share:
 
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch that a model is trained on, with what its loss reads."""
+        own = self._read_by(model, columns)
+        return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
+
+    def set_aside(self, loss: Loss, rows: Sequence[int], columns: Columns, model: Model) -> bool:
+        """Have no group of these sequences count whose part of a model's loss is not finite; tell whether others do.
+
+        Nothing changes where there are no groups, none is found, or no other is left: then it is no sample's doing.
+        Collective.
+        """
+        if not self.config.declaration.rolls_out:
+            return False
+        found_S = torch.zeros(len(self._counted_S), dtype=torch.float64)
+        portion = self._portions[model]
+        for micro_batch, scores in self.scored(model, columns=self._read_by(model, columns)):
+            for place in not_finite(loss, micro_batch, scores):
+                found_S[portion.rows[place]] = 1
+        wild_S = portion.replicas.sum(found_S).cpu().numpy() > 0
+        in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (self._counted_S > 0)
+        kept_S = ~of_groups(wild_S & in_step_S, self._table)
+        if kept_S.all() or not (kept_S & in_step_S).any():
+            return False
+        first = sample_named(self._table, int((wild_S & in_step_S).argmax()))
+        aside = set_aside_note(kept_S, self._table)
+        self.notes.append(f"{first} has a loss or gradient that is no finite number: {aside}")
+        self.metrics[BY_LOSS] = self.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, self._table)
+        self._counted_S = np.where(kept_S, self._counted_S, 0)
+        for each in self._portions.values():
+            each.keep(kept_S)
+        return True
+
+    def _read_by(self, model: Model, columns: Columns) -> Columns:
+        """Return what a model's loss reads of each token of its own sequences."""
         read = {
             each: self.config.declaration.columns_of(self.config, self._num_steps, each)
             for each in self.config.declaration.trains
         }
         others = {column for found in read.values() for column in found} - set(read[model])
-        own = {
+        return {
             column: self._column_for(model, column, values_T)
             for column, values_T in columns.items()
             if column not in others
         }
-        return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
 
     def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
         """Return what losses read of each token of the share; models score it in micro-batches of `size`.

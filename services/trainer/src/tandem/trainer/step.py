@@ -19,8 +19,9 @@ from tandem.common.assignment import NO_RANK
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.columns import Model
 from tandem.common.config import Config
+from tandem.common.errors import NotFiniteError
 from tandem.trainer import packing
-from tandem.trainer.backend import Backend, LossOfMicroBatch
+from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.exchange import Exchange
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.own import blamed
@@ -39,6 +40,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     ``values`` and ``value_training``, of a teacher ``teacher_logprobs``."""
     has_update: bool
     """Whether an optimizer step of the policy had a gradient and a learning rate that are not zero."""
+    notes: tuple[str, ...] = ()
+    """Which rollout groups were left out of optimizer steps that would not have been finite with them."""
     logprobs: Callable[[], Float32s] | None = None
     """Makes the log-probabilities of the share's tokens under the policy as it met them, NaN where none counts; from
     any thread. None unless they were to be kept."""
@@ -71,8 +74,8 @@ def train(
             computes them, or where there is none, those that the loss has.
         exchange: with the other trainers, where some models have processes of their own; None: all are here.
 
-    Raises `TrainingError` if a loss or gradient is no finite number; that model's weights are then those of the
-    optimizer step before.
+    Rollout groups whose loss or gradient is no finite number are set aside. Raises `TrainingError` if it still is none;
+    that model's weights are then those of the optimizer step before.
 
     """
     shares = Share(backend, table, share, config, exchange)
@@ -92,6 +95,7 @@ def train(
         metrics=_metrics_of_step(parts) | (shares.numbers() | shares.metrics if shares.holds("policy") else {}),
         seconds=seconds,
         has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in policy),
+        notes=tuple(shares.notes),
         logprobs=kept.of_tokens if keeps_logprobs and kept.is_whole(bool(policy)) else None,
     )
 
@@ -196,9 +200,20 @@ def _optimized(
 ) -> dict[str, float]:
     """Take one optimizer step of a model on a global batch; return its metrics."""
     backend, config = shares.backend, shares.config
-    loss = make_loss(config, shares.counts(rows), backend.device, model)
+
+    def step() -> tuple[Loss, OptimizerStep]:
+        loss = make_loss(config, shares.counts(rows), backend.device, model)
+        return loss, backend.train_step(shares.micro_batches(rows, columns, model), beside(loss), model)
+
     with blamed(config) if model == "policy" else nullcontext():
-        done = backend.train_step(shares.micro_batches(rows, columns, model), beside(loss), model)
+        try:
+            loss, done = step()
+        except NotFiniteError:
+            if not shares.set_aside(
+                make_loss(config, shares.counts(rows), backend.device, model), rows, columns, model
+            ):
+                raise
+            loss, done = step()
     return shares.reported(loss, model) | {
         "loss": done.loss,
         "grad_norm": done.grad_norm,

@@ -96,14 +96,16 @@ def _of_streams() -> Iterator[tuple[Any, str]]:
 @contextmanager
 def _hooked(clock: _Clock, calls: list[tuple[Any, str]]) -> Iterator[None]:
     """Let the clock count these functions, which torch looks up by name each time; it has no hook for them."""
-    real = [(owner, name, getattr(owner, name)) for owner, name in calls]
+    # What is put back is what was there: of a method that is not Python's, `getattr` gives a function that would no
+    # longer be bound.
+    real = [(owner, name, vars(owner)[name]) for owner, name in calls]
     try:
-        for owner, name, function in real:
-            setattr(owner, name, _counted(clock, function))
+        for owner, name, _ in real:
+            setattr(owner, name, _counted(clock, getattr(owner, name)))
         yield
     finally:
-        for owner, name, function in real:
-            setattr(owner, name, function)
+        for owner, name, attribute in real:
+            setattr(owner, name, attribute)
 
 
 def _counted(clock: _Clock, function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ from msgspec.inspect import StructType
 
 from tandem.common.config.conform import conform
 from tandem.common.config.named import FILES, NAMED, is_local
-from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema.data import OF_EACH_SET, DataSet
 
 _SIDES = ("train", "validation")
@@ -40,14 +40,20 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     data.pop("env_name", None)
     default = data.pop("default", None)
     shared = {} if default is None else _fitted(default, "data.default")
-    sets: dict[str, list[dict[str, Any]]] = {}
+    sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
+    problems = Problems()
     for side in _SIDES:
         given = data.get(side)
         entries = [given] if isinstance(given, dict) else (given or [])
         if not isinstance(entries, list | tuple):
-            raise Invalid(f"data.{side}", f"expected a mapping, or a list of mappings, got {shown(entries)}")
-        keys = [f"data.{side}" if isinstance(given, dict) else f"data.{side}[{i}]" for i in range(len(entries))]
-        sets[side] = [_complete(entry, shared, data, key) for entry, key in zip(entries, keys, strict=True)]
+            text = f"expected a mapping, or a list of mappings, got {shown(entries)}"
+            problems.found.append(Invalid(f"data.{side}", text))
+            continue
+        for index, entry in enumerate(entries):
+            with problems.collected():
+                key = f"data.{side}" if isinstance(given, dict) else f"data.{side}[{index}]"
+                sets[side].append(_complete(entry, shared, data, key))
+    problems.complain()
     if "validation" in data and data["validation"] is None and not _holds_out(data, sets["train"]):
         data["num_validation"] = 0
     data |= sets

@@ -341,10 +341,17 @@ def _launch(look: Look) -> Any:
 
 
 def _metric_name(look: Look) -> Any:
-    of_training = look("data.num_validation") == 0
+    of_training = look("data.num_validation") == 0 or not _validates(look)
     return _declared(
         look, lambda algorithm: next(name for name in algorithm.metrics if not (of_training and name[:4] == "val_"))
     )
+
+
+def _validates(look: Look) -> bool:
+    """Tell whether the algorithm's section has the run validate at any step."""
+    section, never = look("algorithm"), (None, False, 0)
+    when = (look(f"{section}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
+    return any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
 
 
 def _higher_is_better(look: Look) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.algorithms import SECTIONS
+from tandem.common.config.model_names import with_folders, with_names
 from tandem.common.config.schema import MODELS, Config
 from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
@@ -119,7 +120,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
     The sections of other algorithms are left out.
     """
-    plain: dict[str, Any] = msgspec.to_builtins(config)
+    plain: dict[str, Any] = msgspec.to_builtins(with_names(config))
     for section in {each for others in SECTIONS.values() for each in others} - {*SECTIONS[config.algorithm]}:
         del plain[section]
     if config.declaration.loss_section != "loss_fn":
@@ -157,13 +158,13 @@ def escaped(node: Any) -> Any:
 
 def config_to_json(config: Config) -> bytes:
     """Encode a configuration for the wire; `config_from_json` gives back an equal one."""
-    return msgspec.json.encode(config)
+    return msgspec.json.encode(with_names(config))
 
 
 def config_from_json(encoded: bytes) -> Config:
     """Decode what `config_to_json` made. Raises `ConfigError` if it is not that."""
     try:
-        return msgspec.json.decode(encoded, type=Config)
+        return with_folders(msgspec.json.decode(encoded, type=Config))
     except msgspec.MsgspecError as error:
         raise ConfigError(f"configuration received from the coordinator: {error}") from None
 

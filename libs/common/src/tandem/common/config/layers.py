@@ -46,7 +46,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     def source_of(self, key: str) -> str:
         """Return the name of the layer that had the last word on `key`."""
-        parts = _parts(key)
+        parts = key_parts(key)
         for layer in reversed(self.layers):
             if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
                 return layer.source
@@ -54,7 +54,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_set(self, key: str) -> bool:
         """Say whether any layer sets `key`."""
-        return _sets(self.merged, _parts(key))
+        return _sets(self.merged, key_parts(key))
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
@@ -191,7 +191,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
 
     key, equals, text = override.partition("=")
     key = key.strip().lstrip("+")
-    parts = _parts(key)
+    parts = key_parts(key)
     if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
         raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key=value, such as grpo.max_num_steps=10")
     try:
@@ -203,7 +203,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     return parts, parsed["value"]
 
 
-def _parts(key: str) -> list[str]:
+def key_parts(key: str) -> list[str]:
     """Split ``a.b[0].c`` or ``a.b.0.c`` into its parts."""
     return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
 

@@ -17,9 +17,10 @@ from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
 from tandem.common.config.derive import DERIVED, fill, unfill
 from tandem.common.config.dump import differing, escaped, to_plain
+from tandem.common.config.hidden import Refused, with_hidden
 from tandem.common.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
 from tandem.common.config.megatron import fit_megatron, unfit_megatron
-from tandem.common.config.nemo_eval import is_nemo_eval, translated
+from tandem.common.config.nemo_eval import is_nemo_eval, original_key, translated
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.config.unsupported import refusal
@@ -34,6 +35,8 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """What ``${name:a,b}`` computes of two numbers, as in NeMo-RL: of integers an integer, but for ``div``."""
 
+
+Written = Callable[[str], tuple[str, str]]
 
 _DERIVED = frozenset(rule.key for rule in DERIVED)
 """Keys that, where nobody set them, are wrong only because others are."""
@@ -60,10 +63,16 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         settings = translated(interpolated(layers.merged))
     except Invalid as problem:
-        raise ConfigError(f"{layers.main}: {problem.key}: {problem.text}") from None
+        raise ConfigError(f"{layers.source_of(problem.key)}: {problem.key}: {problem.text}") from None
+
+    def written(key: str) -> tuple[str, str]:
+        own = original_key(key)
+        return layers.source_of(own), own if layers.is_set(own) else key
+
     return _build(
         Layers(main=layers.main, layers=(Layer(source=layers.main, settings=settings),), merged=escaped(settings)),
         to_run=True,
+        written=written,
     )
 
 
@@ -130,23 +139,39 @@ def _unfilled(config: Config) -> dict[str, Any]:
     return unfill(to_plain(unfit_megatron(config)))
 
 
-def _build(layers: Layers, *, to_run: bool) -> Config:
+def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> Config:
+    """Make a configuration; `written` returns which file says a key, and by what name, where that is not `layers`."""
+    look = functools.partial(_look_through, to_run=to_run)
+    found = look(layers.merged)
+    if isinstance(found, Config):
+        return found
+    found = with_hidden(found, layers.merged, look)
+    where = written or (lambda key: (layers.source_of(key), key))
+    problems = [each for each in found.problems if each.key not in _DERIVED or layers.is_set(each.key)]
+    lines = [
+        ": ".join(filter(None, (*where(each.key), each.text)))
+        for each in problems or (() if found.unsupported else found.problems)
+    ]
+    if found.unsupported:
+        raise NotSupportedYet(f"{layers.main}: {found.unsupported}", *dict.fromkeys(lines))
+    raise ConfigError(*dict.fromkeys(lines))
+
+
+def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
+    """Return the configuration that settings make, or else what the first of the steps has found that finds anything.
+
+    What is not supported yet hides nothing.
+    """
+    unsupported = None
     try:
-        tree = _without_variables(interpolated(layers.merged), layers.merged)
+        tree = _without_variables(interpolated(merged), merged)
         config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
-        unsupported = refusal(config)
-        if unsupported and to_run:
-            raise NotSupportedYet(f"{layers.main}: {unsupported}")
+        unsupported = refusal(config) if to_run else None
         config = fit_megatron(config, to_run=to_run)
         broken_rules(config).complain()
     except Invalid as problem:
-        problems = [each for each in problem.all if each.key not in _DERIVED or layers.is_set(each.key)]
-        lines = (
-            ": ".join(filter(None, (layers.source_of(each.key), each.key, each.text)))
-            for each in problems or problem.all
-        )
-        raise ConfigError(*dict.fromkeys(lines)) from None
-    return config
+        return Refused(unsupported, problem.all)
+    return Refused(unsupported, ()) if unsupported else config
 
 
 def interpolated(tree: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import msgspec
 from tandem.common.config.conform import conform
 from tandem.common.config.problem import Invalid, Problems
 from tandem.common.config.schema import MODELS, Config, MegatronCfg, Model
+from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
-from tandem.common.megatron_arguments import INSTALL, RESERVED, arguments, is_installed
+from tandem.common.megatron_arguments import RESERVED, arguments, is_installed
 from tandem.common.sources import package_folder
 
 
@@ -44,7 +45,7 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
     if not megatron.enabled:
         return megatron
     if to_run and not is_installed():
-        raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {INSTALL}")
+        raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {install_command('megatron')}")
     if to_run and package_folder("transformer_engine") is None:
         for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
             if megatron.forwarded.get(name) is not None:

@@ -6,6 +6,7 @@ nothing but held out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         "data": _data(sections["data"]),
         "env": env,
     }
+
+
+def original_key(key: str) -> str:
+    """Return what a key of `translated` settings is called where it was written."""
+    if key == "policy.model_name":
+        return "generation.model_name"
+    return re.sub(r"^policy\.(?=(generation|tokenizer)\b)", "", key)
 
 
 def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:

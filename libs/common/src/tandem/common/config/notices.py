@@ -212,6 +212,43 @@ def _of_vllm(config: Config) -> Iterator[str]:
             yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], why)
 
 
+USUAL_PEAK_TIMES_WIDTH = 0.46
+"""Peak learning rate of Adam times the model's hidden size, in pretraining. No law of a paper: it is 6e-4 at 768, the
+smallest of the eight models in table 2.1 of "Language Models are Few-Shot Learners" (Brown et al. 2020). The same
+product of the others is 0.31 to 0.74, so that it holds within a factor of 1.6 over this range of sizes."""
+FAR_ABOVE, OF_ADAPTERS = 5.0, 10.0
+"""Times that rate which no model bears for long, and times as much that LoRA adapters bear."""
+LOWEST_RATE = 1e-9
+"""Learning rate of Adam below which float32 weights of usual size (0.02) stay the same for most of their updates."""
+
+
+def most_learning_rate(config: Config) -> float | None:
+    """Return the rate above which Adam destroys a model of this size; None for other optimizers and unknown sizes."""
+    policy = config.policy
+    name = policy.megatron_cfg.optimizer.get("optimizer", "adam") if policy.megatron_cfg.enabled else None
+    if name is None:
+        name = policy.optimizer.name if policy.optimizer is not None else ""
+    width = (model_config(policy) or {}).get("hidden_size")
+    if "adam" not in str(name).lower() or not isinstance(width, int) or width < 1:
+        return None
+    return FAR_ABOVE * USUAL_PEAK_TIMES_WIDTH / width * (1.0 if policy.adapters is None else OF_ADAPTERS)
+
+
+def _learning_rate(config: Config) -> Iterator[str]:
+    """Yield a notice for a rate far outside what the optimizer and the size of the model bear."""
+    policy, most = config.policy, most_learning_rate(config)
+    is_megatron = policy.megatron_cfg.enabled
+    given = policy.megatron_cfg.optimizer if is_megatron else policy.optimizer.kwargs if policy.optimizer else {}
+    key, rate = f"{_MEGATRON}.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr", given.get("lr")
+    if most is None or not isinstance(rate, int | float) or LOWEST_RATE <= rate <= most or rate == 0:
+        return
+    source = "pretraining peaks near 0.46 / hidden size with Adam (after Brown et al. 2020), post-training below it"
+    if rate > most:
+        yield f"{key} ({rate:g}) is far too large for a model of this size: above {most:.2g} it breaks; {source}"
+    else:
+        yield f"{key} ({rate:g}) is too small: below {LOWEST_RATE:g} most float32 weights do not change; {source}"
+
+
 def _seed(config: Config) -> Iterator[str]:
     """NeMo-RL draws what it holds out of some data sets."""
     if config.data.seed is not None:
@@ -320,6 +357,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _reward_model,
     _asynchronous,
     _of_vllm,
+    _learning_rate,
     _seed,
     _left_to_others,
     _puzzle,

@@ -45,8 +45,8 @@ class Hub:
         """
         self._context = zmq.Context()
         self._admitted = admitted
-        self._gatekeeper = curve.Gatekeeper(self._context, admitted)
         self._socket = self._context.socket(zmq.ROUTER)
+        self._gatekeeper = curve.Gatekeeper(self._context, admitted, self._socket)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Who connects again has the same identity, and may do so while the connection before seems to be there: where

@@ -21,6 +21,7 @@ from tandem.coordinator.data import (
     left_out,
     load_conversations,
     set_aside,
+    steps_capped,
 )
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
@@ -71,7 +72,9 @@ class DataSetAlgorithm:
         too_long = left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
         num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
-        self.notices = tuple(filter(None, (too_long, ties, set_aside(sets.num_set_aside, num_rows))))
+        aside = set_aside(sets.num_set_aside, num_rows)
+        capped = steps_capped(config, self.num_steps, len(self._train), config.policy.train_global_batch_size)
+        self.notices = tuple(filter(None, (too_long, ties, aside, capped)))
 
     @property
     def num_validation(self) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable
+from tandem.common.bounds import within
 from tandem.common.columns import TEACHER
 from tandem.common.config import Config
 from tandem.common.config.schema import Rollouts
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
+from tandem.common.returned import beyond
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
 from tandem.coordinator.algorithms.rewards import (
@@ -37,6 +39,7 @@ from tandem.coordinator.data import (
     load_problems,
     sample_seed,
     set_aside,
+    steps_capped,
 )
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.run.step_batch import StepBatch
@@ -81,7 +84,9 @@ class GrpoAlgorithm:
         too_long = left_out(num_too_long, num_checked, num_items)
         num_aside = 0 if config.evaluates else problems.num_set_aside
         num_rows = len(self._train) + len(problems.validation) + num_aside
-        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows))))
+        size = config.rollout_section.num_prompts_per_batch
+        capped = steps_capped(config, self.num_steps, len(self._train), size)
+        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), capped)))
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that does nothing else."""
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
@@ -268,15 +273,34 @@ def training_batch(
         advantages_GN = advantages(rewards_GN, estimator, counts_GN)
     if estimator is not None and estimator.name != "opd":
         advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
+    kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
     batch = batch_of(
         records,
         prompts,
-        advantages_S=advantages_GN.reshape(-1),
-        rewards_S=rewards_S.astype(np.float32),
+        advantages_S=np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32),
+        rewards_S=np.where(kept_S, rewards_S, 0).astype(np.float32),
         filters_overlong=grpo.overlong_filtering,
         columns=_columns(config, samples),
+        set_aside=frozenset(np.flatnonzero(~kept_S).tolist()),
     )
+    if not kept_S.all():
+        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
+        note = _set_aside_note(samples, rewards_S, advantages_GN.reshape(-1))
+        batch = msgspec.structs.replace(batch, notes=(note,))
     return batch, metrics
+
+
+def _set_aside_note(
+    samples: Sequence[SampleScored], rewards_S: NDArray[np.float64], advantages_S: NDArray[np.float32]
+) -> str:
+    """Name the first sample whose reward or advantage no run can compute with."""
+    place = int((~(within(rewards_S) & within(advantages_S))).argmax())
+    what, value = ("reward", rewards_S[place]) if not within(rewards_S)[place] else ("advantage", advantages_S[place])
+    sample = samples[place]
+    return (
+        f"group {sample.group}, sample {sample.sample}: its {what} is {beyond(float(value))}: "
+        "groups with such a sample are set aside"
+    )
 
 
 def batch_of(
@@ -287,10 +311,12 @@ def batch_of(
     rewards_S: NDArray[np.float32],
     filters_overlong: bool,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
+    set_aside: Collection[int] = (),
 ) -> StepBatch:
     """Return the batch of these samples, in this order, each branch of an agent's episode a sequence.
 
-    No token counts of a sample that was dropped or, with `filters_overlong`, truncated. Numbers of samples are those of
+    No token counts of a sample that was dropped, that is in a place to be set aside or, with `filters_overlong`, that
+    was truncated. Numbers of samples are those of
     each of their sequences.
     """
     rollouts = tuple(sorted({record.rollout for record in records}))
@@ -301,10 +327,10 @@ def batch_of(
     ]
     counted = [
         0
-        if record.scored.dropped or (filters_overlong and is_truncated(record.scored))
+        if record.scored.dropped or place in set_aside or (filters_overlong and is_truncated(record.scored))
         # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
         else sequence.num_made - (sequence.prompt_length == 0)
-        for _, record, _, sequence in rows
+        for place, record, _, sequence in rows
     ]
     first_rows: dict[Hashable, int] = {}
     numbers = [

@@ -15,6 +15,7 @@ from typing import Never
 from urllib.parse import urlsplit
 
 from tandem.common import sample_files, sample_record
+from tandem.common.bounds import bounded
 from tandem.common.config import Config
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
@@ -115,7 +116,7 @@ class RecordedAlgorithm:
         _refuse_too_few(self._config, step, samples)
         self._records, self._prompts = [], {}
         for sample in samples:
-            scored = sample.scored
+            scored = bounded(sample.scored)
             arrays = as_trained_on(sample.arrays, replayed_experts(self._config))
             self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))

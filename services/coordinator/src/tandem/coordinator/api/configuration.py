@@ -31,8 +31,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     layers: Layers
     overrides: Mapping[str, Any]
 
+    def with_argument(self, argument: Mapping[str, Any]) -> Settings:
+        """Return the settings with what an argument of `tandem.train` says over the configuration."""
+        layers = laid_over(self.layers, dict(argument), _SOURCE)
+        return Settings(layers=layers, overrides=self.overrides)
+
     def built(self, *arguments: Mapping[str, Any]) -> Config:
         """Return the configuration with what arguments say over it, and overrides over that. Raises `ConfigError`."""
+        return build(self._layers(*arguments))
+
+    @property
+    def says_what_is_held_out(self) -> bool:
+        """Whether the user says how many rows are held out."""
+        data = self._layers().merged.get("data")
+        keys = ("num_validation", "split_validation_size")
+        return isinstance(data, Mapping) and any(data.get(key) is not None for key in keys)
+
+    def _layers(self, *arguments: Mapping[str, Any]) -> Layers:
         layers = self.layers
         for argument in arguments:
             layers = laid_over(layers, dict(argument), _SOURCE)
@@ -41,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             for part in reversed(key.split(".")):
                 nested = {part: nested}
             layers = laid_over(layers, nested, "overrides")
-        return build(layers)
+        return layers
 
 
 def settings_of(config: object, overrides: object) -> Settings:
@@ -68,10 +83,15 @@ def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[s
     return {"data": {"environment": PYTHON_REWARDS}, "env": {PYTHON_REWARDS: {"kwargs": described}}}
 
 
-def of_rows(train: str | None, validation: str | None) -> dict[str, Any]:
-    """Return what has a run learn from files of rows (`tandem.coordinator.api.rows`)."""
+def of_rows(train: str | None, validation: str | None, num_held_out: int | None = None) -> dict[str, Any]:
+    """Return what has a run learn from files of rows (`tandem.coordinator.api.rows`).
+
+    `num_held_out` of those to train on are held out, if nothing else says how many.
+    """
+    held_out = {} if num_held_out is None else {"num_validation": num_held_out}
     return {
         "data": {
+            **held_out,
             "dataset_name": "jsonl",
             "task": None,
             "train_data_path": train or _NO_FILE_YET,

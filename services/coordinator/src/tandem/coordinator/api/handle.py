@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import html
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from tandem.common.config import Config
 from tandem.common.errors import RunFolderError, TandemError, nearest
+from tandem.coordinator.run.ending import outcome_in
 from tandem.coordinator.run.journal_file import JOURNAL_NAME, is_taken
 from tandem.coordinator.run.progress import sparkline
 
 if TYPE_CHECKING:
     import pandas
 
+    from tandem.coordinator.api.callbacks import Callback, Observation
     from tandem.coordinator.api.process import RunProcess
     from tandem.coordinator.api.samples import Sample
     from tandem.coordinator.run.journal import JournalReader, StepRecord
@@ -39,6 +41,7 @@ class Run:
         self.folder = folder
         """The run folder."""
         self._process = process
+        self._observation: Observation | None = None
 
     # --- what it is --------------------------------------------------------------------------------------------------
 
@@ -46,8 +49,8 @@ class Run:
     def state(self) -> State:
         """How the run is.
 
-        ``starting``, ``running``, ``finished``, ``interrupted`` (it was stopped, and has saved) or ``failed``. A run
-        that was loaded is ``running``, ``finished``, or ``ended`` before its last step, nobody says how.
+        ``starting``, ``running``, ``finished``, ``interrupted`` (it was stopped, and has saved), ``failed``, or
+        ``ended``: it was killed before its last step, and could not record how.
         """
         if self._process is not None:
             if self._process.outcome is not None and self._process.has_ended.is_set():
@@ -56,7 +59,9 @@ class Run:
         if is_taken(self.folder):
             return "running"
         with self._journal() as journal:
-            last = journal.last_step() or 0
+            last, outcome = journal.last_step() or 0, outcome_in(journal.last_event())
+        if outcome is not None:
+            return outcome
         wanted = self.config.algorithm_section.max_num_steps
         return "finished" if 0 < wanted <= last else "ended"
 
@@ -80,8 +85,21 @@ class Run:
             return journal.run_id
 
     @property
-    def log(self) -> Path:
-        """What the run said, where this program began it; the logs of its processes lie beside."""
+    def log(self) -> str:
+        """What the run has said so far, as `coordinator up` prints it.
+
+        Of a run that no program began, and that printed it elsewhere: the events that its journal has.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return self.log_path.read_text(encoding="utf-8", errors="replace")
+        if not self._has_journal():
+            return ""
+        with self._journal() as journal:
+            return "".join(f"{text}\n" for _, _, text in journal.events())
+
+    @property
+    def log_path(self) -> Path:
+        """The file of what the run says, where a program began it; the logs of its processes lie beside."""
         from tandem.coordinator.api.process import LOG
 
         return self.folder / LOG
@@ -163,6 +181,11 @@ class Run:
 
         Of a run that this program began or resumed: the steps that it has done since. Of one that was loaded: all.
         """
+        yield from self._records()
+        self._await_callbacks(None)
+        self._raise_error()
+
+    def _records(self) -> Iterator[StepRecord]:
         since = 0.0 if self._process is None else self._process.started_at
         last = -1
         with contextlib.ExitStack() as stack:
@@ -177,7 +200,6 @@ class Run:
                 if is_over:
                     break
                 self._pause()
-        self._raise_error()
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait until the run ends; return it.
@@ -191,6 +213,9 @@ class Run:
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self!r} goes on after {timeout_s:g} s")
                 self._pause()
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._await_callbacks(left_s):
+                raise TimeoutError(f"{self!r} has ended, and its callbacks have not returned after {timeout_s:g} s")
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -209,6 +234,7 @@ class Run:
         self._process.stop()
         if wait:
             self._process.join(None)
+            self._await_callbacks(None)
 
     def kill(self) -> None:
         """End the run's processes at once. It can be resumed from its newest checkpoint."""
@@ -243,6 +269,21 @@ class Run:
         error = f"<p><b>{html.escape(str(self.error))}</b></p>" if self.error is not None else ""
         title = f"<p><b>{html.escape(str(self.folder))}</b>: {self.state}, {at}</p>"
         return f"{title}{error}<table>{''.join(rows)}</table>"
+
+    # --- callbacks ---------------------------------------------------------------------------------------------------
+
+    def _observe(self, callbacks: Sequence[Callback]) -> None:
+        """Have callbacks called from now on."""
+        from tandem.coordinator.api.callbacks import Observation
+
+        self._observation = Observation(self, callbacks)
+
+    def _await_callbacks(self, timeout_s: float | None) -> bool:
+        return self._observation is None or self._observation.join(timeout_s)
+
+    def _await_process(self) -> None:
+        if self._process is not None:
+            self._process.join(None)
 
     # --- below -------------------------------------------------------------------------------------------------------
 

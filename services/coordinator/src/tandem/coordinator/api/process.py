@@ -26,6 +26,7 @@ import msgspec
 
 from tandem.common.errors import ServiceLost, TandemError
 from tandem.common.messages import MAX_TEXT
+from tandem.common.texts import last_of
 from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, error_of
 
 LOG = "logs/console.log"
@@ -186,12 +187,12 @@ class RunProcess:
     def _how_it_was_lost(self, code: int | None) -> tuple[str, str, str]:
         size = os.fstat(self._console.fileno()).st_size
         start = max(0, size - MAX_TEXT)
-        said = os.pread(self._console.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
+        said = os.pread(self._console.fileno(), size - start, start).decode(errors="replace")
         how = "was killed" if code is None else f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return (
             "the run's coordinator",
             "running",
-            f"{how}; it said last: {' | '.join(said[-_TAIL_LINES:]) or 'nothing'}",
+            f"{how}; it said last: {' | '.join(last_of(said, _TAIL_LINES)) or 'nothing'}",
         )
 
     def _ends_with_the_program(self) -> None:

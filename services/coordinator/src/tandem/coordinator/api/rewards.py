@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import MAX_NAME, ResponseToScore
-from tandem.common.returned import finite_number, shown
+from tandem.common.returned import beyond, finite_number, shown
 
 _OF_A_BATCH = ("prompts", "completions")
 _OF_ONE = ("prompt", "response")
@@ -85,6 +85,8 @@ def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[
             raise ConfigError(f"rewards[{index}]: {shown(function)} is no function")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"reward_weights[{index}]: {shown(weight)} is no finite number")
+        if wrong := beyond(weight):
+            raise ConfigError(f"reward_weights[{index}]: {wrong}")
         name = _name(function)
         names[name] += 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"

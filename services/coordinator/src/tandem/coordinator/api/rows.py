@@ -35,6 +35,7 @@ class Rows(msgspec.Struct, frozen=True):
     """Of the file."""
     columns: tuple[str, ...]
     """Of the first row."""
+    num_rows: int
 
     def write(self, path: Path) -> None:
         """Write the file, unless it is there."""
@@ -64,7 +65,7 @@ def rows_of(dataset: object, data: Data, argument: str) -> Rows:
         )
     answer = _key(first, data.output_key, _ANSWERS)
     lines = (_line(row, question, answer, f"{argument}[{index}]") for index, row in enumerate(found))
-    return Rows(b"".join(lines), tuple(first))
+    return Rows(b"".join(lines), tuple(first), len(found))
 
 
 def _rows(dataset: object, argument: str) -> Sequence[Row]:

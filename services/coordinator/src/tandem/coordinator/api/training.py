@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.errors import ConfigError, RunFolderError
+from tandem.coordinator.api.callbacks import Callback, ProgressLine, checked_callbacks
 from tandem.coordinator.api.configuration import Settings, of_rewards, of_rows, settings_of, without_rows
 from tandem.coordinator.api.handle import Run
+from tandem.coordinator.api.model_objects import SavedObjects, check_objects, saved_objects, without_objects
 from tandem.coordinator.api.process import RunProcess
 from tandem.coordinator.api.reports import Mode, RunOrder
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
 from tandem.coordinator.api.rows import QUESTION, Rows, rows_of
+from tandem.coordinator.data.split import share_held_out
 from tandem.coordinator.run.journal import read_journal
 from tandem.coordinator.run.journal_file import JOURNAL_NAME
 from tandem.coordinator.run.replay import config_of
@@ -23,6 +27,7 @@ from tandem.coordinator.run.resuming import refuse_changes
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def train(
@@ -33,6 +38,10 @@ def train(
     solved_at: float = 1.0,
     dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | str | Path | None = None,
     validation_dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | str | Path | None = None,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    callbacks: Sequence[Callback] | None = None,
+    progress: bool = True,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     restart: bool = False,
@@ -61,7 +70,12 @@ def train(
             ``answer``, ``solution``, ``output``, ``reference`` or ``ground_truth``. The rows are copied into the run
             folder.
         validation_dataset: Rows to validate on, likewise. Without them `data.num_validation` rows of `dataset` are held
-            out.
+            out: by default a tenth, 256 at most.
+        model: A model to train in place of `policy.model_name`. It is saved once in the run folder, and is not changed.
+        tokenizer: Its tokenizer, likewise, in place of `policy.tokenizer.name`.
+        callbacks: Objects that are told of the start, of steps, of validations and of the end. They run in this
+            process.
+        progress: Show a line about the newest step on stderr. It is left out if `show` is set.
         overrides: Settings over those of `config`: ``{"grpo.max_num_steps": 20}``.
         resume: Continue the run that is in the run folder. `dataset` may be left out; `rewards` may not.
         restart: Set an earlier run in the run folder aside, and begin anew.
@@ -75,28 +89,53 @@ def train(
     Raises:
         ConfigError: the configuration, or an argument, cannot be run as it is.
         DataError: the data cannot be used.
-        ModelError: the model cannot be loaded.
+        ModelError: the model cannot be loaded, or not be saved.
         RunFolderError: the run folder holds a run already, or, with `resume`, none, or one that differs.
 
     """
     mode = _mode(resume=resume, restart=restart, from_step=from_step)
     settings = settings_of(config, overrides)
+    observers = (*checked_callbacks(callbacks), *([ProgressLine()] if progress and not show else []))
+    check_objects(model, tokenizer)
     functions = None if rewards is None else reward_functions(rewards, reward_weights)
     if functions is None and reward_weights is not None:
         raise ConfigError("reward_weights: there are no rewards to weigh")
     if validation_dataset is not None and dataset is None:
         raise ConfigError("validation_dataset: give dataset as well")
     of_functions = {} if functions is None else of_rewards(functions, solved_at)
-    final, files = _with_data(settings, of_functions, dataset, validation_dataset, mode)
-    if functions is not None:
-        _refuse_what_rewards_cannot_score(final)
-        if files:
-            check_columns(functions, next(iter(files.values())).columns)
-    _refuse_folder(final, mode)
-    for path, rows in files.items():
-        rows.write(path)
+    with _with_objects(settings, model, tokenizer, mode) as (settings, objects):
+        final, files = _with_data(settings, of_functions, dataset, validation_dataset, mode)
+        if functions is not None:
+            _refuse_what_rewards_cannot_score(final)
+            if files:
+                check_columns(functions, next(iter(files.values())).columns)
+        _refuse_folder(final, mode)
+        for path, rows in files.items():
+            rows.write(path)
+        if objects is not None:
+            objects.keep()
     run = _begin(_source(config), final, functions, mode, from_step, show=show)
+    if observers:
+        run._observe(observers)
     return run.wait() if wait else run
+
+
+@contextlib.contextmanager
+def _with_objects(
+    settings: Settings, model: object, tokenizer: object, mode: Mode
+) -> Iterator[tuple[Settings, SavedObjects | None]]:
+    """Save a model and a tokenizer, and yield the settings that name their folder."""
+    if model is None and tokenizer is None:
+        yield settings, None
+        return
+    # To find the run folder: what scores samples, and what is learned from, does not matter yet.
+    first = settings.with_argument(without_objects(model, tokenizer))
+    found = first.built(of_rewards((), 1.0), {**without_rows()})
+    if mode == "new":
+        _refuse_folder(found, mode)  # before gigabytes are written
+    with saved_objects(model, tokenizer, Path(found.logger.log_dir)) as objects:
+        assert objects is not None
+        yield settings.with_argument(objects.settings), objects
 
 
 def _mode(*, resume: bool, restart: bool, from_step: int | None) -> Mode:
@@ -122,22 +161,33 @@ def _with_data(
     first = settings.built(of_functions or of_rewards((), 1.0), without_rows())
     folder = Path(first.logger.log_dir)
     earlier = _rows_of_run(folder, has_rewards=bool(of_functions)) if mode == "resume" else None
+    says_how_many = settings.says_what_is_held_out
     if dataset is None:
-        return settings.built(of_functions, {} if earlier is None else of_rows(*earlier)), {}
+        if earlier is None:
+            return settings.built(of_functions), {}
+        train_path, validation_path, num_before = earlier
+        return settings.built(
+            of_functions, of_rows(train_path, validation_path, None if says_how_many else num_before)
+        ), {}
     train = rows_of(dataset, first.data, "dataset")
     files = {train.path(folder, "train"): train}
     if validation is not None:
         held_out = rows_of(validation, first.data, "validation_dataset")
         files[held_out.path(folder, "validation")] = held_out
     paths = (*map(str, files), None)[:2]
-    for given, before, name in zip(paths, earlier or paths, ("dataset", "validation_dataset"), strict=True):
+    for given, before, name in zip(paths, (earlier or paths)[:2], ("dataset", "validation_dataset"), strict=True):
         if given != before:
             raise RunFolderError(f"cannot resume {folder}: {name} is not what the run has begun with")
-    return settings.built(of_functions, of_rows(*paths)), files
+    num_held_out = None
+    if not says_how_many and validation is None:
+        num_held_out = share_held_out(train.num_rows) if earlier is None else earlier[2]
+    return settings.built(of_functions, of_rows(paths[0], paths[1], num_held_out)), files
 
 
-def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | None] | None:
+def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | None, int | None] | None:
     """Return the files of rows, to train and to validate on, of the run in a folder; None if it has none.
+
+    The third is how many rows are held out of those to train on.
 
     Raises `ConfigError` if functions score its samples, and there are none now.
     """
@@ -149,7 +199,9 @@ def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | 
     if config.generates and data.environment == PYTHON_REWARDS and not has_rewards:
         names = ", ".join(config.env[PYTHON_REWARDS].kwargs["functions"])
         raise ConfigError(f"rewards: functions of a program ({names}) score the samples of {folder}: give them again")
-    return (data.train_data_path, data.val_data_path) if data.input_key == QUESTION else None
+    if data.input_key != QUESTION:
+        return None
+    return data.train_data_path, data.val_data_path, data.num_validation
 
 
 def _refuse_what_rewards_cannot_score(config: Config) -> None:

@@ -17,6 +17,7 @@ from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
 from tandem.coordinator.clusters.nodes import Node
 from tandem.coordinator.run.launch import Credentials, Launched, LocalProcesses
+from tandem.coordinator.scheduler.replacements import within
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
@@ -43,7 +44,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a process may go without being admitted, since it was lost or first started."""
     max_replacements: int
     """Of the run; the coordinator counts what all nodes lose together, and this node gives up when it alone has lost
-    more."""
+    more within `replacement_window_s`."""
+    replacement_window_s: float
     grace_s: float
     """How long services may go on after this process was asked to end: the coordinator finishes a step, and saves."""
 
@@ -56,7 +58,8 @@ class NodeProcesses:
         self._limits = limits
         self._say = say
         self._node = node
-        self._losses: dict[str, int] = {}
+        self._losses: dict[str, list[float]] = {}
+        """When each process was lost."""
         self._asks_since: dict[str, float] = {}
         """Since when a process has gone without being admitted, as far as is known here."""
         self._again_at: dict[str, tuple[float, Launched]] = {}
@@ -102,8 +105,8 @@ class NodeProcesses:
                 return True
             self._again_at[launched.name] = (now + _RETRY_S, launched)
             return False
-        self._losses[launched.name] = self._losses.get(launched.name, 0) + 1
-        if self._num_lost() > self._limits.max_replacements:
+        self._losses.setdefault(launched.name, []).append(now)
+        if self._num_lost(now) > self._limits.max_replacements:
             many = f"this node has lost more processes than cluster.max_replacements ({self._limits.max_replacements})"
             self.failures.append(f"{launched.name}: {launched.describe_death()}; {many}")
             return True
@@ -112,10 +115,12 @@ class NodeProcesses:
         self._again_at[launched.name] = (now, launched)
         return False
 
-    def _num_lost(self) -> int:
-        """Return how many losses the run has counted at least: trainers are started again together, which is one."""
-        of_trainers = [count for name, count in self._losses.items() if name.startswith("trainer-")]
-        return sum(self._losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
+    def _num_lost(self, now: float) -> int:
+        """Return how many losses the run counts at least: trainers are started again together, which is one."""
+        window_s = self._limits.replacement_window_s
+        losses = {name: len(within(window_s, now, times)) for name, times in self._losses.items()}
+        of_trainers = [count for name, count in losses.items() if name.startswith("trainer-")]
+        return sum(losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
 
     def _start_those_due(self) -> None:
         for name, (when, launched) in list(self._again_at.items()):

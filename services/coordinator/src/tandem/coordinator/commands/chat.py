@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
 from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_engine, is_answered_by_the_run
+from tandem.coordinator.commands.tokens import add_token, token_of
 
 if TYPE_CHECKING:
     from tandem.coordinator.serving.client import ChatServer
@@ -22,7 +23,7 @@ def add(commands: Commands) -> None:
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
     chat.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=FOLDER_HELP)
     chat.add_argument("--url", help="talk to a server that runs, such as that of coordinator serve, and load nothing")
-    chat.add_argument("--token", help="with --url: the token that the server asks for")
+    add_token(chat, "with --url: the token that the server asks for")
     chat.add_argument("--model", help="with --url: the model, where several are served")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     from_0 = number("from 0 on", lambda number: number >= 0)
@@ -40,7 +41,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     if (arguments.folder is None) == (arguments.url is None):
         raise ConfigError("give the FOLDER of a model, or the --url of a server")
     if arguments.url is not None:
-        return _talk_to(arguments, arguments.url, arguments.token)
+        return _talk_to(arguments, arguments.url, token_of(arguments))
     if is_answered_by_the_run(arguments):
         from tandem.coordinator.serving.live_run import LiveRun
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tandem.common import hub
 from tandem.common.config import dump_yaml, load_evaluation, notices
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
@@ -32,7 +33,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     ready = preflight(arguments.config, config, "new")
     for note in [*ready.notices, *_earlier(ready)]:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
     print(_summary(ready))
     return OK
 
@@ -61,4 +62,4 @@ def _summary(ready: Ready) -> str:
     if config.evaluates:
         num_samples = config.rollout_section.num_val_generations_per_prompt
         does = f"no step, but a validation on {ready.algorithm.num_validation} problems x {num_samples}"
-    return f"OK: {config.algorithm} on {config.policy.model_name}, {does}, {processes}{first}"
+    return f"OK: {config.algorithm} on {hub.shown(config.policy.model_name)}, {does}, {processes}{first}"

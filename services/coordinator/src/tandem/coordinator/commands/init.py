@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.common.distribution import install_command
 from tandem.common.errors import TandemError
 from tandem.coordinator.commands.arguments import OK, Commands
 
@@ -24,15 +25,17 @@ def add(commands: Commands) -> None:
         "init",
         help="write a commented starting configuration",
         description="Write a starting configuration from a few choices. On a terminal those that are not given as "
-        "options are asked for; elsewhere they have their defaults. GRPO on a new model gets a second file, "
-        "FILE_sft.yaml: SFT that makes the model. Nothing is overwritten.",
+        "options are asked for; elsewhere they have their defaults. An algorithm that samples, on a new "
+        "model, gets a second file, FILE_sft.yaml: SFT that makes the model. Nothing is overwritten.",
     )
     init.add_argument("file", nargs="?", default=_DEFAULT_FILE, metavar="FILE", help=f"(default: {_DEFAULT_FILE})")
-    init.add_argument("--algorithm", metavar="NAME", help="grpo (default), sft or dpo")
+    init.add_argument("--algorithm", metavar="NAME", help="grpo (default), sft, dpo, ppo, rm or distillation")
     source = init.add_mutually_exclusive_group()
     source.add_argument("--task", metavar="TASK", help="of reasoning-gym (default: chain_sum)")
     source.add_argument("--from", dest="data", metavar="FILE", help="a JSONL or CSV file has them")
     init.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, or new (default): a small one")
+    init.add_argument("--teacher", metavar="FOLDER", help="the model to distil; of a new model, SFT makes it")
+    init.add_argument("--lora", action="store_true", help="train low-rank adapters, and no other weights")
     init.add_argument("--engine", metavar="NAME", help="transformers (default) or vllm")
     init.add_argument("--environment", metavar="NAME", help="scores problems of a file: exact_match (default) or math")
     init.set_defaults(carry_out=_init)
@@ -55,7 +58,7 @@ def _init(arguments: argparse.Namespace) -> int:
     print("".join(f"{each} is written: SFT, which comes first and makes the model\n" for each in first), end="")
     print(f"{path} is written; next: coordinator check {path}")
     if not chosen.is_installed(choices.engine):
-        print(f"note: {choices.engine} is not installed here; pip install 'tandem[{choices.engine}]'", file=sys.stderr)
+        print(f"note: {choices.engine} is not installed here; {install_command(choices.engine)}", file=sys.stderr)
     return OK
 
 
@@ -68,20 +71,31 @@ def _choices(arguments: argparse.Namespace) -> Choices:
     algorithm = _choose(arguments.algorithm, "algorithm", chosen.ALGORITHMS, "grpo", check, asks=asks)
     file, task = arguments.data, arguments.task
     if file is None and task is None:
-        tasks = {name: text for name, text in chosen.TASKS.items() if algorithm != "dpo" or name in chosen.OF_NUMBERS}
+        tasks = {
+            name: text
+            for name, text in chosen.TASKS.items()
+            if algorithm not in chosen.OF_PAIRS or name in chosen.OF_NUMBERS
+        }
         check = partial(chosen.check_source, algorithm)
         answer = _choose(None, "a task, or a JSONL or CSV file", tasks, "chain_sum", check, asks=asks)
         task, file = (None, answer) if chosen.is_file(answer) else (answer, None)
     offered = {chosen.NEW: "a small one, from scratch; or the folder of a Hugging Face model"}
     model = _choose(arguments.model, "model", offered, chosen.NEW, chosen.check_model, asks=asks)
-    rolls_out = algorithm == "grpo"
+    rolls_out = algorithm in chosen.ROLLS_OUT
     check = partial(chosen.check_name, "engine", known=chosen.ENGINES)
     engine = _choose(arguments.engine, "engine", chosen.ENGINES, "transformers", check, asks=asks and rolls_out)
     scores = asks and rolls_out and file is not None
     check = partial(chosen.check_name, "environment", known=chosen.ENVIRONMENTS)
     environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", check, asks=scores)
     return chosen.Choices(
-        algorithm=algorithm, task=task, file=file, model=model, engine=engine, environment=environment
+        algorithm=algorithm,
+        task=task,
+        file=file,
+        model=model,
+        engine=engine,
+        environment=environment,
+        teacher=arguments.teacher,
+        lora=arguments.lora,
     )
 
 

@@ -73,6 +73,7 @@ def _join(arguments: argparse.Namespace) -> int:
         limits = Limits(
             admission_s=arguments.join_timeout,
             max_replacements=config.cluster.max_replacements,
+            replacement_window_s=config.cluster.replacement_window_s,
             grace_s=arguments.grace,
         )
         services = NodeProcesses(node, processes, limits, say)

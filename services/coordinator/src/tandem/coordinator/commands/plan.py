@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from tandem.common.config import load_config
+from tandem.common.errors import TandemError
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
 
 
@@ -34,7 +36,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from tandem.coordinator.inspect.plan import explain
     from tandem.coordinator.inspect.plan_ages import GivenRates
+    from tandem.coordinator.run.hub_models import find_on_hub
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
-    explain(load_config(arguments.config, arguments.overrides, to_run=False), Console(), given)
+    config = load_config(arguments.config, arguments.overrides, to_run=False)
+    with contextlib.suppress(TandemError):  # what can be said of a model whose sizes are not known is said
+        config, _ = find_on_hub(config, "new", None)
+    explain(config, Console(), given)
     return OK

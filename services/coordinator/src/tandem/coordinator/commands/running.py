@@ -36,6 +36,8 @@ def run_to_end(
     `unfinished_code` is what to return where the time that the run was given is over.
     """
     finish = run_to_outcome(source, config, mode, from_step, supervision=supervision)
+    if supervision is not None and (finish.error is None or finish.error.is_final):
+        supervision.give_up()
     match finish.outcome:
         case "finished":
             return OK

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
+from tandem.coordinator.commands.tokens import add_token, token_of
 
 if TYPE_CHECKING:
     from tandem.common.serving import Serving
@@ -21,7 +22,7 @@ def add(commands: Commands) -> None:
     serve.add_argument("folder", type=Path, metavar="FOLDER", help=FOLDER_HELP)
     serve.add_argument("--port", type=int, default=8000, help="where to listen; 0: any that is free (default: 8000)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    serve.add_argument("--token", help="whoever asks must send it: Authorization: Bearer TOKEN")
+    add_token(serve, "whoever asks must send it: Authorization: Bearer TOKEN")
     add_engine(serve)
     serve.add_argument(
         "--tool-call-parser",
@@ -108,9 +109,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.serving.server_process import become
     from tandem.coordinator.serving.settings import open_port, settings_of
 
-    serving = settings_of(arguments, arguments.token)
+    token = token_of(arguments)
+    serving = settings_of(arguments, token)
     serving = msgspec.structs.replace(serving, tool_call_parser=arguments.tool_call_parser)
-    with open_port(arguments.host, arguments.port, arguments.token) as listening:
+    with open_port(arguments.host, arguments.port, token) as listening:
         print(f"loading {serving.model_folder}", flush=True)
         greeting = _greeting(serving, url_of(listening))
         become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
@@ -121,12 +123,12 @@ def _serve_run(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.serving.proxy import serve_run
     from tandem.coordinator.serving.settings import open_port
 
-    run = arguments.folder
-    with open_port(arguments.host, arguments.port, arguments.token) as listening:
+    run, token = arguments.folder, token_of(arguments)
+    with open_port(arguments.host, arguments.port, token) as listening:
         url = url_of(listening)
         print(f"serving policy at {url}/v1 (the rollouts of {run}, as long as it goes on); Ctrl-C ends it")
-        print(f"try: {_example(url, 'policy', arguments.token)}", flush=True)
-        if serve_run(run, listening, arguments.token):
+        print(f"try: {_example(url, 'policy', token)}", flush=True)
+        if serve_run(run, listening, token):
             print(f"the run in {run} has ended; coordinator serve {shlex.quote(str(run))} serves its newest checkpoint")
     return OK
 

@@ -1,10 +1,17 @@
 """``coordinator up --supervise``: start the coordinator again when it is killed, or hangs.
 
 The coordinator is a child of this process, and so are the engines and the refit service that it launches: they outlive
-it, and end with this process. The rest of what a coordinator has started ends with it. Where a signal ends the
-coordinator that this process has not passed on, or no sign of life comes in time, another goes on with the run as
-``--resume`` does, where the dead one listened, and takes up the processes that are there. An exit code of its own is
-final: then it has said what there is to say.
+it, and end with this process. The rest of what a coordinator has started ends with it. Another goes on with the run as
+``--resume`` does, where the dead one listened, and takes up the processes that are there:
+
+| the coordinator | another begins |
+|---|---|
+| was ended by a signal that this process has not passed on, or gave no sign of life in time | at once |
+| has found its newest checkpoint damaged | at once, from the newest that is whole |
+| has failed for a reason that is not the user's: replacements ran out, an error that nobody expected | after a pause |
+| has failed for one that is (`TandemError.is_final`), was given what cannot be run, or was to end | not at all |
+
+The pause doubles from one to the next, and begins anew after a coordinator that has lived for a while.
 
 The loop of this process consumes what the coordinator says, and deaths; it waits at most `_LOOK_S` at a time.
 """
@@ -21,12 +28,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.common import signals
 from tandem.common.errors import RunFolderError
 from tandem.common.process_lifetime import adopt_orphans, descendants
-from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED
+from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     import socket
@@ -37,8 +44,23 @@ if TYPE_CHECKING:
 _COORDINATOR = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _GONE_S = 20.0
 """How long what a dead coordinator has started may take to end, before it is killed."""
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""After the first coordinator that has failed by itself, and at most."""
+_LIVED_S = 600.0
+"""How long a coordinator must have lived for the next pause to be the first again."""
 _LOOK_S, _LOOKED_S = 0.1, 1.0
 """How often to look what happens, and how late that may be before it was kept from looking."""
+
+
+class _End(NamedTuple):
+    """How a coordinator has ended."""
+
+    why: str
+    """What the next one is told."""
+    told: str
+    """What people are."""
+    is_its_own: bool = False
+    """Whether it has failed, by itself."""
 
 
 class Supervisor:
@@ -51,11 +73,15 @@ class Supervisor:
         self._program = program
         self._words = words
         self._folder = folder
-        self._most = cluster.max_replacements
+        self._most, self._window_s = cluster.max_replacements, cluster.replacement_window_s
         self._start_s = cluster.deadlines.join_s
         """How soon a coordinator shows life for the first time."""
-        self._num_replaced = 0
-        """Processes, and coordinators."""
+        self._replaced_at: list[float] = []
+        """When processes were, and coordinators."""
+        self._pause_s = 0.0
+        """Before the next coordinator, where one has failed by itself."""
+        self._is_final = False
+        """Whether the coordinator has said that another would end as it does."""
         self._asked: list[int] = []
         """Signals that asked the run to end."""
         self._pid: int | None = None
@@ -70,31 +96,70 @@ class Supervisor:
         """Exit codes of children that have just ended, and when."""
         self._within_s = self._start_s
         """How soon the coordinator was to show life again."""
+        self._whole: int | None = None
+        """The step of the newest whole checkpoint, if the coordinator has found a later one damaged."""
 
     def run(self, how: Sequence[str]) -> int:
         """Bring the run to its end; `how` are the words that say how it begins. Return the exit code."""
+        from tandem.coordinator.scheduler.replacements import within
+
         before, why = self._run_id(), ""
         adopt_orphans()
         with signals.heard(self._pass_on):
             while True:
+                began = time.monotonic()
                 code = self._run_once(how, why)
-                if code >= 0:
+                if code in (OK, BAD_INPUT, INTERRUPTED) or (code > 0 and self._is_final):
                     return code
-                why = f"killed by {signal.Signals(-code).name}"
-                if self._silent_s is not None:
-                    why = f"no sign of life for {self._silent_s:.0f} s"
+                end = self._describe(code)
+                why = end.why
                 self._await_the_others()
                 if self._asked:
-                    return INTERRUPTED
-                self._num_replaced += 1
-                if self._num_replaced > self._most:
+                    return code if code > 0 else INTERRUPTED
+                now = time.monotonic()
+                self._replaced_at = within(self._window_s, now, self._replaced_at)
+                if len(self._replaced_at) >= self._most:
                     break
-                if "--resume" in how or self._run_id() != before:  # else it died before it had begun
+                self._replaced_at.append(now)
+                if self._whole is not None:
+                    how, self._whole = ["--resume", "--from", str(self._whole)], None
+                elif "--resume" in how or self._run_id() != before:  # else it died before it had begun
                     how = ["--resume"]
-                print(f"the coordinator was {_verb(why)}; it is started again", flush=True)
+                from_step = f", from the checkpoint of step {how[2]}" if "--from" in how[1:2] else ""
+                pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
+                when = f" in {pause_s:g} s" if pause_s else ""
+                print(f"the coordinator {end.told}; it is started again{when}{from_step}", flush=True)
+                if not self._rest(pause_s):
+                    return code if code > 0 else INTERRUPTED
         times = f"; processes were replaced {self._most} times before" if self._most else ""
-        print(f"error: the coordinator was {_verb(why)}{times} (cluster.max_replacements)", file=sys.stderr)
+        print(f"error: the coordinator {end.told}{times} (cluster.max_replacements)", file=sys.stderr)
         return FAILED
+
+    def _describe(self, code: int) -> _End:
+        """Describe the end of a coordinator; `code` is its exit code, negative for a signal."""
+        if self._silent_s is not None:
+            why = f"no sign of life for {self._silent_s:.0f} s"
+            return _End(why, f"was killed: {why}")
+        if code < 0:
+            why = f"killed by {signal.Signals(-code).name}"
+            return _End(why, f"was {why}")
+        if self._whole is not None:
+            why = "its newest checkpoint is damaged"
+            return _End(why, f"was ended: {why}")
+        return _End(f"exit code {code}", f"has failed with exit code {code}", is_its_own=True)
+
+    def _next_pause_s(self, lived_s: float) -> float:
+        """Return how long to wait after a coordinator that has failed by itself."""
+        is_first = lived_s > _LIVED_S or not self._pause_s
+        self._pause_s = _PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return self._pause_s
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait; return at once, and False, if the run is asked to end."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._asked:
+            time.sleep(_LOOK_S)
+        return not self._asked
 
     def _run_once(self, how: Sequence[str], why: str) -> int:
         """Run a coordinator to its end; `why` the one before is lost. Return the exit code, negative for a signal."""
@@ -105,13 +170,13 @@ class Supervisor:
         with ours:
             with theirs:
                 kept = {name: pid for pid, name in self._kept.items()}
-                say(ours, Begun(why, kept, self._num_replaced))
+                say(ours, Begun(why, kept, tuple(self._replaced_at)))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
                 # In a group of its own, so that what a terminal sends to all reaches it once, by way of this process.
                 process = subprocess.Popen(
                     [*self._program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
                 )
-            self._pid, self._within_s, self._silent_s = process.pid, self._start_s, None
+            self._pid, self._within_s, self._silent_s, self._is_final = process.pid, self._start_s, None, False
             self._alive_by = time.monotonic() + self._start_s
             stalls = Stalls()
             while process.pid not in self._ended:
@@ -141,14 +206,18 @@ class Supervisor:
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take what the coordinator has said."""
-        from tandem.coordinator.run.supervision import Alive, Ended, Replaced, hear, say, to_supervisor
+        from tandem.coordinator.run.supervision import Alive, Ended, Final, GoBack, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
             said = to_supervisor.decode(message)
             if isinstance(said, Alive):
                 self._within_s, self._alive_by = said.within_s, time.monotonic() + said.within_s
             elif isinstance(said, Replaced):
-                self._num_replaced += said.count
+                self._replaced_at += [time.monotonic()] * said.count
+            elif isinstance(said, GoBack):
+                self._whole = said.step
+            elif isinstance(said, Final):
+                self._is_final = True
             elif said.pid in self._ended:
                 say(coordinator, Ended(said.pid, self._ended[said.pid][0]))
             else:
@@ -184,10 +253,6 @@ class Supervisor:
         with contextlib.suppress(RunFolderError), read_journal(self._folder) as journal:
             return journal.run_id
         return None
-
-
-def _verb(why: str) -> str:
-    return why if why.startswith("killed") else f"killed: {why}"
 
 
 def _reaped() -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.config import load_config
+from tandem.common.errors import DamagedCheckpoint, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 from tandem.coordinator.commands.running import run_to_end
@@ -63,12 +64,21 @@ def _up(arguments: argparse.Namespace) -> int:
         from tandem.coordinator.run.supervision import Supervision
 
         supervision = Supervision(arguments.supervision_fd, arguments.supervised_by, config.cluster)
-    return run_to_end(
-        arguments.config,
-        config,
-        mode,
-        arguments.from_step,
-        words,
-        supervision=supervision,
-        unfinished_code=arguments.unfinished_code,
-    )
+    try:
+        return run_to_end(
+            arguments.config,
+            config,
+            mode,
+            arguments.from_step,
+            words,
+            supervision=supervision,
+            unfinished_code=arguments.unfinished_code,
+        )
+    except DamagedCheckpoint as error:
+        if supervision is not None and error.whole is not None and not error.config_file:
+            supervision.go_back(error.whole)
+        raise
+    except TandemError:
+        if supervision is not None and not supervision.has_run:
+            supervision.give_up()
+        raise

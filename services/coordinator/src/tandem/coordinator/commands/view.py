@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from tandem.coordinator.commands.arguments import OK, Commands
+from tandem.coordinator.commands.tokens import add_token, token_of
 
 
 def add(commands: Commands) -> None:
@@ -16,24 +17,22 @@ def add(commands: Commands) -> None:
     view.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine only)"
     )
-    view.add_argument(
-        "--token",
-        help="what to know to read the page from elsewhere, on an address that is not loopback (default: made)",
-    )
+    add_token(view, "what to know to read the page from elsewhere, on an address that is not loopback (default: made)")
     view.set_defaults(carry_out=_view)
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.page.address import is_loopback, listen, url_of
+    from tandem.common.network import is_loopback
+    from tandem.coordinator.page.address import listen, url_of
     from tandem.coordinator.page.program import serve
     from tandem.coordinator.page.reader import RunReader
     from tandem.coordinator.page.security import new_token
 
     for run in arguments.runs:
         RunReader(run)
-    token = None
-    if arguments.token or not is_loopback(arguments.host):
-        token = arguments.token or new_token()
+    token = token_of(arguments)
+    if token is None and not is_loopback(arguments.host):
+        token = new_token()
     with listen(arguments.host, arguments.port) as listener:
         print(f"page: {url_of(listener, token)}", flush=True)
         serve(arguments.runs, listener, token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.coordinator.data.chat import ChatEncoder
 from tandem.coordinator.data.conversations import Conversation, ConversationWriter, load_conversations
-from tandem.coordinator.data.lazy import LazyDataset, encode_now, left_out, set_aside
+from tandem.coordinator.data.lazy import LazyDataset, encode_now, left_out, set_aside, steps_capped
 from tandem.coordinator.data.order import epoch_stream, sample_seed
 from tandem.coordinator.data.prompts import Asked, EncodedProblem, PromptEncoder
 from tandem.coordinator.data.split import ProblemSets, load_problems
@@ -25,4 +25,5 @@ __all__ = [
     "load_problems",
     "sample_seed",
     "set_aside",
+    "steps_capped",
 ]

@@ -15,6 +15,7 @@ from tandem.common.config.derive import GENERATED
 from tandem.common.config.schema import Data
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
+from tandem.common.returned import beyond
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
@@ -209,6 +210,8 @@ def _with_margin(read: Read, where: str, row: sources.Row, data: Data) -> Conver
     value = sources.field(where, row, "margin_key", key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is no number (data.margin_key)")
+    if wrong := beyond(value):
+        raise DataError(f"{where}: {key!r} is {wrong} (data.margin_key)")
     return msgspec.structs.replace(pair, margin=abs(float(value)))
 
 

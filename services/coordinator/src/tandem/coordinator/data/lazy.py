@@ -112,3 +112,17 @@ def set_aside(num_set_aside: int, num_items: int) -> str | None:
         return None
     why = "what is held out (data.num_validation) has the same prompt or content"
     return f"data: {num_set_aside} of {num_items} left out: {why}"
+
+
+def steps_capped(config: Config, num_steps: int, num_items: int, size: int) -> str | None:
+    """Return what a user should know of a run whose passes over the data end before its steps; None if they do not."""
+    section = config.algorithm_section
+    asked = section.max_num_steps
+    if asked == type(section)().max_num_steps or num_steps >= asked:
+        return None
+    passes = "1 pass" if section.max_num_epochs == 1 else f"{section.max_num_epochs} passes"
+    key = config.algorithm
+    return (
+        f"{key}.max_num_steps is {asked}, but the run ends after {num_steps} steps: {key}.max_num_epochs allows "
+        f"{passes} over {num_items} items, {size} a step"
+    )

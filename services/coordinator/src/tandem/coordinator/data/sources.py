@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import gzip
 import itertools
 import random
@@ -18,11 +19,11 @@ import msgspec
 from tandem.common.config.named import MULTIPLE_CHOICE, NAMED, is_local
 from tandem.common.config.problem import MAX_SHOWN
 from tandem.common.config.schema import Data
-from tandem.common.errors import ConfigError, DataError, nearest
+from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.hub import Reference, as_one_line, only_the_cache, why_unreachable
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.sliding_puzzle import render, shuffled, solved
-from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -37,6 +38,7 @@ _MAX_LISTED = 20
 """Fields of a row that an error lists."""
 
 _ABSENT = object()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPTIONS = "options"
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
@@ -125,8 +127,8 @@ def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Ro
         apart = {name: file_rows(path) for name, path in validation_paths(data).items()}
         return [] if only_held_out and apart else file_rows(str(data.train_data_path)), apart
     path = NAMED[name].path if name in NAMED else name
-    held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset)}
-    return [] if only_held_out and held_out else hub(path, data.split, data.subset), held_out
+    held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset, data.commit)}
+    return [] if only_held_out and held_out else hub(path, data.split, data.subset, data.commit), held_out
 
 
 def validation_paths(data: Data) -> dict[str, str]:
@@ -195,11 +197,11 @@ def jsonl(path: str) -> Rows:
     return found
 
 
-def hub(name: str, split: str, subset: str | None) -> Rows:
-    """Load a split of a dataset by its name on the Hub, or a folder of data files.
+def hub(name: str, split: str, subset: str | None, commit: str | None = None) -> Rows:
+    """Load a split of a dataset by its name on the Hub, at a commit, or of a folder of data files.
 
-    Where the Hub cannot be reached, the copy of an earlier download will do. Raises `DataError` on one line for
-    whatever the library says.
+    Where the Hub cannot be reached, the copy of an earlier download of that commit will do. Raises `DataError` on one
+    line for whatever the library says.
     """
     import datasets
 
@@ -208,16 +210,64 @@ def hub(name: str, split: str, subset: str | None) -> Rows:
     if strange is not None:
         raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
     unreachable = "" if is_here else why_unreachable()
+    is_offline = bool(unreachable or datasets.config.HF_HUB_OFFLINE) and not is_here
     try:
         with only_the_cache() if unreachable else contextlib.nullcontext():
-            loaded = datasets.load_dataset(name, subset, split=split)
+            if commit is not None and is_offline:
+                loaded = prepared(name, split, subset, commit)
+            else:
+                loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
         found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
     except Exception as error:  # the library raises dozens of kinds, from its own to the network's
-        reason = f"{unreachable}, and there is no copy here" if unreachable else _first_line(error)
+        reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
     if not found:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
     return found
+
+
+def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
+    """Return a split of a commit that was loaded before, from the library's cache.
+
+    Asked for a commit offline, the library returns whichever it has prepared last. Raises what the library raises.
+    """
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+    from datasets.packaged_modules.cache.cache import Cache
+
+    cache, short = Path(datasets.config.HF_DATASETS_CACHE), name.rpartition("/")[2]
+    folder = "___".join([*name.split("/")[:-1], camelcase_to_snakecase(short)])
+    there = sorted(cache.glob(f"{folder}/*/*/{commit}"))
+    names = [path.parent.parent.name for path in there]
+    wanted = [path for path, each in zip(there, names, strict=True) if each.partition("-")[0] == (subset or "default")]
+    if not wanted and subset is None and len(there) == 1:
+        wanted = there
+    if not wanted:
+        raise FileNotFoundError(f"commit {commit[:8]} is not in the cache of datasets ({cache})")
+    version, configuration = wanted[0].parent.name, wanted[0].parent.parent.name
+    builder = Cache(dataset_name=short, config_name=configuration, version=version, hash=commit, repo_id=name)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
+    """Say on one line why the library cannot load a data set, or what went wrong beneath that."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return f"{cause.strerror}: HF_HOME names another place for what is fetched"
+        if isinstance(cause, HfHubHTTPError):
+            try:
+                with as_one_line(Reference(name, commit), "dataset"):
+                    raise cause
+            except ModelError as plain:
+                return str(plain)
+        cause = cause.__cause__ or cause.__context__
+    if type(error).__name__ == "DatasetNotFoundError" and "gated" in str(error):
+        return f"{_first_line(error)} Accept its terms there, and set HF_TOKEN to a token of the account that did"
+    return _first_line(error)
 
 
 def problem(where: str, row: Row, data: Data) -> Problem:

@@ -297,6 +297,11 @@ def _split(
     )
 
 
+def share_held_out(num_rows: int) -> int:
+    """Return how many rows to hold out where only their number is known: a tenth, 256 at most, and one at least."""
+    return min(256, max(1, num_rows // 10))
+
+
 def _num_held_out(data: Data, num_items: int) -> int:
     size = data.split_validation_size
     return data.num_validation or int(size if size >= 1 else round(size * num_items))

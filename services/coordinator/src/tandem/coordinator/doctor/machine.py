@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tandem.common import descriptors
 from tandem.common.memory import available_bytes
 from tandem.coordinator.doctor.findings import Finding
 
@@ -21,8 +22,6 @@ _SHM = Path("/dev/shm")
 _LEAST_SHM_GB = 1.0
 """Containers often have 64 MB, which is less than the weights of any model worth training."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_LEAST_FILES = 4096
-"""A coordinator with some hundred processes, or a trainer that reads a large checkpoint, has a few thousand open."""
 _INFINIBAND = Path("/sys/class/infiniband")
 _LEAST_DISK_GB = 10.0
 _CLOCK_S = 0.2
@@ -78,10 +77,11 @@ def _huge_pages() -> Finding:
 
 
 def _files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = f"{_limit(soft)} may be open in a process, at most {_limit(hard)}"
-    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
-        return Finding("open files", "warning", says, f"ulimit -n {_LEAST_FILES}, or LimitNOFILE= of the unit")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"{_limit(hard)} files and connections may be open in a process of a run, which raises its limit to that"
+    if descriptors.notice():
+        advice = f"ulimit -Hn {descriptors.LEAST}, or LimitNOFILE= of the unit"
+        return Finding("open files", "warning", says, advice)
     return Finding("open files", "ok", says)
 
 

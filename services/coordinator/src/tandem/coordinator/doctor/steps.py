@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.common.distribution import install_command, requirements
 from tandem.common.nvml import GpuLinks, opened_nvml
 from tandem.coordinator.doctor.findings import Finding, Outcome
 
@@ -162,7 +163,7 @@ def _package(name: str, module: str, distributions: tuple[str, ...], extra: str)
     """Import a package, and compare its version with the one that Tandem is tested with."""
     versions = {each: importlib.metadata.version(each) for each in distributions if _is_installed(each)}
     if not versions:
-        return Outcome((Finding(name, "missing", "not installed", f"pip install 'tandem[{extra}]'"),))
+        return Outcome((Finding(name, "missing", "not installed", install_command(extra)),))
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -173,7 +174,7 @@ def _package(name: str, module: str, distributions: tuple[str, ...], extra: str)
     others = {each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]}
     if others:
         says = f"{_joined(versions)}; tested with {_joined(others)}"
-        return Outcome((Finding(name, "warning", says, f"pip install 'tandem[{extra}]'"),))
+        return Outcome((Finding(name, "warning", says, install_command(extra)),))
     return Outcome((Finding(name, "ok", _joined(versions)),))
 
 
@@ -191,7 +192,7 @@ def _is_installed(distribution: str) -> bool:
 
 def _tested_version(distribution: str) -> str:
     """Return the version that Tandem's own extra asks for; empty if it does not say."""
-    for requirement in importlib.metadata.requires("tandem") or ():
+    for requirement in requirements():
         named, equals, version = requirement.partition(";")[0].partition("==")
         if equals and named.strip() == distribution:
             return version.strip()

@@ -89,6 +89,7 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
                 "mlflow_enabled": False,
                 "prometheus": {"port": None},
                 "opentelemetry": {"endpoint": None},
+                "page": "off",
                 "num_val_samples_to_print": 0,
             },
             "cluster": {"deadlines": {"generate_s": deadline_s}},

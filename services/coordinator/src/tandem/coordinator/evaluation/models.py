@@ -7,13 +7,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from tandem.common import hub
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
-from tandem.common.model_fields import model_types
 from tandem.coordinator.run.found_models import Which, models_in
+from tandem.coordinator.run.model_folder import read_json, refuse_unknown_type
 
 _CONFIG = "config.json"
 
@@ -46,6 +46,8 @@ def _expanded(word: str) -> list[Path]:
         return [path]
     if glob.has_magic(word) and (paths := sorted(glob.glob(word), key=_by_number)):
         return [Path(each) for each in paths]
+    if hub.reference_in(word) is not None:
+        return [path]  # a name on the Hub
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ModelError(f"--model {word}: there is no such folder{nearest(path.name, beside)}")
 
@@ -62,15 +64,9 @@ def _found(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
 def _check_kind(folder: Path) -> None:
     """Refuse a model of a type that transformers does not know. Raises `ModelError`."""
     try:
-        content: Any = msgspec.json.decode((folder / _CONFIG).read_bytes())
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"--model {folder}: its {_CONFIG} cannot be read: {error}") from error
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    if model_types() and kind not in model_types():
-        raise ModelError(
-            f"--model {folder}: transformers has no model type {kind!r} ({_CONFIG}: model_type)"
-            f"{nearest(str(kind), model_types())}"
-        )
+        refuse_unknown_type(folder, read_json(folder / _CONFIG))
+    except ModelError as error:
+        raise ModelError(f"--model {error}") from error
 
 
 def _file_name(label: Path, taken: set[str]) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.inspect.figure import draw_curves, draw_panels
+from tandem.coordinator.inspect.held_out_accuracy import no_progress
 from tandem.coordinator.inspect.report_page import page
 from tandem.coordinator.inspect.side_by_side import Row, Run, configuration_differences, load_runs, reached
 from tandem.coordinator.inspect.summary import format_breakdown, format_curves
@@ -42,6 +43,8 @@ def format_report(runs: Sequence[Run], out: Path) -> str:
         if len(runs) > 1:
             lines.append(f"{run.label}:")
         lines += format_curves(run.summary)
+        if (said := no_progress(run.summary.curves.get("val_accuracy", ()))) is not None:
+            lines.append(f"warning: {said}")
         if run.summary.num_steps:
             lines.append(format_breakdown(run.summary))
         lines.append(f"{run.summary.num_steps} steps in {run.summary.wall_seconds:.0f} s")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tandem.common.messages import Purpose
 from tandem.common.sample_record import RecordedSample
+from tandem.common.texts import visible
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.inspect.samples import Selection
 
@@ -31,8 +32,6 @@ _ROLES = {
 """Who speaks in a conversation, and in which colour."""
 _ROLE = re.compile(rf"\W*({'|'.join(_ROLES)})\b", re.IGNORECASE)
 _MARKER_STYLE, _HEADING_STYLE = "dim italic", "bold"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""What would move the cursor, or do worse to a terminal: models say anything."""
 _GAPS = ((0.02, ""), (0.1, "green"), (0.5, "yellow"), (float("inf"), "bold red"))
 """Up to which gap of log-probabilities a token has which style."""
 
@@ -69,11 +68,6 @@ def chat_text(text: str) -> Text:
             style = "" if marker.group().startswith(("</", "[/")) else _ROLES[role.group(1).lower()]
     shown.append(visible(text[last:]), style)
     return shown
-
-
-def visible(text: str) -> str:
-    r"""Return a text whose control characters are written out, as ``\x1b``; lines and tabs stay."""
-    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def print_samples(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from urllib.parse import quote
 
@@ -52,13 +51,3 @@ def url_of(listener: socket.socket, token: str | None = None) -> str:
     host = f"[{host}]" if ":" in host else host
     query = "" if token is None else f"/?token={quote(token, safe='')}"
     return f"http://{host}:{port}{query}"
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a name or an address is this machine's own, unreachable from outside."""
-    if host.rstrip(".").lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

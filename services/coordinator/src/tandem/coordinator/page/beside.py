@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
 from tandem.common.errors import ConfigError
+from tandem.common.texts import last_lines
 from tandem.coordinator.page.address import listen, url_of
+from tandem.coordinator.scheduler.replacements import within
 
 END = signal.SIGUSR1
 """Asks the process to end. What asks the whole of a run to end it leaves to the coordinator."""
@@ -21,6 +24,8 @@ _END_S = 2.0
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that was killed."""
 _TAIL_LINES = 2
+_MOST_STARTS, _WINDOW_S = 3, 600.0
+"""So often it is started again within so long, when it has died."""
 
 
 def page_socket(page: Literal["auto", "off"] | int) -> socket.socket | None:
@@ -42,32 +47,45 @@ class PageProcess:
     """The process. It has imported nothing of the coordinator's, and is not waited for, not even to begin."""
 
     def __init__(self, run: Path, listener: socket.socket) -> None:
-        """Start it; the socket is its own from now on."""
+        """Start it; the socket is its own from now on, and that of the process which may take its place."""
         self.url = url_of(listener)
+        self._run = run
         self._log = run / "logs" / "page.log"
+        self._listener = listener
+        self._started_at: list[float] = []
+        self._process: subprocess.Popen[bytes] | None = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at.append(time.monotonic())
         module = "tandem.coordinator.page"
-        arguments = ["--socket", str(listener.fileno()), "--launched-by", str(os.getpid())]
-        with listener, self._log.open("wb") as log:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [sys.executable, "-m", module, str(run), *arguments],
+        arguments = ["--socket", str(self._listener.fileno()), "--launched-by", str(os.getpid())]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, str(self._run), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[listener.fileno()],
+                pass_fds=[self._listener.fileno()],
                 process_group=0,  # Ctrl-C in a terminal is for the coordinator
             )
 
     def death(self) -> str:
-        """Return how it has died, once; nothing while it lives, and ever after."""
+        """Return how it has died, and start it again; nothing while it lives, and once it has died too often."""
         if self._process is None or (code := self._process.poll()) is None:
             return ""
-        self._process = None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        lines = self._log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        self._started_at = within(_WINDOW_S, time.monotonic(), self._started_at)
+        if len(self._started_at) <= _MOST_STARTS:
+            self._process = self._start()
+            return f"the page {how}; it is started again"
+        self._process = None
+        self._listener.close()
+        lines = last_lines(self._log, _TAIL_LINES)
         return f"the page {how}; the run goes on without. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
 
     def close(self) -> None:
         """End it."""
+        self._listener.close()
         if self._process is not None:
             self._process.send_signal(END)
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
+from tandem.common import web
 from tandem.coordinator.http_server import SignalledServer
 from tandem.coordinator.page.beside import END
 from tandem.coordinator.page.server import make_app
@@ -29,6 +30,8 @@ def serve(
         access_log=False,
         server_header=False,
         lifespan="off",
+        http=web.Protocol,
+        backlog=web.backlog(),
         ws="none",
         timeout_graceful_shutdown=_END_S,
         limit_concurrency=200,

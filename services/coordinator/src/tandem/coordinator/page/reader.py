@@ -10,12 +10,12 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from tandem.coordinator.run.ending import outcome_in
-from tandem.coordinator.run.journal import RefitRecord
+from tandem.coordinator.run.journal import RefitRecord, last_event
 from tandem.coordinator.run.journal_file import connect_checked, file_errors, is_taken, require_journal
 from tandem.coordinator.run.live import Live, read_live
 
@@ -125,11 +125,7 @@ class RunReader:
 
     def _state(self, journal: sqlite3.Connection) -> State:
         """Return how the run is; what ended before it was begun the last time is over."""
-        (begun_at,) = journal.execute("SELECT at FROM configs ORDER BY id DESC LIMIT 1").fetchone()
-        newest = journal.execute("SELECT at, text FROM events ORDER BY id DESC LIMIT 1").fetchone()
-        if newest is not None and newest[0] >= begun_at and (outcome := outcome_in(newest[1])) is not None:
-            return outcome
-        return "running" if is_taken(self.folder) else "ended"
+        return outcome_in(last_event(journal)) or ("running" if is_taken(self.folder) else "ended")
 
     def live(self) -> Live | None:
         """Return what the coordinator said last; None once the run has ended."""
@@ -143,6 +139,13 @@ class RunReader:
         """Return the run's name."""
         with self.journal() as journal:
             return str(journal.execute("SELECT run_id FROM run").fetchone()[0])
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the configuration that the run goes by."""
+        with self.journal() as journal:
+            (config_json,) = journal.execute(_CONFIG).fetchone()
+        found: dict[str, Any] = msgspec.json.decode(config_json)
+        return found
 
     def models(self) -> list[str]:
         """Return where the model's tokenizer may be: its folder or name, and the newest checkpoint."""

@@ -1,21 +1,20 @@
-"""Who may read the page: on loopback no web site by way of a browser; elsewhere a token's holder.
+"""Who may read the page: on loopback no web site (`web.foreign`); elsewhere a token's holder.
 
-A site that a browser shows may have a name of its own point to loopback (DNS rebinding), and would read the page as if
-it were its own: the Host header tells. The token comes once in the address and is kept as a cookie.
+The token comes once in the address and is kept as a cookie.
 """
 
 from __future__ import annotations
 
 import secrets
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import msgspec
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.coordinator.page.address import is_loopback
+from tandem.common import web
 
 COOKIE = "tandem_page"
 _METHODS = ("GET", "HEAD")
@@ -66,13 +65,15 @@ class Guard:
         if scope["method"] not in _METHODS:
             return error(405, "the page is read-only: GET and HEAD are all it answers")
         if self._token is None:
-            host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
-            return None if is_loopback(host) else error(403, f"the page is read on loopback, not as {host[:100]!r}")
+            refused = web.foreign(scope)
+            return None if refused is None else error(*refused)
         request = HTTPConnection(scope)
         given = request.query_params.get("token")
         if given is not None and _are_equal(given, self._token):
             rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
-            response = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            # Two slashes at the beginning would be the name of a host.
+            path = "/" + quote(scope["path"].lstrip("/\\"))
+            response = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
             return response
         if _are_equal(request.cookies.get(COOKIE, ""), self._token):

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,7 +23,7 @@ from tandem.coordinator.page.gpus import Gpus
 from tandem.coordinator.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
 from tandem.coordinator.page.reader import RunReader
 from tandem.coordinator.page.security import Guard, error
-from tandem.coordinator.page.series import Curves
+from tandem.coordinator.page.series import Along, Curves
 from tandem.coordinator.page.stream import Watch
 from tandem.coordinator.page.timeline import flame, timeline
 
@@ -134,7 +134,10 @@ def _memory(run: Run, request: Request) -> Any:
 def _curves(run: Run, request: Request, names: Sequence[str]) -> Any:
     points = whole_number(request, "points", 800, 1, _MOST_POINTS)
     first, last = maybe_whole_number(request, "from"), maybe_whole_number(request, "to")
-    return run.curves.series(names, points, first, last)
+    along = request.query_params.get("along", "steps")
+    if along not in get_args(Along):
+        raise BadQuery(f"along: {along[:100]!r}, must be one of {', '.join(get_args(Along))}")
+    return run.curves.series(names, points, first, last, cast(Along, along))
 
 
 def _live(run: Run, request: Request) -> Any:
@@ -150,6 +153,10 @@ def _timeline(run: Run, request: Request) -> Any:
 
 def _refits(run: Run, request: Request) -> Any:
     return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
+
+
+def _config(run: Run, request: Request) -> Any:
+    return run.reader.configuration()
 
 
 def _gpus(run: Run, request: Request) -> Any:
@@ -198,6 +205,7 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("memory", _memory),
     ("live", _live),
     ("timeline", _timeline),
+    ("config", _config),
     ("refits", _refits),
     ("gpus", _gpus),
     ("events", _events),

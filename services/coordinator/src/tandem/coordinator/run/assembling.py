@@ -56,8 +56,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """To those who look on."""
     next_command_id: int = 1
     """Above that of every order."""
-    num_replaced: int = 0
-    """Processes that were; trainers that were started again together count once."""
+    replaced_at: tuple[float, ...] = ()
+    """When processes were, by `time.monotonic`; trainers that were started again together count once."""
     departed: tuple[str, ...] = ()
     """Engines that have left, in whose place there is none."""
     has_started: bool = False
@@ -116,7 +116,7 @@ def assemble(
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
     )
-    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced, departed=past.departed)
+    spec = msgspec.structs.replace(spec, replaced_at=past.replaced_at, departed=past.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
     recorder = _recorder(config, opened, checkpoints, samples, spec, past, stack)

@@ -39,6 +39,7 @@ class Batches:
         self._table: dict[str, NDArray[Any]] = {}
         self._tokens: list[dict[str, NDArray[Any]]] = []
         """Those of each data-parallel rank."""
+        self._notes: tuple[str, ...] = ()
 
     def take_reply(self, member: str, reply: Reply) -> None:
         """Take note of what matters here of any reply."""
@@ -78,6 +79,11 @@ class Batches:
             return Train(**common), arrays, metrics
         return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what is to be known of a batch that was made, once."""
+        notes, self._notes = self._notes, ()
+        return notes
+
     def advantages(self) -> dict[Place, float]:
         """Return the advantages of the samples in the batch that was made last."""
         rollouts, table = sorted(self._sources), self._table
@@ -91,6 +97,7 @@ class Batches:
         self._made = action.step, action.purpose
         self._sources = {rollout: self._listeners[rollout] for rollout in batch.rollouts}
         self._table = table.to_frames()
+        self._notes = batch.notes
         self._tokens = [] if batch.tokens is None else shares_of(table, batch.tokens, self._config.data_parallel_size)
         return metrics
 

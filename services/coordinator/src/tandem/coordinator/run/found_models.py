@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from tandem.common import lora
+from tandem.common import hub, lora
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
 from tandem.coordinator.run.checkpoints import CheckpointFolder
@@ -37,9 +38,16 @@ class FoundModel(msgspec.Struct, frozen=True):
 def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
     """Return the models in a folder, in order; of checkpoints the newest, the best, or all.
 
-    Raises `TandemError` if there is none.
+    A name that is no folder is one on the Hub, whose model is fetched. Raises `TandemError` if there is none.
     """
-    return _found(folder, which, _CONFIG)
+    if folder.exists() or hub.reference_in(str(folder)) is None:
+        return _found(folder, which, _CONFIG)
+    try:
+        fetched = hub.fetched(str(folder), partial(print, flush=True))
+    except ModelError as error:
+        hint = _hint(folder)  # a folder that was mistyped is not looked for elsewhere
+        raise ModelError(f"{folder}: there is no such folder{hint or f'; {error}'}") from error
+    return [FoundModel(fetched, folder.name.replace("@", "-"), folder)]
 
 
 def adapters_in(folder: Path) -> list[FoundModel]:

@@ -23,6 +23,7 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.run.journal_file import (
+    SCHEMA_VERSION,
     connect_checked,
     damage,
     file_errors,
@@ -33,6 +34,10 @@ from tandem.coordinator.run.journal_file import (
     take_folder,
     write_new_file,
 )
+
+_SHORTAGE_S = 8.0
+"""How long to wait for a descriptor: connections of strangers end after five seconds (`tandem.common.curve`)."""
+_LOOK_S = 0.05
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +168,11 @@ class JournalReader:
         return [
             (at, member, text) for at, member, text in self._rows("SELECT at, member, text FROM events ORDER BY id")
         ]
+
+    def last_event(self) -> str:
+        """Return what `last_event` does."""
+        with file_errors(self.folder):
+            return last_event(self._connection)
 
     def close(self) -> None:
         """Close the file."""
@@ -313,10 +323,26 @@ class Journal(JournalReader):
         super().close()
         os.close(self._lock)
 
+    def _begin(self) -> None:
+        """Begin a transaction; where the process has no descriptor left just now, wait until it has one."""
+        deadline = time.monotonic() + _SHORTAGE_S
+        while True:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                # The first statement that writes opens the file to roll back by.
+                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            except sqlite3.OperationalError as error:
+                self._connection.execute("ROLLBACK")
+                if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or time.monotonic() > deadline:
+                    raise
+            else:
+                return
+            time.sleep(_LOOK_S)
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with file_errors(self.folder):
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._begin()
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
@@ -324,6 +350,13 @@ class Journal(JournalReader):
                 if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
                     self._connection.execute("ROLLBACK")
                 raise
+
+
+def last_event(connection: sqlite3.Connection) -> str:
+    """Return the newest event since the run was begun or resumed the last time; empty if there is none."""
+    (begun_at,) = connection.execute("SELECT at FROM configs ORDER BY id DESC LIMIT 1").fetchone()
+    newest = connection.execute("SELECT at, text FROM events ORDER BY id DESC LIMIT 1").fetchone()
+    return newest[1] if newest is not None and newest[0] >= begun_at else ""
 
 
 def read_journal(folder: Path) -> JournalReader:

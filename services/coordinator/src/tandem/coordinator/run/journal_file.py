@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.common.distribution import version
 from tandem.common.errors import RunFolderError
 from tandem.common.messages import PROTOCOL_VERSION
 
@@ -187,7 +187,7 @@ def _write_schema(connection: sqlite3.Connection, run_id: str, config_json: byte
         connection.execute(statement)
     connection.execute(
         "INSERT INTO run VALUES (?, ?, ?, ?, ?)",
-        (run_id, now, algorithm, PROTOCOL_VERSION, importlib.metadata.version("tandem")),
+        (run_id, now, algorithm, PROTOCOL_VERSION, version()),
     )
     connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (now, config_json))
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")

@@ -16,6 +16,7 @@ import msgspec
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import MemberKeys, encode
 from tandem.common.messages import Listener, ServiceKind
+from tandem.common.texts import last_lines
 from tandem.coordinator.run.fork_server import Child, ForkServer
 from tandem.coordinator.run.supervision import Supervision
 
@@ -62,7 +63,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         """Say how it ended, with the last lines it wrote."""
         code = self.process.wait(0.0)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
+        lines = last_lines(self.log, _LOG_TAIL_LINES)
         return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import assert_never
 
 import msgspec
@@ -161,7 +161,8 @@ class Loop:
         self._finish: Finish | None = None
         self.lost: dict[str, str] = {}
         """Who was lost in whose place nobody was started yet, and why."""
-        self.num_replaced = 0
+        self.replaced_at: list[float] = []
+        """When processes were, by `time.monotonic`."""
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return how it did."""
@@ -245,8 +246,10 @@ class Loop:
                 return  # more answers follow; the scheduler keeps what is known of the samples
             case Trained() as trained:
                 self._step_metrics.trained(event.member, trained)
+                self._note(trained.step, trained.notes)
             case Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
+                self._note(evaluated.step, evaluated.notes)
             case EngineBuilt() as built:
                 self._onlookers.built(event.member, built)
             case Generated() as generated:
@@ -264,6 +267,11 @@ class Loop:
                 pass
         self._onlookers.answered(event.reply, event.now)
         self._sent.pop(event.reply.command_id, None)
+
+    def _note(self, step: int, notes: Iterable[str]) -> None:
+        """Show what is to be known of a step's numbers."""
+        for text in notes:
+            self._recorder.note(f"step {step}: {text}")
 
     # --- actions -----------------------------------------------------------------------------------------------------
 
@@ -336,6 +344,7 @@ class Loop:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
+        self._note(action.step, self._batches.take_notes())
         self._send(action.member, order, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
             self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
@@ -372,8 +381,8 @@ class Loop:
 
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
-        del self.lost[member]
-        self.num_replaced += 1
+        self.lost.pop(member, None)  # one that only did not answer in time was not there
+        self.replaced_at.append(time.monotonic())
         self._registry.dismiss(member, f"it is replaced: {why}")
         self._onlookers.lost(member)
         self._generated.pop(member, None)

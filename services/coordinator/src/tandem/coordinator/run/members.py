@@ -17,7 +17,9 @@ from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.keys import Key, RunKeys
 from tandem.common.messages import (
+    MAX_NAME,
     MAX_TEXT,
+    MAX_TRACEBACK,
     Enrolled,
     Failed,
     FromRefit,
@@ -35,6 +37,7 @@ from tandem.common.messages import (
     TrainerKeys,
     Welcome,
 )
+from tandem.common.texts import shortened
 from tandem.coordinator.run.known_members import KnownMembers
 from tandem.coordinator.run.launch import Launched
 from tandem.coordinator.run.replies import Replies
@@ -296,7 +299,7 @@ class Registry:
         """Return what a message means. Raises `WireError` for a reply that cannot be one."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):
-                member.phase = phase
+                member.phase = shortened(phase)
                 if number < member.trainer_keys:  # perhaps they were lost, with a connection
                     member.trainer_keys, self._all_told = number, False
                 return None
@@ -305,12 +308,12 @@ class Registry:
             case Leaving():
                 return ToldToLeave(now=now, member=member.name)
             case Goodbye(reason=reason):
-                return Lost(now=now, member=member.name, why=f"it left: {reason}")
+                return Lost(now=now, member=member.name, why=f"it left: {shortened(reason)}")
             case reply:
                 if not self._replies.take(member.name, reply, received.arrays):
                     return None  # a repetition, or the answer to an order that was abandoned
                 if isinstance(reply, Failed):
-                    return Erred(now=now, member=member.name, failed=reply)
+                    return Erred(now=now, member=member.name, failed=_readable(reply))
                 return Replied(now=now, member=member.name, reply=reply)
 
     def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
@@ -323,6 +326,7 @@ class Registry:
         try:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
+            hello = msgspec.structs.replace(hello, host=shortened(hello.host, MAX_NAME))
         except VersionMismatch as mismatch:
             self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
             return None
@@ -428,3 +432,13 @@ class Registry:
             silent_s = now - member.last_seen
             if silent_s > self._pulse.timeout_s:
                 yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")
+
+
+def _readable(failed: Failed) -> Failed:
+    """Return what a process says of itself as it is shown: its text may be anyone's."""
+    return msgspec.structs.replace(
+        failed,
+        phase=shortened(failed.phase),
+        error=shortened(failed.error),
+        traceback=shortened(failed.traceback, MAX_TRACEBACK),
+    )

@@ -16,7 +16,8 @@ from typing import Any
 
 from tandem.common import manifest
 from tandem.common.config import Config
-from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nearest
+from tandem.common.model_fields import model_types
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.geometry import FAMILIES
@@ -66,9 +67,19 @@ def check_weights(folder: Path) -> list[str]:
     if written is not None:
         manifest.check_files(written[0], written[1].files)
     model = read_json(folder / "config.json")
+    refuse_unknown_type(folder, model)
     if any(folder.glob("*.safetensors")):
         return list(_tensors(model, headers.read_places(folder)))
     return []  # drawn by policy.new_model, or in another format
+
+
+def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a model of a type that transformers does not know."""
+    kind, known = model.get("model_type"), model_types()
+    if known and kind not in known:
+        raise ModelError(
+            f"{folder}: transformers has no model type {kind!r} (config.json: model_type){nearest(str(kind), known)}"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

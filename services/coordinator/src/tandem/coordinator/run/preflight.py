@@ -12,24 +12,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tandem.common import gc_tuning, wire
+from tandem.common import descriptors, gc_tuning, wire
 from tandem.common.config import Config, config_to_json, load_config
 from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
 from tandem.common.routed_experts import replayed_experts
 from tandem.common.sources import package_folder
+from tandem.common.texts import last_lines
 from tandem.common.threads import refuse_threads
-from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.common.tokenizer import Tokenizer, check_new_model_type, load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.data.hub import only_the_cache, why_unreachable
+from tandem.coordinator.page.beside import page_socket
+from tandem.coordinator.run.hub_data import find_data
+from tandem.coordinator.run.hub_models import find_on_hub
 from tandem.coordinator.run.launch import make_importable
 from tandem.coordinator.run.model_folder import check_model
 from tandem.coordinator.run.needed_models import missing_models
@@ -38,6 +42,7 @@ from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_be
 from tandem.coordinator.run.reward_model_folder import check_reward_models
 from tandem.coordinator.run.spec import launched_processes
 from tandem.coordinator.run.teachers import check_teachers
+from tandem.coordinator.run.watchers import Watchers
 
 
 def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
@@ -83,33 +88,40 @@ def _look_through(
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
     with _own_code_imported(config, scratch) as own_code:
-        for look in (_find_extras, _find_agent, refuse_threads, _find_folders, _listen):
+        for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
                 look(config)
         algorithm = None
         about_model: list[str] = []
+        is_found = False
         with _noted(problems):
-            about_model = _check_model(config, mode, earlier)
-            if earlier is None:  # which otherwise makes the model
-                replayed_experts(config)
-        with _noted(problems):
-            check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
-        with _noted(problems):
-            tokenizer = _tokenizer(config, mode, scratch, earlier)
-            algorithm = make_algorithm(config, tokenizer)
-            about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
+            config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
+            is_found = True
+        if is_found:  # else what follows would say so again
+            with _noted(problems):
+                about_model += _check_model(config, mode, earlier)
+                if earlier is None:  # which otherwise makes the model
+                    replayed_experts(config)
+            with _noted(problems):
+                check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
+            with _noted(problems):
+                tokenizer = _tokenizer(config, mode, scratch, earlier)
+                config, about_data = find_data(config, mode)
+                about_model += about_data
+                algorithm = make_algorithm(config, tokenizer)
+                about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         with _noted(problems):
             own_code()
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise ConfigError(*(line for problem in problems for line in _lines(problem)))
+    _complain(problems)
     assert algorithm is not None, "or there is a problem"
     ready = Ready(
         config=config,
         source=source,
         algorithm=algorithm,
-        notices=(*(f"note: {notice}" for notice in about_model), *algorithm.notices),
+        notices=(
+            *(f"note: {notice}" for notice in (*about_model, descriptors.notice()) if notice),
+            *algorithm.notices,
+        ),
         prerequisite=earlier[0] if earlier else None,
     )
     return ready, tokenizer
@@ -125,6 +137,14 @@ def _noted(problems: list[TandemError]) -> Iterator[None]:
         problems.append(DataError("data: there is not enough memory to load it"))
 
 
+def _complain(problems: Sequence[TandemError]) -> None:
+    """Raise what was found, if that is anything, as one error."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError(*(line for problem in problems for line in _lines(problem)))
+
+
 def _lines(problem: TandemError) -> tuple[str, ...]:
     return problem.problems if isinstance(problem, ConfigError) else (str(problem),)
 
@@ -132,7 +152,7 @@ def _lines(problem: TandemError) -> tuple[str, ...]:
 def _find_extras(config: Config) -> None:
     """Find packages that only some runs need, where their processes are started here."""
     missing = [
-        f"logger.{package}_enabled: the package {package} is not installed; pip install 'tandem[{package}]'"
+        f"logger.{package}_enabled: the package {package} is not installed; {install_command(package)}"
         for package in ("wandb", "mlflow")
         if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
     ]
@@ -144,16 +164,16 @@ def _find_extras(config: Config) -> None:
         ),
     }
     missing += [
-        f"logger.{key}: the package {distribution} is not installed; pip install 'tandem[{extra}]'"
+        f"logger.{key}: the package {distribution} is not installed; {install_command(extra)}"
         for key, (setting, module, distribution, extra) in watching.items()
         if setting is not None and package_folder(module) is None
     ]
     launched = launched_processes(config)
     judges = [name for name in config.environments if config.env[name].judge is not None]
     if launched.get("rollout") and judges and package_folder("openai") is None:
-        missing.append(f"env.{judges[0]}.judge: the package openai is not installed; pip install 'tandem[judge]'")
+        missing.append(f"env.{judges[0]}.judge: the package openai is not installed; {install_command('judge')}")
     if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
-        missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
+        missing.append(f"policy.generation.backend: vllm, but vLLM is not installed; {install_command('vllm')}")
     if missing:
         raise ConfigError(*missing)
 
@@ -187,8 +207,23 @@ def _find_folders(config: Config) -> None:
         raise ConfigError(*problems)
 
 
-def _listen(config: Config) -> None:
-    wire.Hub(config.cluster.address, new_key_pair(), Admitted()).close()
+def _listen(config: Config, mode: Mode) -> None:
+    """Listen for a moment wherever the run will, at all of it at once.
+
+    A run that is resumed may still see the page of the coordinator before, which ends by itself.
+    """
+    logger, problems = config.logger, list[TandemError]()
+    with contextlib.ExitStack() as stack:
+        with _noted(problems):
+            stack.callback(wire.Hub(config.cluster.address, new_key_pair(), Admitted()).close)
+        if mode != "resume" and logger.page != "auto":
+            with _noted(problems):
+                page = page_socket(logger.page)
+                stack.callback(lambda: None if page is None else page.close())
+        if mode != "resume" and package_folder("prometheus_client") is not None:
+            with _noted(problems):
+                Watchers().listen(logger, stack)
+    _complain(problems)
 
 
 def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:
@@ -210,6 +245,8 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
     policy = config.policy
     folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    if policy.new_model is not None:  # also where its folder is there already
+        check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
         earlier[1].save(made := scratch / "model")
     elif (problem := model_problem(config)) is not None:
@@ -218,13 +255,7 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
         write_new_model(made := scratch / "model", policy.new_model)
     else:
         made, is_own = folder, False
-    with contextlib.nullcontext() if is_own or Path(policy.tokenizer.name).exists() else _hub_or_cache():
-        return load_tokenizer(config, made if is_own else None)
-
-
-def _hub_or_cache() -> AbstractContextManager[None]:
-    """Let a tokenizer be looked for in the cache alone where the Hub cannot be reached: it is asked for minutes."""
-    return only_the_cache() if why_unreachable() else contextlib.nullcontext()
+    return load_tokenizer(config, made if is_own else None)
 
 
 @contextlib.contextmanager
@@ -251,7 +282,7 @@ def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], N
                 "(cluster.deadlines.join_s)"
             ) from None
         if not answer.exists():
-            last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            last = (last_lines(output, 1) or ["nothing"])[-1]
             raise ConfigError(
                 f"importing the classes that the configuration names ended the process (exit code "
                 f"{process.returncode}); its last line: {last}"

@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tandem.common import hub
 from tandem.common.config import Config
 from tandem.coordinator.run.display import Display
 from tandem.coordinator.run.journal import StepRecord
@@ -152,7 +153,7 @@ class Progress:
         `began_at` is when the run did, by that clock; default: now. `again` are steps that may be done again.
         """
         self._again = again
-        self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
+        self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
         self._spec = spec
         self._records = list(history)
         self._console = console or Console()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tandem.common.config import Config, config_to_json, fingerprint
 from tandem.common.messages import SampleScored
 from tandem.common.telemetry import MetricWriters
+from tandem.common.texts import shortened
 from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.coordinator.run.health import Health
 from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
@@ -69,7 +70,8 @@ class Recorder:
         self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
     def note(self, text: str) -> None:
-        """Show a line, and keep it in the journal."""
+        """Show a line, and keep it in the journal; what a process said of itself may be anything."""
+        text = shortened(text)
         self._journal.record_event("coordinator", text)
         self._progress.note(text)
         self.onlookers.live.note(text)

@@ -17,7 +17,7 @@ from tandem.common.config.schema import Environment
 from tandem.common.errors import ConfigError, DamagedCheckpoint, DataError, ModelError
 from tandem.common.model_sizes import local_folder, max_positions_in
 from tandem.common.tokenizer import load_reward_model_tokenizer
-from tandem.coordinator.run.model_folder import read_json
+from tandem.coordinator.run.model_folder import read_json, refuse_unknown_type
 from tandem.refit.adapters import headers
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -49,6 +49,7 @@ def _check(key: str, entry: Environment, folder: Path) -> None:
         raise ModelError(f"{where} holds no config.json, so it is no model")
     try:
         model = read_json(folder / "config.json")
+        refuse_unknown_type(folder, model)
         _check_config(where, model)
         written = manifest.of_model(folder)
         if written is not None:

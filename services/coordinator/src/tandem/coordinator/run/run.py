@@ -6,6 +6,7 @@ import contextlib
 
 import msgspec
 
+from tandem.common.config.model_names import fetch_models
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.run.ending import recorded
@@ -36,9 +37,28 @@ def run(invocation: Invocation) -> Finish:
     make_model(ready.config, invocation.mode, say)
     for notice in ready.notices:
         say(notice)
+    _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
         return recorded(opened.journal, Terms(invocation, opened).run)
+
+
+def _fetch(invocation: Invocation) -> None:
+    """Fetch the models that are on the Hub, before any service needs them, and look through what has come."""
+    config = invocation.ready.config
+    if fetch_models(config, invocation.say):
+        _look_through_models(invocation)
+
+
+def _look_through_models(invocation: Invocation) -> None:
+    """Check models whose weights were not there when the run was looked through."""
+    config = invocation.ready.config
+    check_reward_models(config)
+    about_teachers = (
+        check_teachers(config, load_tokenizer(config), may_be_made=False) if config.teacher_sections else []
+    )
+    for notice in [*check_model(config), *about_teachers]:
+        invocation.say(f"note: {notice}")
 
 
 def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | None:
@@ -61,12 +81,7 @@ def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
     config = invocation.ready.config
     for key, name in missing_models(config).items():
         raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist")
-    check_reward_models(config)
-    about_teachers = (
-        check_teachers(config, load_tokenizer(config), may_be_made=False) if config.teacher_sections else []
-    )
-    for notice in [*check_model(config), *about_teachers]:  # they were not there before
-        invocation.say(f"note: {notice}")
+    _look_through_models(invocation)
     if invocation.mode == "resume" and not has_begun(config):
         return msgspec.structs.replace(invocation, mode="new")  # what was interrupted was the prerequisite
     return invocation

@@ -83,6 +83,7 @@ def run_spec(
         keeps_copy=config.keeps_copy,
         max_stored_tokens=config.policy.generation.max_stored_tokens,
         max_replacements=config.cluster.max_replacements,
+        replacement_window_s=config.cluster.replacement_window_s,
         balance=_balance(config),
         dynamic_sampling=_dynamic_sampling(config),
         deadlines=Deadlines(

@@ -15,3 +15,5 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Those that have its samples, sorted: what `BatchTable.source_S` counts."""
     tokens: TrainingBatch | None = None
     """The sequences themselves, where nobody generated them."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of its numbers, a line each."""

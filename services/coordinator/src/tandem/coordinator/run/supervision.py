@@ -1,7 +1,8 @@
 """What a coordinator and its supervisor tell each other, over a socket pair that is inherited.
 
     coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator;
-                                `Replaced`: processes were
+                                `Replaced`: processes were; `GoBack`: the newest checkpoint is damaged;
+                                `Final`: another coordinator would end as this one does
     supervisor ─▶ coordinator   `Begun`, first: what became of the one before; `Ended`: how such a child ended
 
 Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`): the kernel
@@ -19,6 +20,7 @@ import signal
 import socket
 import threading
 import time
+from typing import TypeAlias
 
 import msgspec
 
@@ -46,6 +48,17 @@ class Replaced(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class GoBack(msgspec.Struct, frozen=True, tag=True):
+    """The newest checkpoint is damaged; another coordinator is to go on from an earlier one."""
+
+    step: int
+    """The step of the newest checkpoint that is whole."""
+
+
+class Final(msgspec.Struct, frozen=True, tag=True):
+    """The run ends for a reason that another coordinator would meet as well: the user is to change something."""
+
+
 class Keep(msgspec.Struct, frozen=True, tag=True):
     """A child of the supervisor's is to outlive the coordinator."""
 
@@ -60,8 +73,8 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     """Why the one before was lost; empty if there was none."""
     kept: dict[str, int] = {}
     """Processes by name."""
-    num_replaced: int = 0
-    """Processes that were, and coordinators."""
+    replaced_at: tuple[float, ...] = ()
+    """When processes were, and coordinators, by `time.monotonic`."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +85,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Negative: the signal that ended it."""
 
 
-to_supervisor: msgspec.json.Decoder[Alive | Keep | Replaced] = msgspec.json.Decoder(Alive | Keep | Replaced)
+FromCoordinator: TypeAlias = Alive | Keep | Replaced | GoBack | Final
+to_supervisor: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
 _to_coordinator: msgspec.json.Decoder[Begun | Ended] = msgspec.json.Decoder(Begun | Ended)
 
 
@@ -84,7 +98,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def say(end: socket.socket, what: Alive | Keep | Replaced | Begun | Ended) -> None:
+def say(end: socket.socket, what: FromCoordinator | Begun | Ended) -> None:
     """Tell the other end something, if it is there and listens."""
     with contextlib.suppress(OSError):
         end.send(msgspec.json.encode(what))
@@ -109,12 +123,12 @@ class Supervision:
         begun = _to_coordinator.decode(hear(self._socket))
         assert isinstance(begun, Begun), "the supervisor says so first"
         self.begun = begun
-        self.num_replaced = begun.num_replaced
-        """Processes that were, in the whole run, and coordinators."""
         self._round_s, self._start_s = _MOST_TIMEOUTS * cluster.heartbeat_timeout_s, cluster.deadlines.join_s
         self._codes: dict[int, int] = {}
         self._next_sign = 0.0
         self._is_in_loop = False
+        self.has_run = False
+        """Whether the loop of the run has gone round: an error of the coordinator's after that is nobody's settings."""
 
     def start(self) -> None:
         """Show from now on that this process is there, by a thread, until it ends."""
@@ -128,7 +142,7 @@ class Supervision:
 
     def show_life(self) -> None:
         """Say that the loop of this process goes round; to be called often."""
-        self._is_in_loop = True
+        self._is_in_loop = self.has_run = True
         now = time.monotonic()
         if now >= self._next_sign:
             self._next_sign = now + self._round_s / _SIGNS
@@ -141,8 +155,15 @@ class Supervision:
 
     def replaced(self, count: int) -> None:
         """Say that processes were replaced: of so many there may be in the whole run."""
-        self.num_replaced += count
         say(self._socket, Replaced(count))
+
+    def go_back(self, step: int) -> None:
+        """Have another coordinator go on from the checkpoint of a step, when this one has ended."""
+        say(self._socket, GoBack(step))
+
+    def give_up(self) -> None:
+        """Have no other coordinator go on, when this one has ended."""
+        say(self._socket, Final())
 
     def keep(self, name: str, pid: int) -> Child:
         """Have a child of the supervisor's outlive this process; return it."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,7 @@ from tandem.coordinator.run.sample_folder import KeptLimits
 from tandem.coordinator.run.spec import launched_processes
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Finish, Lost, Outcome
+from tandem.coordinator.scheduler.replacements import Failures, within
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0
@@ -64,10 +65,11 @@ class Terms:
         """Where the lines of the last term are kept."""
         self._limits = KeptLimits(newest_proven=None)
         """What counts of the samples that are there, as the journal said before it forgot what came after."""
+        self._failures = Failures()
         supervision = invocation.supervision
         self._past = Past(
             said=Said(began_at=time.monotonic()),
-            num_replaced=0 if supervision is None else supervision.num_replaced,
+            replaced_at=() if supervision is None else supervision.begun.replaced_at,
             next_command_id=first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
             departed=() if opened.earlier is None else opened.earlier.departed,
@@ -206,26 +208,27 @@ class Terms:
         self._past = msgspec.structs.replace(
             self._past,
             next_command_id=tables.requests.next_command_id,
-            num_replaced=self._past.num_replaced + loop.num_replaced,
+            replaced_at=(*self._past.replaced_at, *loop.replaced_at),
             has_started=self._past.has_started or tables.has_started,
             departed=tuple(sorted(tables.publication.engines.departed)),
         )
         # A process that does not get as far as the first step would not get there again.
         if finish.error is None or not self._past.has_started or tables.is_interrupted:
             return {}
-        lost = self._lost_with(finish.error)
+        lost = self._lost_with(finish.error, tables.step)
         if not lost:
             return {}
         lost |= loop.lost
         num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
-        num_replaced = self._past.num_replaced + num_lost
-        if num_replaced > self._config.cluster.max_replacements:
+        cluster, now = self._config.cluster, time.monotonic()
+        recent = within(cluster.replacement_window_s, now, self._past.replaced_at)
+        if len(recent) + num_lost > cluster.max_replacements:
             return {}
         self._opened.watchers.replaced(num_lost)
-        self._past = msgspec.structs.replace(self._past, num_replaced=num_replaced)
+        self._past = msgspec.structs.replace(self._past, replaced_at=(*recent, *[now] * num_lost))
         return lost
 
-    def _lost_with(self, error: ServiceError) -> dict[str, str]:
+    def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
         """Return whose loss an error is, or comes from, and why it was lost; nobody if it is something else."""
         if error.process == "coordinator" or error.phase == Status.ABSENT.value:  # somebody was waited for in vain
             return {}
@@ -233,9 +236,17 @@ class Terms:
             return {error.process: error.what}
         # A rank that is lost has others fail at once, and one that was started by hand is known to be lost later.
         others = [name for name in self._registry.members if _is_trainer(name) and name != error.process]
-        is_suspect = isinstance(error, CommandFailed) and _is_trainer(error.process)
-        if not is_suspect or all(map(self._members.processes.has_launched, others)):
+        if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
             return {}
+        if not all(map(self._members.processes.has_launched, others)) and (lost := self._silent_among(others)):
+            return lost
+        what = error.what.splitlines()[0]
+        if error.is_final or not self._failures.is_new("trainers", step, what):
+            return {}
+        return {error.process: f"it failed while {error.phase}: {what}"}
+
+    def _silent_among(self, others: Sequence[str]) -> dict[str, str]:
+        """Wait for as long as a process may be silent; return which of these falls silent, and why it is lost."""
         patient_until = time.monotonic() + self._registry.patience_s
         while time.monotonic() < patient_until and not self._members.interrupts.are_there:
             for event, _ in self._registry.receive(_POLL_S):

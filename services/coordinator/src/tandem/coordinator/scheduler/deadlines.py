@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tandem.common.errors import DeadlineExceeded, ServiceError
+from tandem.common.errors import DeadlineExceeded, ServiceError, Standstill
 from tandem.coordinator.scheduler import departures, losses
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Action
@@ -70,7 +70,7 @@ def _is_stuck(tables: Tables) -> bool:
 
 
 def _check_standstill(tables: Tables) -> None:
-    """Raise `ServiceError` if nobody has been asked for anything for a while: no event would ever come."""
+    """Raise `Standstill` if nobody has been asked for anything for a while: no event would ever come."""
     now = tables.requests.now
     is_replaced = tables.publication.engines.num_having(Status.ABSENT) or tables.publication.service.is_absent
     is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
@@ -80,7 +80,7 @@ def _check_standstill(tables: Tables) -> None:
     tables.still_since = min(tables.still_since, now)
     if now - tables.still_since > _STANDSTILL_S:
         waiting = sum(group.state is GroupState.WAITING for group in tables.groups)
-        raise ServiceError(
+        raise Standstill(
             "coordinator",
             f"step {tables.step}, {tables.phase.value}",
             f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.errors import DeadlineExceeded, ServiceError, ServiceLost
+from tandem.common.errors import ServiceError
 from tandem.coordinator.scheduler.events import Action, Finish, Outcome, Say
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
 from tandem.coordinator.scheduler.tables import Tables
@@ -43,7 +43,7 @@ def fail(tables: Tables, error: ServiceError) -> list[Action]:
         tables.error = error
         tables.requests.drop_all_but(Phase.WRITING)
         tables.stop_generating()
-        is_replaced = tables.publication.replacements.are_left and isinstance(error, ServiceLost | DeadlineExceeded)
+        is_replaced = not error.is_final and tables.publication.replacements.are_left(tables.requests.now)
         what = "it is replaced as soon as the" if is_replaced else "the run ends as soon as its"
         return [Say(text=f"{error}; {what} last checkpoint is written")]
     return _end(tables, "failed", tables.error or error)

@@ -10,6 +10,10 @@
 | rollout or refit service, of a run that was interrupted | nothing: it is asked for nothing more |
 | trainer, or any before everything is set up | this schedule ends, once its last checkpoint is written |
 
+A process that could not carry out an order for a reason of its own (`Failed.expected`), or whose samples trainers could
+not use several times in a row, is lost like one that died: it is shut out, and another takes its place. Where that one
+fails alike, so would all, and the run ends.
+
 So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
 (`tandem.coordinator.run.terms`): trainers are started again, and there is a new one.
 
@@ -19,13 +23,19 @@ is raised here ends the run (`ending.fail`).
 
 from __future__ import annotations
 
-from tandem.common.errors import CommandFailed, ServiceLost
+from collections.abc import Mapping
+
+from tandem.common.errors import CommandFailed, ServiceError, ServiceLost
 from tandem.common.messages import Failed, ServiceKind
 from tandem.coordinator.scheduler import departures, regeneration
+from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Action, Say
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.transfers import SERVICE
+
+_MOST_UNUSABLE = 3
+"""Times in a row that trainers cannot use an engine's samples before it is lost."""
 
 
 def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
@@ -76,7 +86,9 @@ def is_replaceable(tables: Tables, member: str) -> bool:
         return True
     if tables.stage is not None or tables.error is not None or tables.is_interrupted:
         return False
-    return publication.replacements.are_left and (member in publication.engines or member == SERVICE)
+    return publication.replacements.are_left(tables.requests.now) and (
+        member in publication.engines or member == SERVICE
+    )
 
 
 def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
@@ -99,7 +111,34 @@ def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
         return []
     if request.phase is Phase.WRITING:
         tables.saving.give_up()
-    raise CommandFailed(member, failed.phase, failed.account)
+    tables.groups.close_request(failed.command_id)
+    is_its_own = not failed.expected
+    if is_its_own and is_replaceable(tables, member) and tables.failures.is_new(member, tables.step, failed.error):
+        return take_loss(tables, member, f"it failed while {failed.phase}: {failed.error}")
+    raise CommandFailed(member, failed.phase, failed.account, is_its_own=is_its_own)
+
+
+def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
+    """Do without engines whose samples trainers could not use several times in a row; `missing` says why not.
+
+    Raises `ServiceError` if it is all engines of several for the same reason, which is not theirs then, and
+    `ServiceLost` if the run cannot do without one.
+    """
+    engines, unusable = tables.publication.engines, tables.unusable
+    there = [name for name in engines if engines[name].status is not Status.ABSENT]
+    for engine in missing:
+        if engine in there:
+            unusable[engine] = unusable.get(engine, 0) + 1
+    lost = [engine for engine in missing if unusable.get(engine, 0) == _MOST_UNUSABLE]
+    if len(lost) == len(there) > 1 and len({*missing.values()}) == 1:
+        what = f"samples of all engines could not be used {_MOST_UNUSABLE} times in a row: {missing[lost[0]]}"
+        raise ServiceError("coordinator", f"training step {tables.step}", what)
+    actions = list[Action]()
+    for engine in lost:
+        del unusable[engine]
+        why = f"its samples could not be used {_MOST_UNUSABLE} times in a row: {missing[engine]}"
+        actions += take_loss(tables, engine, why)
+    return actions
 
 
 def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:

@@ -81,7 +81,7 @@ class Publication:
         self.may_address_all = True
         """Whether a refit can be for all that have a program, so that nobody need be named: nobody has left."""
         self._recovery = EngineRecovery(spec, requests, self.engines, self.transfers, self.meshes)
-        self.replacements = Replacements(spec.max_replacements, spec.num_replaced)
+        self.replacements = Replacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Publication:
     def take_loss(self, name: str, doing: str, why: str) -> list[Action]:
         """Ask for a replacement of an engine. Raises `ServiceLost` if it was replaced too often."""
         engine = self.engines[name]
-        self.replacements.count(name, doing, why)
+        self.replacements.count(self.requests.now, name, doing, why)
         self.requests.drop(name)
         self._forget(engine)
         if not self.record.seconds:  # what comes is a refit of this engine alone
@@ -363,7 +363,7 @@ class Publication:
 
     def take_loss_of_service(self, doing: str, why: str) -> list[Action]:
         """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
-        self.replacements.count(SERVICE, doing, why)
+        self.replacements.count(self.requests.now, SERVICE, doing, why)
         self.arrivals.plan_again()
         return self.service.replace(why)
 

@@ -91,9 +91,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_stored_tokens: int | None = None
     """Tokens that a rollout can keep until they are trained on; None for any number."""
     max_replacements: int
-    """How many processes may be lost and replaced before the run fails."""
-    num_replaced: int = 0
-    """How many were, in earlier terms of the run."""
+    """How many processes may be lost and replaced within `replacement_window_s` before the run fails."""
+    replacement_window_s: float
+    replaced_at: tuple[float, ...] = ()
+    """When some were, in earlier terms of the run, by `time.monotonic`."""
     balance: Balance | None = None
     """None: each group belongs to one engine from the beginning, so that the same run computes the same together."""
     dynamic_sampling: DynamicSampling | None = None

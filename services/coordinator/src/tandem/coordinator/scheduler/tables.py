@@ -20,6 +20,7 @@ from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
 from tandem.coordinator.scheduler.recording import Recording
+from tandem.coordinator.scheduler.replacements import Failures
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
 from tandem.coordinator.scheduler.saving import Saving
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -83,6 +84,9 @@ class Tables:
         self.error: ServiceError | None = None
         """Why the run has failed, while it only waits for a checkpoint."""
         self.finish: Finish | None = None
+        self.unusable: dict[str, int] = {}
+        """Engines whose samples trainers could not use, and how often in a row."""
+        self.failures = Failures()
         self.full: dict[str, None] = {}
         """Engines whose stores of samples have no room for what waits."""
         self.still_since = math.inf

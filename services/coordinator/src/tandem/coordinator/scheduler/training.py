@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose
-from tandem.coordinator.scheduler import generation, regeneration
+from tandem.coordinator.scheduler import generation, losses, regeneration
 from tandem.coordinator.scheduler.events import Action, DispatchBatch, Say
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
 
 _MAX_FETCHES = 3
-"""How often trainers may try to fetch the samples of a step."""
+"""How often trainers may try to fetch the samples of a step from a record."""
 
 
 def train(tables: Tables) -> list[Action] | None:
@@ -39,6 +39,8 @@ def offer(tables: Tables) -> list[Action] | None:
         return None
     if progress.missing:
         return _make_again(tables)
+    if tables.unusable:
+        _forget_unusable(tables)
     if not tables.publication.may_offer:  # which goes on beside the step
         return None
     progress.is_training, progress.is_trained = False, True
@@ -64,7 +66,7 @@ def _make_again(tables: Tables) -> list[Action]:
     progress = tables.progress
     missing, progress.missing, progress.is_training = progress.missing, {}, False
     why = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
-    if progress.num_fetches == _MAX_FETCHES:
+    if not tables.spec.has_engines and progress.num_fetches == _MAX_FETCHES:
         tried = f"{why} ({_MAX_FETCHES} times in this step)"
         raise ServiceError("coordinator", f"training step {progress.number}", f"samples are missing: {tried}")
     tables.publication.resume()
@@ -77,4 +79,12 @@ def _make_again(tables: Tables) -> list[Action]:
     return [
         Say(text=f"samples of step {tables.step} are missing and are made again: {why}"),
         *regeneration.put_back(tables, [group for group in groups if group.engine in missing]),
+        *losses.take_unusable(tables, missing),
     ]
+
+
+def _forget_unusable(tables: Tables) -> None:
+    """Forget how often the samples of engines could not be used whose samples now were."""
+    of_step = tables.groups.of_step(tables.step, "train")
+    for group in () if of_step is None else of_step.groups:
+        tables.unusable.pop(str(group.engine), None)

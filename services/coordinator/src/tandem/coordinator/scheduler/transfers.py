@@ -155,6 +155,7 @@ class Transfers:
                 order=ConnectMesh(
                     mesh=mesh.name,
                     members=mesh.members,
+                    device_type=mesh.device_type,
                     epoch=epoch,
                     rendezvous_host=host,
                     rendezvous_port=port,

@@ -21,8 +21,9 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.common import web
 from tandem.common.messages import GuestServer
 from tandem.coordinator.http_server import SignalledServer
 from tandem.coordinator.run.guest_servers import read_guest_servers
@@ -48,13 +49,15 @@ def serve_run(run: Path, listening: socket.socket, token: str | None) -> bool:
 async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool:
     proxy = Proxy(run, token)
     paths = Route("/{path:path}", proxy.answer, methods=["GET", "POST"])
+    app: ASGIApp = Starlette(routes=[paths])
     config = uvicorn.Config(
-        Starlette(routes=[paths]),
+        app if token is not None else web.Guard(app, _refusal),
         log_config=None,
         access_log=False,
         server_header=False,
         lifespan="off",
-        http="h11",
+        http=web.Protocol,
+        backlog=web.backlog(),
         ws="none",
         timeout_graceful_shutdown=_END_S,
     )

@@ -11,15 +11,24 @@ from typing import Any
 import msgspec
 
 from tandem.common.config import build_config
+from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.sources import package_folder
 from tandem.coordinator.data import sources
+from tandem.coordinator.data.split import share_held_out
 
 ALGORITHMS = {
     "grpo": "learn from rewards for the model's own samples",
     "sft": "learn from worked solutions",
     "dpo": "learn from better and worse responses",
+    "ppo": "learn from rewards, with a value model beside the policy",
+    "rm": "train a reward model on better and worse responses",
+    "distillation": "learn from a teacher what it says of the model's own samples",
 }
+ROLLS_OUT = ("grpo", "ppo", "distillation")
+"""Those that sample: a model from scratch gets SFT before them."""
+OF_PAIRS = ("dpo", "rm")
+"""Those that compare two responses."""
 TASKS = {
     "chain_sum": "sums of a few numbers",
     "products": "products of two numbers",
@@ -31,7 +40,7 @@ OF_NUMBERS = ("chain_sum", "products", "gcd")
 """Those for which worse solutions can be written."""
 ENGINES = {
     "transformers": "embedded; runs anywhere, also on a CPU",
-    "vllm": "fast; needs a GPU, and pip install 'tandem[vllm]'",
+    "vllm": f"fast; needs a GPU, and {install_command('vllm')}",
 }
 ENVIRONMENTS = {
     "exact_match": "the response is the answer, letter for letter",
@@ -64,6 +73,10 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     environment: str
     """Of problems from a file."""
+    teacher: str | None = None
+    """Folder of the model to distil; None where SFT makes it."""
+    lora: bool = False
+    """Whether only low-rank adapters are trained."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +96,32 @@ def check_choices(choices: Choices) -> None:
     check_name("algorithm", choices.algorithm, ALGORITHMS)
     check_name("engine", choices.engine, ENGINES)
     check_name("environment", choices.environment, ENVIRONMENTS)
-    if choices.algorithm == "dpo" and choices.task is not None and choices.task not in OF_NUMBERS:
+    if choices.algorithm in OF_PAIRS and choices.task is not None and choices.task not in OF_NUMBERS:
         raise ConfigError(
-            f"--task {choices.task}: dpo needs worse solutions too, which can be made of {', '.join(OF_NUMBERS)}; "
-            "--from FILE takes any that are written"
+            f"--task {choices.task}: {choices.algorithm} needs worse solutions too, which can be made of "
+            f"{', '.join(OF_NUMBERS)}; --from FILE takes any that are written"
         )
     check_model(choices.model)
+    _check_teacher(choices)
+    if choices.lora and choices.algorithm == "rm":
+        raise ConfigError("--lora: a reward model trains an output of its own, which adapters leave as it is")
+    if choices.lora and choices.model == NEW and choices.algorithm not in ROLLS_OUT:
+        raise ConfigError("--lora: adapters change a model that knows something: name one by --model FOLDER")
+
+
+def _check_teacher(choices: Choices) -> None:
+    """Refuse a teacher that nothing learns from, and distillation that has none."""
+    teacher = choices.teacher
+    if choices.algorithm != "distillation":
+        if teacher is not None:
+            raise ConfigError(f"--teacher {teacher}: {choices.algorithm} has no teacher, distillation has one")
+        return
+    if choices.model == NEW and teacher is not None:
+        raise ConfigError(f"--teacher {teacher}: a new model has a tokenizer of its own: give --model FOLDER as well")
+    if choices.model != NEW and teacher is None:
+        raise ConfigError("--teacher: distillation needs one: the folder of a model with the same tokenizer")
+    if teacher is not None and not (Path(teacher) / "config.json").is_file():
+        raise ConfigError(f"--teacher {teacher}: there is no config.json in it")
 
 
 def check_name(option: str, value: str, known: Iterable[str]) -> None:
@@ -134,7 +167,7 @@ def look_at(choices: Choices) -> Found:
         return _of_task(choices.task)
     rows = sources.file_rows(str(choices.file))
     fields = _fields(choices, rows)
-    num_held_out = min(256, max(1, len(rows) // 10))
+    num_held_out = share_held_out(len(rows))
     if len(rows) < 2:
         raise DataError(f"--from {choices.file}: one problem is too few: some are to be held out")
     texts = [[str(row[key]) for key in fields.values()] for _, row in rows]
@@ -161,7 +194,9 @@ def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequenc
 
 def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
     """Find the fields of a file by what such fields are often called. Raises `DataError`."""
-    keys = ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm == "dpo" else ("input_key", "output_key")
+    keys = (
+        ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm in OF_PAIRS else ("input_key", "output_key")
+    )
     where, first = rows[0]
     found = {key: next((name for name in _NAMES[key] if name in first), None) for key in keys}
     missing = [key for key, name in found.items() if name is None]

@@ -11,7 +11,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.coordinator.starting.choices import NEW, Choices, Found, max_length
+from tandem.coordinator.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, Choices, Found, max_length
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
 """A value and what it is for, or a section."""
@@ -44,16 +44,22 @@ def _is_there(path: Path) -> ConfigError:
 def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[Path, str]:
     """Return the texts of configuration files, of which `path` is the last.
 
-    A model from scratch knows nothing that GRPO could make likelier: SFT comes first, by a file of its own.
+    A model from scratch says nothing that could be made likelier: SFT comes first, by a file of its own.
     """
-    if choices.algorithm != "grpo" or choices.model != NEW:
+    if choices.algorithm not in ROLLS_OUT or choices.model != NEW:
         return {path: _configuration(choices, found, path, None)}
     first = path.with_name(f"{path.stem}_sft.yaml")
-    of_first = msgspec.structs.replace(choices, algorithm="sft")
-    return {first: _configuration(of_first, found, first, None), path: _configuration(choices, found, path, first)}
+    of_first = msgspec.structs.replace(choices, algorithm="sft", lora=False)
+    keeps_all = choices.algorithm == "distillation"
+    return {
+        first: _configuration(of_first, found, first, None, keeps_all=keeps_all),
+        path: _configuration(choices, found, path, first),
+    }
 
 
-def _configuration(choices: Choices, found: Found, path: Path, prerequisite: Path | None) -> str:
+def _configuration(
+    choices: Choices, found: Found, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
+) -> str:
     """Return the text of a configuration file; its model is the one that its prerequisite makes, if it has one."""
     source = f"the task {choices.task}" if choices.task else f"{choices.file}"
     head = [
@@ -63,21 +69,26 @@ def _configuration(choices: Choices, found: Found, path: Path, prerequisite: Pat
         "# docs/configuration.md has every key; `coordinator check --resolved` prints all of them with their values.",
     ]
     model = f"{_run_folder(path)}/model" if choices.model == NEW else choices.model
+    teacher = choices.teacher
     first: dict[str, Entry] = {}
     if prerequisite is not None:
         model = f"{_run_folder(prerequisite)}/checkpoints/latest/policy"
+        if choices.algorithm == "distillation":  # what SFT has made early learns from what it has made in the end
+            teacher, model = model, f"{_run_folder(prerequisite)}/checkpoints/step_{_SAVE_PERIOD}/policy"
         first = {"prerequisite": (prerequisite.name, "what `up` runs first, once: it makes the model")}
     tree: dict[str, Entry] = {
         **first,
-        "algorithm": (choices.algorithm, "what the run does: grpo, sft or dpo"),
+        "algorithm": (choices.algorithm, f"what the run does: {ALGORITHMS[choices.algorithm]}"),
         choices.algorithm: _algorithm(choices),
-        **({"loss_fn": _LOSS} if choices.algorithm == "grpo" else {}),
+        **({"loss_fn": _LOSS} if choices.algorithm in ("grpo", "ppo") else {}),
         "policy": _policy(choices, found, model, is_made_here=choices.model == NEW and prerequisite is None),
+        **({"value": _VALUE} if choices.algorithm == "ppo" else {}),
+        **({"teacher": _teacher(str(teacher))} if choices.algorithm == "distillation" else {}),
         "data": _data(choices, found),
-        **({"env": _env(choices)} if choices.algorithm == "grpo" else {}),
+        **({"env": _env(choices)} if choices.algorithm in ROLLS_OUT else {}),
         "checkpointing": {
-            "save_period": (20, "steps between checkpoints; the last step is always saved"),
-            "keep_top_k": (2, "checkpoints kept beside the newest: the best ones"),
+            "save_period": (_SAVE_PERIOD, "steps between checkpoints; the last step is always saved"),
+            "keep_top_k": (None if keeps_all else 2, "checkpoints kept beside the newest: the best ones; null: all"),
         },
         "logger": {"log_dir": (_run_folder(path), "the run folder: journal, checkpoints, logs, report")},
         "cluster": {
@@ -91,25 +102,47 @@ def _run_folder(path: Path) -> str:
     return f"results/{path.stem}"
 
 
+_SAVE_PERIOD = 20
 _LEARNING_RATES = {
-    ("grpo", True): 4e-4,
-    ("sft", True): 1e-3,
-    ("dpo", True): 1e-3,
-    ("grpo", False): 1e-6,
-    ("sft", False): 1e-5,
-    ("dpo", False): 1e-5,
+    "grpo": (4e-4, 1e-6),
+    "ppo": (4e-4, 1e-6),
+    "distillation": (1e-3, 1e-5),
+    "sft": (1e-3, 1e-5),
+    "dpo": (1e-3, 1e-5),
+    "rm": (1e-3, 1e-5),
 }
 """Of algorithms, for small models from scratch and for others."""
+_OF_ADAPTERS = 10
+"""How many times as high a learning rate adapters take as all weights of a model that is not from scratch."""
+_VALUE: dict[str, Entry] = {
+    "optimizer": {
+        "name": ("torch.optim.AdamW", "of the value model, which is made like the policy"),
+        "kwargs": ({"lr": 1e-3, "weight_decay": 0.01}, "its arguments: it may learn faster than the policy"),
+    },
+}
 _LOSS: dict[str, Entry] = {
     "reference_policy_kl_penalty": (0.0, "how strongly the policy is held to the model it started from"),
 }
 
 
+def _teacher(model: str) -> dict[str, Entry]:
+    return {"model_name": (model, "the model to learn from; its tokenizer must be the policy's")}
+
+
 def _algorithm(choices: Choices) -> dict[str, Entry]:
-    if choices.algorithm == "grpo":
-        return {
+    if choices.algorithm in ROLLS_OUT:
+        sizes: dict[str, Entry] = {
             "num_prompts_per_step": (16, "problems of a step"),
             "num_generations_per_prompt": (8, "samples drawn for each; what is learned is which of them are better"),
+        }
+        if choices.algorithm == "distillation":
+            sizes = {
+                "num_prompts_per_step": (128, "problems of a step"),
+                "num_generations_per_prompt": (1, "samples drawn for each"),
+                "topk_logits_k": (8, "of the teacher's likeliest tokens whose probabilities are learned"),
+            }
+        return {
+            **sizes,
             "max_num_steps": (100, "steps before the run ends; 0 only validates"),
             "val_period": (10, "steps between validations on the problems held out"),
             "val_at_start": (True, "validate the model before it has learned anything"),
@@ -117,7 +150,7 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
             "val_temperature": (None, "null samples validation as training does; 0 takes the likeliest tokens"),
             "seed": (42, "decides problems, their order, and every sample"),
         }
-    unit = "pairs" if choices.algorithm == "dpo" else "examples"
+    unit = "pairs" if choices.algorithm in OF_PAIRS else "examples"
     entries: dict[str, Entry] = {
         "max_num_epochs": (20 if choices.model == NEW else 3, f"passes over the {unit}"),
         "max_num_steps": (300, "steps before the run ends, if the passes are more"),
@@ -135,7 +168,8 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
 def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -> dict[str, Entry]:
     length = max_length(found, choices)
     is_new = choices.model == NEW
-    batch = 128 if choices.algorithm == "grpo" else 32
+    batch = 128 if choices.algorithm in ROLLS_OUT else 32
+    rate = _LEARNING_RATES[choices.algorithm][0 if is_new else 1] * (_OF_ADAPTERS if choices.lora and not is_new else 1)
     policy: dict[str, Entry] = {
         "model_name": (model, "folder of the model, in Hugging Face's format"),
     }
@@ -154,12 +188,23 @@ def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -
         "optimizer": {
             "name": ("torch.optim.AdamW", "any class of torch.optim"),
             "kwargs": (
-                {"lr": _LEARNING_RATES[choices.algorithm, is_new], "weight_decay": 0.01},
+                {"lr": rate, "weight_decay": 0.01},
                 "its arguments; the learning rate is the first thing to try others of",
             ),
         },
     }
-    if choices.algorithm == "grpo":
+    if choices.lora:
+        policy["dtensor_cfg"] = {
+            "lora_cfg": {
+                "enabled": (True, "only adapters are trained; `coordinator merge` makes a plain model of them"),
+                "dim": (16, "their rank"),
+                "alpha": (32, "what they add is scaled by this over their rank"),
+            }
+        }
+    if choices.algorithm == "rm":
+        kind = {"enabled": True, "reward_model_type": "bradley_terry"}
+        policy["reward_model_cfg"] = (kind, "its output is one score: the better response's is to be higher")
+    if choices.algorithm in ROLLS_OUT:
         policy["generation"] = _generation(choices, length)
     return policy
 
@@ -208,23 +253,23 @@ def _data(choices: Choices, found: Found) -> dict[str, Entry]:
             "num_train": (1000 if choices.task == "spell_backward" else 500, "problems to train on"),
         }
     else:
-        is_dpo = choices.algorithm == "dpo"
+        is_of_pairs = choices.algorithm in OF_PAIRS
         data = {
-            "dataset_name": ("PreferenceDataset" if is_dpo else "jsonl", "rows of a local file, JSONL or CSV"),
+            "dataset_name": ("PreferenceDataset" if is_of_pairs else "jsonl", "rows of a local file, JSONL or CSV"),
             "train_data_path": (choices.file, "the file; relative to where the command is run"),
             **{key: (name, _FIELDS[key]) for key, name in found.fields.items()},
         }
     data["num_validation"] = (found.num_held_out, "held out: validated on, and never trained on")
-    if choices.algorithm != "dpo" or choices.task is not None:
+    if choices.algorithm not in OF_PAIRS or choices.task is not None:
         data["prompt_template"] = ("{question}", "what the user says to the model")
-    if choices.algorithm == "sft" or (choices.algorithm == "dpo" and choices.task is not None):
+    if choices.algorithm == "sft" or (choices.algorithm in OF_PAIRS and choices.task is not None):
         data["solution_template"] = (_SOLUTION[choices.algorithm], "what the model should answer")
-    if choices.algorithm == "dpo" and choices.task is not None:
+    if choices.algorithm in OF_PAIRS and choices.task is not None:
         data["rejected_template"] = ("tandem.coordinator.data.worked:wrong_number", "what writes the worse solution")
     return data
 
 
-_SOLUTION = {"sft": "{answer}", "dpo": " = {answer}"}
+_SOLUTION = {"sft": "{answer}", "dpo": " = {answer}", "rm": " = {answer}"}
 _FIELDS = {
     "input_key": "field that holds the question",
     "output_key": "field that holds the reference answer",

@@ -127,17 +127,33 @@ def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, to
 
 @functools.cache
 def _cpu_kernel() -> Kernel:
-    """Return the faster kernel of those that are exact here.
-
-    Processors without 8-bit dot products add products in 16 bits that saturate, and torch falls back to plain loops
-    where its libraries have no such product, so both are tried, on the largest sums there can be.
-    """
-    extreme_RC = torch.full((16, MAX_COLUMNS), -0x7F7F7F80, dtype=torch.int32)  # each byte is -128
-    columns = ((1, 0, MAX_COLUMNS, 1),)
-    bytes_in_place_S, wide_S = (kernel(extreme_RC, columns) for kernel in (_byte_sums, _wide_sums))
-    if not torch.equal(bytes_in_place_S, wide_S):
+    """Return the faster kernel of those that are exact here."""
+    if not _byte_sums_are_exact():
         return _wide_sums
+    extreme_RC, columns = _extremes()
     return min((_byte_sums, _wide_sums), key=lambda kernel: _seconds(kernel, extreme_RC, columns))
+
+
+@functools.cache
+def _byte_sums_are_exact() -> bool:
+    """Try whether products of bytes are added exactly on this processor.
+
+    Without 8-bit dot products, pairs of products are added in 16 bits that saturate. Two processes that each choose
+    the faster kernel would then differ about the same weights.
+    """
+    extremes = _extremes()
+    return torch.equal(_byte_sums(*extremes), _wide_sums(*extremes))
+
+
+def _extremes() -> tuple[torch.Tensor, tuple[Span, ...]]:
+    """Return words and columns with the largest sums there can be.
+
+    Every byte is at its lowest in half of the rows and at its highest in the others. Both are needed: libraries move
+    bytes to 0..255 first, and then only the highest saturate.
+    """
+    lowest_RC = torch.full((8, MAX_COLUMNS), -0x7F7F7F80, dtype=torch.int32)
+    highest_RC = torch.full((8, MAX_COLUMNS), 0x7F7F7F7F, dtype=torch.int32)
+    return torch.cat([lowest_RC, highest_RC]), ((1, 0, MAX_COLUMNS, 1),)
 
 
 def _seconds(kernel: Kernel, words_RC: torch.Tensor, columns: tuple[Span, ...]) -> float:

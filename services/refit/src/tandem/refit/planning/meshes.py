@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.common.worker_shards import process_of
+from tandem.refit.layout import Layout
 from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports import registry
 
 
-def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, ...]:
+def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tuple[Mesh, ...]:
     """Return a mesh for each cluster of receivers that pass bytes on to each other, with all that send to them.
 
     The worker shards of a process are in one cluster: what is connected, lost and brought back is the process.
 
     Args:
         transfers: all of a plan.
-        order: all members; ranks in a mesh follow it, receivers first.
+        layouts: of all members; ranks in a mesh follow their order, receivers first.
 
     """
     cluster: dict[str, set[str]] = {}
@@ -40,11 +41,12 @@ def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, .
             join(receiver, transfer.source)
     made: list[Mesh] = []
     done: set[str] = set()
-    for receiver in order:
+    for receiver in layouts:
         receivers = cluster.get(receiver, set()) - done
         if receivers:
             done |= receivers
             sending = set().union(*(senders.get(member, ()) for member in receivers)) - receivers
-            ranks = [m for m in order if m in receivers] + [m for m in order if m in sending]
-            made.append(Mesh(f"to {process_of(receiver)}", tuple(ranks)))
+            ranks = [m for m in layouts if m in receivers] + [m for m in layouts if m in sending]
+            is_on_cpu = any(layouts[member].device == "cpu" for member in ranks)
+            made.append(Mesh(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
     return tuple(made)

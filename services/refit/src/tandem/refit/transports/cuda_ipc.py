@@ -11,11 +11,12 @@ does not step meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import RefitError
@@ -87,10 +88,8 @@ class Allocation:
 
     def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
         """Open it. Raises `RefitError` beginning with `what`."""
-        import torch
-
         self._device = device
-        self._activated = functools.partial(torch.cuda.device, device)
+        self._activated = functools.partial(_activated, device)
         address = ctypes.c_uint64()
         with self._activated():
             raw = _Handle.from_buffer_copy(handle)
@@ -137,14 +136,12 @@ def share(tensor: torch.Tensor) -> CudaMemory:
         RefitError: it is not on a GPU, has no bytes, or was not allocated by ``cudaMalloc``.
 
     """
-    import torch
-
     storage = tensor.untyped_storage()
     if storage.device.type != "cuda" or storage.nbytes() == 0:
         raise RefitError(f"a storage of {storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC")
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     what = f"{storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC"
-    with torch.cuda.device(storage.device):
+    with _activated(storage.device):
         pointer = ctypes.c_uint64(storage.data_ptr())
         _check(_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer), what)
         # Memory of the allocator's expandable segments has no such handle.
@@ -168,6 +165,18 @@ def is_alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@contextlib.contextmanager
+def _activated(device: torch.device) -> Iterator[None]:
+    """Make a device the calling thread's, as the driver needs it to be."""
+    import torch
+
+    with torch.cuda.device(device):
+        # Which tells nobody where it is the thread's default already: a thread that has not used the device yet would
+        # have none. What asks the runtime for something makes it current.
+        torch.cuda.mem_get_info(device)
+        yield
 
 
 @functools.cache

@@ -10,11 +10,12 @@ lost peer is noticed when the deadline passes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -30,6 +31,16 @@ _POLL_S = 0.0002
 _PAIR_TIMEOUT = timedelta(seconds=1)
 """For each try of a pair to connect. Gloo tries a few times, so a peer that is lost while others connect costs them
 some seconds, whatever the deadline."""
+
+_NEVER = timedelta(days=365)
+
+_OWN_ERROR_HANDLING = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Keep NCCL's watchdog, and what watches it, from ending the process when a peer is lost: that is for the refit to
+report. Each of them ends it by itself."""
 
 
 class Message(NamedTuple):
@@ -158,46 +169,45 @@ class Group:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
 
 
-def announce(mesh: Mesh, member: str, store: Store, device: str) -> None:
+def announce(mesh: Mesh, member: str, store: Store) -> None:
     """Let the others know that `member` is there; arguments as for `connect`, which does it, too. Raises `RefitError`.
 
     Who announces itself, and does something else until nobody is `absent`, waits for no one in `connect`.
     """
     if member not in mesh.members:
         raise RefitError(f"{member} is not in mesh {mesh.name!r}")
-    PrefixStore(mesh.name, store).set(f"kind of {mesh.members.index(member)}", torch.device(device).type)
+    PrefixStore(mesh.name, store).set(f"{mesh.members.index(member)} is there", "")
 
 
 def absent(mesh: Mesh, store: Store) -> list[str]:
     """Return the members of a mesh that have not announced themselves."""
     prefixed = PrefixStore(mesh.name, store)
-    return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"kind of {rank}"])]
+    return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"{rank} is there"])]
 
 
-def connect(mesh: Mesh, member: str, store: Store, device: str, timeout_s: float, address: str = "") -> Group:
+def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout_s: float, address: str = "") -> Group:
     """Join a mesh, and return when everyone has.
 
     Args:
         mesh: whom to connect.
         member: this process.
         store: the same for all members, prefixed by the caller with something that is new for each attempt.
-        device: ``cpu`` for gloo, ``cuda`` or ``cuda:<i>`` for NCCL; the same kind for all members.
+        device: where this member's memory lies. NCCL connects a mesh on GPUs; over one on CPUs, by gloo, what lies on a
+            GPU goes through memory of the host.
         timeout_s: seconds until it fails.
         address: the address of this host that the others reach it at (gloo); by default the one that it reaches the
             store from.
 
     Raises:
-        RefitError: names the members that did not come, or came with another kind of device.
+        RefitError: names the members that did not come.
 
     """
     deadline = time.monotonic() + timeout_s
-    announce(mesh, member, store, device)
-    own, rank = torch.device(device), mesh.members.index(member)
-    if device == "cuda":
-        own = torch.device("cuda", torch.cuda.current_device())
+    announce(mesh, member, store)
+    own, rank = device if mesh.device_type == "cuda" else torch.device("cpu"), mesh.members.index(member)
     prefixed = PrefixStore(mesh.name, store)
     try:
-        _await_members(mesh, member, prefixed, own.type, timeout_s)
+        _await_members(mesh, member, prefixed, timeout_s)
         left = _left(deadline)
         backend: Any
         if own.type == "cpu":
@@ -223,8 +233,8 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _await_members(mesh: Mesh, member: str, store: Store, kind: str, timeout_s: float) -> None:
-    keys = [f"kind of {rank}" for rank in range(len(mesh.members))]
+def _await_members(mesh: Mesh, member: str, store: Store, timeout_s: float) -> None:
+    keys = [f"{rank} is there" for rank in range(len(mesh.members))]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -233,9 +243,6 @@ def _await_members(mesh: Mesh, member: str, store: Store, kind: str, timeout_s: 
         raise RefitError(
             f"{member} waited {timeout_s:g} s for {', '.join(missing)} to connect mesh {mesh.name!r}"
         ) from error
-    for name, other in zip(mesh.members, store.multi_get(keys), strict=True):
-        if other.decode() != kind:
-            raise RefitError(f"mesh {mesh.name!r}: {member} is on {kind}, {name} on {other.decode()}")
 
 
 def _gloo(store: Store, rank: int, mesh: Mesh, timeout: timedelta, address: str) -> Any:
@@ -251,31 +258,33 @@ def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch
     from torch.distributed import ProcessGroupNCCL  # not in builds for the CPU
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with _own_error_handling():
+    options._timeout = _NEVER  # every wait here has a deadline of its own, and later ones another than this
+    options.config.blocking = 0  # else it would wait without an end for a member that dies while it connects
+    settings = {**_OWN_ERROR_HANDLING, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout.total_seconds()))}
+    with _environment(settings):
         backend: Any = ProcessGroupNCCL(store, rank, len(mesh.members), options)
-    # The communicator of all members is made by their first collective; later messages may concern only some.
-    with torch.cuda.device(device):
-        met = backend.allreduce([torch.ones(1, device=device)])
-        if not poll(met.is_completed, time.monotonic() + timeout.total_seconds()):
-            backend.abort()
-            raise RefitError(f"{mesh.members[rank]}: mesh {mesh.name!r} was not connected by NCCL before the deadline")
+        # The communicator of all members is made by their first collective; later messages may concern only some.
+        with torch.cuda.device(device):
+            met = backend.allreduce([torch.ones(1, device=device)])
+    if not poll(met.is_completed, time.monotonic() + timeout.total_seconds()):
+        backend.abort()
+        raise RefitError(f"{mesh.members[rank]}: mesh {mesh.name!r} was not connected by NCCL before the deadline")
     return backend
 
 
 @contextlib.contextmanager
-def _own_error_handling() -> Iterator[None]:
-    """Keep NCCL's watchdog from ending the process when a peer is lost: that is for the refit to report."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables set; torch reads what it knows of NCCL from them, when a group is made."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _address_towards(store: Store) -> str:
@@ -291,7 +300,7 @@ def _address_towards(store: Store) -> str:
 
 def _reason(error: str) -> str:
     """Return what matters of a message of gloo's or NCCL's."""
-    if "Timed out" in error or "timed out" in error:
+    if re.search("[Tt]imed out|NCCL timeout", error):
         return "the deadline passed"
     told = re.sub(r"^\[[^\]]*\] *", "", error).splitlines()[0].partition(". This is typically")[0]
     return f"the connection was lost ({told})"

@@ -31,11 +31,11 @@ from tandem.rollout.agents.programs import Launcher
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.outcomes import Failure, failure_of, timed_out
+from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_of, timed_out
 from tandem.rollout.environments.scorer import FaultPolicy, Unscored
-from tandem.rollout.openai_api.app import api_routes, read_body, refusal
+from tandem.rollout.openai_api.app import api_routes, read_body
 from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 
 _WAIT_S = 0.005
@@ -154,8 +154,10 @@ class Agents:
     # --- the event loop ----------------------------------------------------------------------------------------------
 
     def _start(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
-        episode = Episode(number, group, sample, order, self._config, self._driver, self._tokenizer)
-        self._playing[number] = task = asyncio.create_task(self._play(episode))
+        def begin() -> Episode:
+            return Episode(number, group, sample, order, self._config, self._driver, self._tokenizer)
+
+        self._playing[number] = task = asyncio.create_task(self._play(begin))
         task.add_done_callback(lambda _: self._playing.pop(number, None))
 
     def _cancel(self, numbers: Iterable[int]) -> None:
@@ -163,23 +165,31 @@ class Agents:
             if (task := self._playing.get(number)) is not None:
                 task.cancel()
 
-    async def _play(self, episode: Episode) -> None:
+    async def _play(self, begin: Callable[[], Episode]) -> None:
+        """Have an episode played; from its beginning again where its program was killed from outside."""
         try:
             async with self._room:
-                await self._play_now(episode)
+                for num_left in reversed(range(1 + MOST_RETRIES)):
+                    if await self._play_now(begin(), is_last=not num_left):
+                        return
         except Exception as error:  # ours: it ends the run
             self._ended.put(error)
 
-    async def _play_now(self, episode: Episode) -> None:
+    async def _play_now(self, episode: Episode, *, is_last: bool) -> bool:
+        """Have an episode played; return whether it counts: always if it `is_last`."""
         self._open[episode.secret] = episode
         playing = asyncio.create_task(self._player.play(episode, episode.described(self._server.url)))
         try:
             timeout_s = self._settings.timeout_s
             await asyncio.wait({playing, episode.told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             episode.is_over = True
-            self._ended.put((episode, self._outcome(episode, playing)))
+            outcome = self._outcome(episode, playing)
+            if isinstance(outcome, Failure) and outcome.was_killed and not is_last:
+                return False
+            self._ended.put((episode, outcome))
             if episode.told.done():
                 await asyncio.wait({playing}, timeout=_GRACE_S)
+            return True
         finally:
             episode.is_over = True
             del self._open[episode.secret]
@@ -211,14 +221,14 @@ class Agents:
         try:
             return _json(self._find(request).described(self._server.url))
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
 
     async def _take_reward(self, request: Request) -> Response:
         try:
             episode = self._find(request)
             score = episode.reward(await read_body(request))
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
         return _json(score)
 
     async def _take_error(self, request: Request) -> Response:
@@ -226,7 +236,7 @@ class Agents:
             episode = self._find(request)
             episode.fail(await read_body(request))
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
         return _json({})
 
 

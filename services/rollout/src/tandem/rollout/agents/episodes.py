@@ -21,6 +21,7 @@ from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.agents.session import ChatMessages, Session
 from tandem.rollout.conversation import turn_seed
 from tandem.rollout.engine import Completion
+from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, checked
 from tandem.rollout.openai_api.choices import Growing, joined
@@ -146,6 +147,12 @@ class Episode(ServedModel):
             if said not in (neutral, wanted):
                 what = f"{name}: {said:g}, but what is trained on is drawn with policy.generation.{name}, {wanted:g}"
                 raise Refused(f"{what}: leave it out", param=name, code="unsupported")
+        if isinstance(asked, ServedSampling):
+            fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs"
+            what = (
+                f"{fields}: what is trained on is drawn without, and recorded with the drawn token's probability alone"
+            )
+            raise Refused(f"{what}: leave them out", code="unsupported")
         return msgspec.structs.replace(
             own,
             max_new_tokens=min(own.max_new_tokens, asked.max_new_tokens),

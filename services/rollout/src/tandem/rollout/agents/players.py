@@ -24,7 +24,7 @@ from tandem.common.returned import line
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
 from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.outcomes import Failure
+from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE, Failure
 
 _LONGEST_ANSWER = 1 << 20
 
@@ -202,7 +202,10 @@ def _variables(described: Mapping[str, Any]) -> dict[str, str]:
 
 def _failure(episode: Episode, ended: Ended) -> Failure:
     last = ended.errors.rstrip().rpartition("\n")[2]
-    return episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
+    failure = episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
+    # Nobody knows how where the process that starts programs was killed, and they with it.
+    was_killed = ended.code is None or ended.how in KILLED_FROM_OUTSIDE
+    return msgspec.structs.replace(failure, was_killed=was_killed)
 
 
 async def _post(url: str, body: bytes) -> tuple[int, bytes]:

@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.rollout.agents.launcher import Program
 from tandem.rollout.environments.guarded import GuardedProcess
-from tandem.rollout.environments.workers import said_of
+from tandem.rollout.environments.workers import how_it_ended, said_of
 
 _KEPT = 20_000
 """Bytes that are kept of each of a program's streams: the last ones."""
@@ -31,10 +31,21 @@ class Launcher:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], streams: tuple[int, int, int]
     ) -> socket.socket:
-        """Start a program with these standard streams; return its lifeline."""
+        """Start a program with these standard streams; return its lifeline.
+
+        Where what starts programs has died, another is started first.
+        """
         lifeline, far = socket.socketpair()
         with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
-            socket.send_fds(self._process.orders, [b"."], [far.fileno(), *streams, order])
+            descriptors = [far.fileno(), *streams, order]
+            try:
+                socket.send_fds(self._process.orders, [b"."], descriptors)
+            except OSError:
+                how = how_it_ended(self._process.lifeline)
+                print(f"the process that starts agents has ended ({how}); starting another", flush=True)
+                self._process.close()
+                self._process = GuardedProcess(f"{__package__}.launcher")
+                socket.send_fds(self._process.orders, [b"."], descriptors)
         return lifeline
 
     def close(self) -> None:

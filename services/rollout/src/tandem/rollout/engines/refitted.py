@@ -90,6 +90,11 @@ class RefittedEngine:
         """The weight version it holds; None while it holds none, or a torn one."""
         return self._version
 
+    @property
+    def weights_sleep(self) -> bool:
+        """Whether the memory of its weights is given back as well while it sleeps; that of a CPU is not."""
+        return False
+
     def pause(self) -> None:
         """Keep the requests and their caches, make no token until `resume`."""
         self._is_paused = True

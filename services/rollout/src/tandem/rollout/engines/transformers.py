@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
+from tandem.rollout.engines.served import Served, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
 
@@ -71,6 +72,9 @@ class TransformersEngine(RefittedEngine):
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
+        self._next_logits: Callable[[], torch.Tensor] = self._forward
+        self._served: Served | None = None
+        """Once a request has asked for more than training does."""
         self._has_stale_keys = False
         """Whether the keys and values of running sequences are to be computed anew."""
         self._probe()
@@ -85,6 +89,8 @@ class TransformersEngine(RefittedEngine):
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
         self._require_room(request)
+        if isinstance(request.sampling, ServedSampling) and self._served is None:
+            self._next_logits = self._served = Served(self._forward, self._slots)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
@@ -109,7 +115,7 @@ class TransformersEngine(RefittedEngine):
         slots = self._slots
         if self._has_stale_keys:
             self._recompute()
-        logits_RV = self._forward()
+        logits_RV = self._next_logits()
         num = slots.num_running
         token_R, logprob_R = draw(
             logits_RV,
@@ -127,7 +133,8 @@ class TransformersEngine(RefittedEngine):
     def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
         """Return what running requests have made from these tokens on, by id."""
         numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
-        return {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
+        made = {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
+        return made if self._served is None else self._served.with_alternatives(made, starts)
 
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is not known."""
@@ -278,6 +285,8 @@ class TransformersEngine(RefittedEngine):
         slots = self._slots
         arrivals = [slots.sequences[slot].arrival for slot in slot_F.tolist()]
         completions = [slots.completion(slot, why) for slot, why in zip(slot_F.tolist(), finish_reasons, strict=True)]
+        if self._served is not None:
+            completions = [self._served.finish(completion) for completion in completions]
         source_M, destination_M = slots.leave(slot_F)
         if len(source_M):
             with torch.inference_mode():

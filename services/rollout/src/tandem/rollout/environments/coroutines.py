@@ -11,6 +11,7 @@ import msgspec
 from tandem.rollout.environments.channel import Answer, Reader, packed
 from tandem.rollout.environments.environment import converses, step_of
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
+from tandem.rollout.environments.printing import bounded
 
 _calls = msgspec.msgpack.Decoder(Call)
 
@@ -41,9 +42,10 @@ class _Async:
     async def _call(self, call: Call) -> Outcome:
         result: object = None
         try:
-            result = self._step(call.problem, call.conversation)
-            if inspect.isawaitable(result):
-                result = await result
+            with bounded():
+                result = self._step(call.problem, call.conversation)
+                if inspect.isawaitable(result):
+                    result = await result
         except BaseException as error:
             return failure_of(error, self._module)
         return outcome_of(call, lambda *_: result, converses=self._converses, module=self._module)

@@ -20,12 +20,12 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     """What a response is worth."""
 
     reward: float
-    """What training maximises; any finite number."""
+    """What training maximises; a number from -1e12 to 1e12."""
     correct: bool
     """Whether it counts as solved, for the accuracy."""
     components: Mapping[str, float] = {}
     """What the reward is made of, by name, for an estimator that takes it apart (``grpo.adv_estimator.name: gdpo``);
-    finite numbers."""
+    numbers from -1e12 to 1e12."""
     answer: str | None = None
     """What the environment took for the answer, in a form that is equal where answers are: so that `coordinator eval`
     can put them to a vote. None: it found none, or looks for none."""
@@ -39,7 +39,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     messages: Messages
     """What comes between this response and the next, such as ``[{"role": "user", "content": "84"}]``."""
     reward: float = 0.0
-    """Added to the sample's reward; any finite number."""
+    """Added to the sample's reward; a number from -1e12 to 1e12."""
 
 
 HEAVY = ("math", "reasoning_gym")

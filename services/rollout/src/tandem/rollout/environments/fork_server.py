@@ -42,8 +42,8 @@ _calls = msgspec.msgpack.Decoder(Call)
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     """Be the guardian, its child that forks, or a worker that this has forked, to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rollout process decides when they end
-    os.environ.update({**_ONE_THREAD, **os.environ})
-    setproctitle("rollout: forks reward workers")
+    setproctitle("rollout: forks reward workers")  # first: it finds the words that the process was started with by
+    os.environ.update({**_ONE_THREAD, **os.environ})  # the place of the variables, which this changes
     fork_guarded(lifeline_fd, owner)
     orders = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)

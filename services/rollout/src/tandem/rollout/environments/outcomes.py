@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,11 +13,19 @@ import msgspec
 
 from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
-from tandem.common.returned import finite_number, line, raised_at, sayable, shown
+from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
+from tandem.common.texts import visible
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import Score, Turn
+from tandem.rollout.environments.printing import bounded
 
 _LONGEST_TRACE = 20_000
+
+
+KILLED_FROM_OUTSIDE = tuple(f"killed by {number.name}" for number in (signal.SIGKILL, signal.SIGTERM))
+"""How a process has ended that the system, or a person, has ended: for want of memory, say."""
+MOST_RETRIES = 2
+"""So often what such a process was at is tried again: it need not be its doing."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
@@ -29,6 +38,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     timed_out: bool = False
     on_purpose: bool = False
     """Whether the environment itself says, by a `TandemError`, that the problem cannot be scored."""
+    was_killed: bool = False
+    """Whether its process was killed from outside, so that another may do better."""
 
 
 Outcome = Score | Turn | Failure
@@ -52,14 +63,15 @@ class Job(msgspec.Struct, eq=False):
     alone: bool = False
     """Whether nothing else may run beside it: something did that ended its worker."""
     num_losses: int = 0
-    """Workers that ended, or were too slow, while they had it."""
+    """Workers that ended, or were too slow, while they were at it."""
     started: float | None = None
 
 
 def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, converses: bool, module: str) -> Outcome:
     """Call an environment; whatever it does is an outcome. `module` has its class, if that is the user's own."""
     try:
-        result = step(call.problem, call.conversation)
+        with bounded():
+            result = step(call.problem, call.conversation)
     except BaseException as error:  # sys.exit(), for example
         return failure_of(error, module)
     try:
@@ -93,6 +105,14 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
     )
 
 
+def beyond_in_sum(so_far: float, outcome: object) -> str:
+    """Say what is wrong with the reward of all turns together, of which each is within bounds; nothing if it is not."""
+    if not isinstance(outcome, Score | Turn):
+        return ""
+    wrong = beyond(so_far + outcome.reward)
+    return f"the sum of the rewards is {wrong}" if wrong else ""
+
+
 def failure_of(error: BaseException, module: str) -> Failure:
     """Describe an exception, and where the code of `module`, or what lies beside it, raised it."""
     if isinstance(error, TandemError):
@@ -104,7 +124,7 @@ def failure_of(error: BaseException, module: str) -> Failure:
     except Exception:  # the class may be anyone's, too
         what = type(error).__name__
     trace = "".join(traceback.format_exception(error))
-    return Failure(line(f"{what}{where}"), sayable(trace[-_LONGEST_TRACE:]))
+    return Failure(line(f"{what}{where}"), visible(sayable(trace[-_LONGEST_TRACE:])))
 
 
 def timed_out(timeout_s: float) -> Failure:
@@ -118,10 +138,11 @@ def _by_name(given: object, kind: Literal["component", "cost"]) -> dict[str, flo
         raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
     if len(given) > MAX_COMPONENTS:
         raise RewardError(f"{len(given)} {kind}s of a reward, more than {MAX_COMPONENTS}")
-    for name in given:
+    named = {line(name): finite_number(value, f"the {kind} {line(name)!r}") for name, value in given.items()}
+    for name in (*given, *named):
         if not 1 <= len(name) <= MAX_NAME:
             raise RewardError(f"the name of a {kind} has {len(name)} characters, not 1 to {MAX_NAME}")
-    return {line(name): finite_number(value, f"the {kind} {name!r}") for name, value in given.items()}
+    return named
 
 
 def _truth(given: object) -> bool:

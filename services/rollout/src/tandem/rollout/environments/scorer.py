@@ -18,6 +18,7 @@ from tandem.common.config.checks.data import on_error
 from tandem.common.errors import RewardError
 from tandem.common.messages import GuestServer, Problem
 from tandem.common.returned import sayable
+from tandem.common.texts import visible
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
 from tandem.rollout.environments.making import runs_in
@@ -174,6 +175,6 @@ def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]],
     """Write all there is to say about a failure to the process's log."""
     lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
     lines += [f"  {message['role']}: {message['content']!r}" for message in conversation]
-    text = sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip())
+    text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))
     with contextlib.suppress(OSError):  # the disk may be full
         print(text, file=sys.stderr, flush=True)

@@ -28,7 +28,14 @@ from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.guarded import GuardedProcess
-from tandem.rollout.environments.outcomes import Failure, Job, Outcome, timed_out
+from tandem.rollout.environments.outcomes import (
+    KILLED_FROM_OUTSIDE,
+    MOST_RETRIES,
+    Failure,
+    Job,
+    Outcome,
+    timed_out,
+)
 
 _COROUTINES = 256
 """So many calls of an asynchronous environment are with one worker at once."""
@@ -50,14 +57,24 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 class ForkServer:
-    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian."""
+    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
+
+    Where it ends before its time, the next order to fork starts another.
+    """
 
     def __init__(self, config: Config) -> None:
         """Start it; it imports the environment's class while this process does something else."""
+        self._config = config
         self._name = str(config.data.environment)
+        self._watches = False
+        self._start()
+
+    def _start(self) -> None:
         self._process = GuardedProcess(f"{__package__}.fork_server")
         self._orders, self._lifeline = self._process.orders, self._process.lifeline
-        self._orders.sendall(framed(config_to_json(config)))
+        self._orders.sendall(framed(config_to_json(self._config)))
+        if self._watches:
+            self._lifeline.sendall(WATCH)
 
     def imported(self, deadline_s: float) -> Imported:
         """Wait until the class is imported. Raises `ConfigError` if it cannot be."""
@@ -80,21 +97,40 @@ class ForkServer:
             self._orders.settimeout(None)
 
     def fork(self) -> tuple[socket.socket, socket.socket]:
-        """Fork a worker; return the socket for its calls, and its lifeline. Raises `RewardError`."""
+        """Fork a worker; return the socket for its calls, and its lifeline.
+
+        Raises `RewardError` where the fork server ends again and again, `ConfigError` where another cannot import the
+        environment's class.
+        """
         calls, theirs = socket.socketpair()
         lifeline, far = socket.socketpair()
         with theirs, far:
-            try:
-                socket.send_fds(self._orders, [b"."], [theirs.fileno(), far.fileno()])
-            except OSError as error:
-                how = how_it_ended(self._lifeline)
-                raise RewardError(
-                    f"environment {self._name!r}: the process that forks workers has ended: {how}"
-                ) from error
+            for num_left in reversed(range(_MOST_UNMADE)):
+                try:
+                    socket.send_fds(self._orders, [b"."], [theirs.fileno(), far.fileno()])
+                    break
+                except OSError as error:
+                    how = how_it_ended(self._lifeline)
+                    if not num_left:
+                        calls.close()
+                        lifeline.close()
+                        raise RewardError(
+                            f"environment {self._name!r}: the process that forks workers has ended: {how}"
+                        ) from error
+                    self._start_again(how)
         return calls, lifeline
+
+    def _start_again(self, how: str) -> None:
+        """Start another in its place, and wait until it has imported the class."""
+        print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
+        self._process.close()
+        with contextlib.suppress(OSError):  # one that ends at once is heard of at the next attempt
+            self._start()
+            self.imported(self._config.cluster.deadlines.build_s)
 
     def watch(self) -> None:
         """Have the guardian end also what this process starts, should this process be killed."""
+        self._watches = True
         self._lifeline.sendall(WATCH)
 
     def close(self) -> None:
@@ -209,8 +245,9 @@ class WorkerPool:
         self._vacancies: list[float] = []
         """When to try again to fill places."""
         self._is_closing = False
-        self._is_woken = False
-        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # A counter that the kernel keeps: whoever submits adds to it, and the thread reads it before it looks for jobs.
+        # No flag says beside it whether it was added to, which the two could disagree about.
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="reward-workers", daemon=True)
@@ -238,13 +275,10 @@ class WorkerPool:
         self._is_closing = True
         self._wake()
         self._thread.join()
-        for descriptor in (self._woken, self._wakes):
-            os.close(descriptor)
+        os.close(self._woken)
 
     def _wake(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            os.write(self._wakes, b".")
+        os.eventfd_write(self._woken, 1)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -257,8 +291,7 @@ class WorkerPool:
                 self._assign()
                 for key, _ in self._selector.select(self._patience()):
                     if key.data is None:
-                        self._is_woken = False
-                        os.read(self._woken, 1 << 12)
+                        os.eventfd_read(self._woken)
                     elif key.data in self._workers:
                         if key.data.is_full:
                             self._speak(key.data)
@@ -334,7 +367,9 @@ class WorkerPool:
         except (msgspec.MsgspecError, RewardError):  # the environment writes to sockets that are not its own
             data = b""
         if not data:
-            self._lose(worker, Failure(f"its worker process ended: {how_it_ended(worker.lifeline)}"))
+            how = how_it_ended(worker.lifeline)
+            failure = Failure(f"its worker process ended: {how}")
+            self._lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
 
     def _understand(self, worker: _Worker, message: bytes) -> None:
         if worker.ready is None:
@@ -363,8 +398,12 @@ class WorkerPool:
                 else:
                     self._lose(worker, timed_out(self._timeout_s))
 
-    def _lose(self, worker: _Worker, failure: Failure) -> None:
-        """End a worker, put another in its place, and find out which of its jobs is to blame."""
+    def _lose(self, worker: _Worker, failure: Failure, *, was_killed: bool = False) -> None:
+        """End a worker, put another in its place, and find out which of its jobs is to blame.
+
+        `was_killed`: by a signal that comes from outside as a rule. Then its jobs are tried again elsewhere before any
+        is blamed.
+        """
         if worker.ready is None:
             self._miss(worker, f"env.{self._name}: making the environment failed: {failure.what}")
             return
@@ -376,14 +415,18 @@ class WorkerPool:
         self._idle_deaths += not jobs
         if self._idle_deaths > _MOST_IDLE_DEATHS:
             raise RewardError(f"environment {self._name!r}: its worker processes end while they have nothing to do")
-        for job in jobs:
+        are_beside = worker.is_async or bool(worker.batch_size)
+        running = jobs if are_beside else jobs[:1]
+        for job in running:
             job.num_losses += 1
-        if worker.batch_size and all(job.num_losses == 1 for job in jobs):
+        if was_killed and all(job.num_losses <= MOST_RETRIES for job in running):
+            self._waiting.extendleft(reversed(jobs))
+        elif worker.batch_size and all(job.num_losses == 1 for job in jobs):
             self._waiting.extendleft(
                 reversed(jobs)
             )  # hardly the doing of any: a reward model computes the same for all
         else:
-            self._blame(jobs, failure, are_beside=worker.is_async or bool(worker.batch_size))
+            self._blame(jobs, failure, are_beside=are_beside)
         self._hire()
 
     def _miss(self, worker: _Worker, why: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -41,15 +41,13 @@ from tandem.rollout.openai_api.protocol import (
     no_such_model,
     read_request,
 )
-from tandem.rollout.openai_api.refusals import Refused, too_late, unauthorised
+from tandem.rollout.openai_api.refusals import Refused, as_response, gone, too_late, unauthorised
 
 Find = Callable[[Request], ServedModel]
 """Returns the model that a request is for, whatever name it gives; raises `Refused` for who may not ask."""
 _BODY_S = 60.0
 """For a request's body to arrive."""
 _JSON = "application/json"
-_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
-"""Of refusals; seconds."""
 T = TypeVar("T")
 Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
 """Reads a request's body."""
@@ -119,7 +117,7 @@ class OpenaiPaths:
         try:
             model = self._find(request)
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
         names = (model.name, *model.aliases)
         return _json(ModelList(data=[_card(model, name) for name in names]))
 
@@ -129,7 +127,7 @@ class OpenaiPaths:
             model, name = self._find(request), request.path_params["name"]
             _check_name(model, name)
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
         return _json(_card(model, name))
 
     async def _carry_out(self, request: Request, begin: Begin) -> Response:
@@ -142,11 +140,11 @@ class OpenaiPaths:
                     return EventStream(_events(model, asked, job, view), self._deadline_s)
                 pieces = await _while_there(request.receive, collect(model, asked, job))
         except TimeoutError:
-            return refusal(too_late(self._deadline_s))
+            return as_response(too_late(self._deadline_s))
         except (ConfigError, DataError) as error:  # of a chat template, and of a text that has no tokens
-            return refusal(Refused(str(error)))
+            return as_response(Refused(str(error)))
         except Refused as error:
-            return refusal(error)
+            return as_response(error)
         # A client that has gone reads no answer, whatever it is.
         return Response(status_code=499) if pieces is None else _json(view.answer(pieces))
 
@@ -213,13 +211,9 @@ async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise Refused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
+    except ClientDisconnect:
+        raise gone() from None
     return b"".join(parts)
-
-
-def refusal(error: Refused) -> Response:
-    """Return the answer that says so."""
-    headers = _HEADERS.get(error.status)
-    return Response(error.encode(), status_code=error.status, media_type=_JSON, headers=headers)
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -263,10 +257,10 @@ async def _as_openai(request: Request, error: Exception) -> Response:
     """Say of a path or a method that there is none."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return refusal(Refused(what, status=error.status_code, kind="not_found_error"))
+    return as_response(Refused(what, status=error.status_code, kind="not_found_error"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Say that an error of ours has happened; which one is in the log, where its traceback goes as well."""
     what = f"{type(error).__name__} while answering; the server's log has more"
-    return refusal(Refused(what, status=500, kind="server_error"))
+    return as_response(Refused(what, status=500, kind="server_error"))

@@ -8,11 +8,13 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.common.messages import SamplingParameters
+from tandem.rollout.engine import Alternatives
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
 from tandem.rollout.openai_api.protocol import (
     MAX_CHOICES,
@@ -34,6 +36,7 @@ from tandem.rollout.openai_api.protocol import (
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
+    TopLogprob,
     Usage,
     too_long,
 )
@@ -68,6 +71,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int] = []
+    alternatives: list[Alternatives] | None = None
     finish_reason: FinishReason | None
     tool_calls: list[ToolCall] = []
 
@@ -104,6 +108,8 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
         raise Refused(what, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
+    schema = request.wanted_schema
+    grammar = None if schema is None else model.grammar_of(schema)
     wanted: list[Wanted] = []
     for number, prompt in enumerate(prompts):
         room = model.max_length - len(prompt)
@@ -115,6 +121,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
             stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ())])),
             stop_strings=request.stop_strings,
         )
+        sampling = request.served(sampling, grammar)
         for _ in range(num_samples):
             wanted.append(Wanted(prompt=number, sampling=sampling, seed=_seed(seed, len(wanted))))
     return Job(prompts=prompts, wanted=wanted)
@@ -162,6 +169,7 @@ class Growing:
             token_ids=chunk.token_ids,
             logprobs=chunk.logprobs,
             versions=chunk.versions,
+            alternatives=chunk.alternatives,
             finish_reason=reason,
             tool_calls=calls,
         )
@@ -216,9 +224,16 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
         versions=[version for piece in pieces for version in piece.versions],
+        alternatives=_joined_alternatives(pieces),
         finish_reason=pieces[-1].finish_reason,
         tool_calls=[call for piece in pieces for call in piece.tool_calls],
     )
+
+
+def _joined_alternatives(pieces: Sequence[Piece]) -> list[Alternatives] | None:
+    if all(piece.alternatives is None for piece in pieces):
+        return None
+    return [each for piece in pieces for each in piece.alternatives or []]
 
 
 # --- how it is shown -------------------------------------------------------------------------------------------------
@@ -309,17 +324,21 @@ class ChatView:
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._request.wants_logprobs:
             return None
-        tokenizer = self._model.tokenizer
+        alternatives = piece.alternatives or [[]] * len(piece.token_ids)
         return ChatLogprobs(
             content=[
                 TokenLogprob(
-                    token=tokenizer.decode([token_id], skip_special_tokens=False),
-                    logprob=logprob,
-                    bytes=list(tokenizer.token_bytes(token_id)),
+                    **self._described(token_id, logprob),
+                    top_logprobs=[TopLogprob(**self._described(*other)) for other in others],
                 )
-                for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True)
+                for token_id, logprob, others in zip(piece.token_ids, piece.logprobs, alternatives, strict=True)
             ]
         )
+
+    def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._model.tokenizer
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 class CompletionView:
@@ -390,7 +409,8 @@ class CompletionView:
     def _logprobs(self, number: int, piece: Piece) -> CompletionLogprobs | None:
         if not self._request.wants_logprobs:
             return None
-        tokens = [self._model.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in piece.token_ids]
+        tokens = [self._text_of(token_id) for token_id in piece.token_ids]
+        alternatives = piece.alternatives or [[]] * len(tokens)
         offsets = []
         for token in tokens:
             offsets.append(self._num_characters[number])
@@ -398,9 +418,15 @@ class CompletionView:
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=piece.logprobs,
-            top_logprobs=[{token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)],
+            top_logprobs=[
+                {**{self._text_of(other): its_logprob for other, its_logprob in reversed(others)}, token: logprob}
+                for token, logprob, others in zip(tokens, piece.logprobs, alternatives, strict=True)
+            ],
             text_offset=offsets,
         )
+
+    def _text_of(self, token_id: int) -> str:
+        return self._model.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 View = ChatView | CompletionView

@@ -230,6 +230,7 @@ def _chunk(tokens: Tokens) -> Chunk:
         token_ids=tokens.token_ids_T.tolist(),
         logprobs=tokens.logprobs_T.tolist(),
         versions=tokens.versions_T.tolist(),
+        alternatives=tokens.alternatives,
     )
 
 
@@ -239,6 +240,7 @@ def _last_chunk(completion: Completion, start: int) -> Chunk:
         token_ids=completion.token_ids_T[start:].tolist(),
         logprobs=completion.logprobs_T[start:].tolist(),
         versions=completion.versions_T[start:].tolist(),
+        alternatives=None if completion.alternatives is None else completion.alternatives[start:],
         finish_reason=completion.finish_reason,
         routed_experts_TX=completion.routed_experts_TX,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.messages import SamplingParameters
 from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.engine import Alternatives
+from tandem.rollout.engines.served import Grammar
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 
@@ -25,6 +27,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Of each token under the distribution that it was drawn from."""
     versions: list[int]
     """Weight version that made each token."""
+    alternatives: list[Alternatives] | None = None
+    """To each token, where the request asked for them."""
     finish_reason: Literal["stop", "length"] | None = None
     """In the last chunk, and in no other. A token that ends the response is one of its tokens."""
     routed_experts_TX: NDArray[np.uint8] | None = None
@@ -84,6 +88,8 @@ class ServedModel:
         self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
         self.tool_call_parser = tool_call_parser
         self.created = int(time.time())
+        self._grammar_tokenizer: Any = None
+        """Once a response is to be JSON."""
 
     def chat_ids(self, request: ChatRequest) -> list[int]:
         """Return the tokens that the model is to answer: those of the whole conversation, by the chat template.
@@ -92,6 +98,14 @@ class ServedModel:
         """
         messages = [message.for_template() for message in request.messages]
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
+
+    def grammar_of(self, schema: Mapping[str, Any]) -> Grammar:
+        """Return the grammar of a schema's JSON. Raises `Refused` where the model cannot keep to it."""
+        from tandem.rollout.openai_api.grammars import JsonGrammar, grammar_tokenizer
+
+        if self._grammar_tokenizer is None:
+            self._grammar_tokenizer = grammar_tokenizer(self.tokenizer, self.vocabulary)
+        return JsonGrammar(self._grammar_tokenizer, schema)
 
     def variables_of(self, request: ChatRequest) -> dict[str, Any]:
         """Return what the chat template is told beside the messages. Raises `Refused`."""

@@ -15,6 +15,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tandem.common.errors import nearest
+from tandem.common.messages import SamplingParameters
+from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampling
 from tandem.rollout.openai_api.refusals import Refused
 
 MAX_BODY_BYTES = 1 << 24
@@ -27,13 +29,9 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -60,6 +58,7 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Fields that are not carried out, with the values, beside null, that are the same as not to give them."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+NumAlternatives = Annotated[int, Meta(ge=0, le=20)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Stop = str | Annotated[list[str], Meta(max_length=_MAX_STOPS)]
@@ -74,6 +73,29 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchema(Struct, frozen=True, kw_only=True):
+    """What JSON is to be."""
+
+    name: str = ""
+    schema: dict[str, Any] = msgspec.field(default_factory=dict)
+    strict: bool | None = None
+    """Which it always is here."""
+
+
+class ResponseFormat(Struct, frozen=True, kw_only=True):
+    """What a response is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of the JSON that it is to be; None where it may be any text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.type == "json_object" or self.json_schema is None else self.json_schema.schema
+
+
 class Generating(Struct, frozen=True, kw_only=True):
     """What requests for text have in common; null is the same as nothing."""
 
@@ -83,6 +105,11 @@ class Generating(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """vLLM's; 0 and -1 are no limit."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Factor | None = None
+    """vLLM's."""
+    response_format: ResponseFormat | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Seed | None = None
     stop: Stop | None = None
@@ -102,6 +129,29 @@ class Generating(Struct, frozen=True, kw_only=True):
         """Texts that end a response."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in dict.fromkeys(stop) if text)
+
+    @property
+    def num_alternatives(self) -> int:
+        """Tokens whose log-probabilities are asked for at each place."""
+        raise NotImplementedError
+
+    @property
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The schema of the JSON that the response is to be; None where it may be any text."""
+        return None if self.response_format is None else self.response_format.schema
+
+    def served(self, sampling: SamplingParameters, grammar: Grammar | None) -> SamplingParameters:
+        """Return how tokens are drawn, with what was asked for beside what training asks for, if that is anything."""
+        served = ServedSampling(
+            **msgspec.structs.asdict(sampling),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            num_alternatives=self.num_alternatives,
+            grammar=grammar,
+        )
+        asks_more = served.has_penalties or served.num_alternatives or grammar is not None
+        return served if asks_more else sampling
 
     @property
     def wants_usage(self) -> bool:
@@ -181,7 +231,7 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: NumAlternatives | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -199,7 +249,7 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
 
     @property
     def num_alternatives(self) -> int:
-        """Tokens beside the one that was drawn, whose log-probabilities are asked for."""
+        """Tokens whose log-probabilities are asked for at each place."""
         return self.top_logprobs or 0
 
     @property
@@ -218,7 +268,7 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any]
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: NumAlternatives | None = None
     add_special_tokens: bool | None = None
     """vLLM's: false leaves out what the tokenizer puts around a text, such as the beginning of a sequence."""
 
@@ -234,7 +284,7 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
 
     @property
     def num_alternatives(self) -> int:
-        """Tokens beside the one that was drawn, whose log-probabilities are asked for."""
+        """Tokens whose log-probabilities are asked for at each place."""
         return self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -278,13 +328,11 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
         raise _ill_typed(error) from error
     except RecursionError as error:
         raise Refused("the body is nested too deeply") from error
-    if request.num_alternatives:
-        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-        raise Refused(
-            f"{name}: this server knows the log-probability of the token that was drawn, and of no other: give 0",
-            param=name,
-            code="unsupported",
-        )
+    if request.num_alternatives and not request.wants_logprobs:
+        raise Refused("top_logprobs: give logprobs: true as well", param="top_logprobs")
+    asked = request.response_format
+    if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
+        raise Refused("response_format.json_schema: it is missing", param="response_format")
     return request
 
 
@@ -334,6 +382,14 @@ class Usage(Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
+class TopLogprob(Struct, frozen=True, kw_only=True):
+    """The log-probability of a token that could have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
 class TokenLogprob(Struct, frozen=True, kw_only=True):
     """The log-probability of a token, as chats have it."""
 
@@ -341,7 +397,8 @@ class TokenLogprob(Struct, frozen=True, kw_only=True):
     logprob: float
     bytes: list[int]
     """Of a token that is a part of a character, its own."""
-    top_logprobs: list[Any] = []
+    top_logprobs: list[TopLogprob] = []
+    """Of the likeliest tokens of its place."""
 
 
 class ChatLogprobs(Struct, frozen=True, kw_only=True):
@@ -357,7 +414,7 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
-    """Of the token that was drawn."""
+    """Of the likeliest tokens of each place, and of the one that was drawn."""
     text_offset: list[int]
 
 

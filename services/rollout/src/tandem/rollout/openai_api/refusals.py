@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from starlette.responses import Response
 
 from tandem.common.errors import TandemError
+
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
+"""Of refusals; seconds."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +47,11 @@ class Refused(TandemError):
         return msgspec.json.encode(ErrorAnswer(error=self.body))
 
 
+def as_response(error: Refused) -> Response:
+    """Return the answer that says so."""
+    return Response(error.encode(), error.status, _HEADERS.get(error.status), "application/json")
+
+
 def unauthorised() -> Refused:
     """Return the refusal of a request without the right token."""
     return Refused(
@@ -56,6 +65,11 @@ def unauthorised() -> Refused:
 def unavailable(why: str) -> Refused:
     """Return the refusal of what is not done now."""
     return Refused(why, status=503, kind="server_error", code="unavailable")
+
+
+def gone() -> Refused:
+    """Return what is answered to a client that went away before it had said all: nothing reads it."""
+    return Refused("the client has gone", status=499, kind="client_error", code="client_gone")
 
 
 def too_late(deadline_s: float) -> Refused:

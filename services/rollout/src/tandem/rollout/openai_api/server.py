@@ -10,7 +10,9 @@ from types import TracebackType
 import uvicorn
 from starlette.types import ASGIApp
 
-from tandem.common.network import url_of
+from tandem.common import web
+from tandem.common.network import is_loopback, url_of
+from tandem.rollout.openai_api.refusals import Refused, as_response
 
 _IDLE_S = 75
 """For a connection on which nothing is asked: longer than most clients keep one, so that it is not they who notice."""
@@ -21,15 +23,21 @@ _END_S = 5.0
 class HttpServer:
     """An application at a socket that listens, which is closed at the end."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
-        """Begin to serve; connections that came before this are answered too."""
+    def __init__(self, app: ASGIApp, listening: socket.socket, *, asks_for_token: bool = False) -> None:
+        """Begin to serve; connections that came before this are answered too.
+
+        On loopback no web site may ask by way of a browser, unless `asks_for_token`, which none has.
+        """
+        if not asks_for_token and is_loopback(listening.getsockname()[0]):
+            app = web.Guard(app, _refusal)
         self._socket = listening
         config = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
-            http="h11",
+            http=web.Protocol,
+            backlog=web.backlog(),
             ws="none",
             loop="asyncio",
             timeout_graceful_shutdown=int(_END_S),
@@ -78,6 +86,10 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self._has_loop.set()
         await self._server.serve(sockets=[self._socket])
+
+
+def _refusal(status: int, why: str) -> ASGIApp:
+    return as_response(Refused(why, status=status, kind="permission_error"))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.common import columns
 from tandem.common.config import Config
 from tandem.common.config.schema.adapters import LoraCfg
-from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.common.errors import CheckpointError, ConfigError, ModelError, NotFiniteError
 from tandem.common.lora import is_adapter, tensor_name
 from tandem.common.routed_experts import replayed_experts
 from tandem.common.segments import sliding_windows
@@ -121,7 +121,7 @@ class HeldModel:
             self._load_optimizer(checkpoint)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._communicate(last=index == len(micro_batches) - 1)
@@ -136,7 +136,7 @@ class HeldModel:
         if not (abs(total_loss) < float("inf") and grad_norm < float("inf")):
             self.optimizer.zero_grad(set_to_none=True)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
-            raise TrainingError(
+            raise NotFiniteError(
                 f"optimizer step {self._num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm "
                 f"{grad_norm}"
             )

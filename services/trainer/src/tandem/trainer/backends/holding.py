@@ -29,7 +29,7 @@ class Held(Protocol):
         ...
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
         ...
 
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> Sequence[Scores]:
@@ -83,7 +83,7 @@ class HoldingBackend(Generic[AnyHeld]):
     ) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
 
-        Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
+        Raises `NotFiniteError`, before anything has changed, if the loss or the gradient is no finite number.
         """
         return self._held[model, 0].train_step(micro_batches, loss)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -22,7 +21,6 @@ from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
 from tandem.refit.transports import cuda_ipc, shm
 
 _SHARED_MEMORY = "/dev/shm"
-_SPARE_DESCRIPTORS = 256
 _COPY = "the copy of the weights that engines read while trainers step"
 _WITHOUT = " (refit.keep_copy: off needs none)"
 
@@ -76,7 +74,6 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
         return
     storages = {local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}
     _check_shared_memory("the parameters need", sum(storages.values()))
-    _allow_open_files(len(storages))
     for local in locals_:
         shm.share(local)
 
@@ -91,7 +88,6 @@ def copy_of(weights: Weights) -> Weights:
     changing = {name: storage for name, storage in weights.storages.items() if name not in frozen}
     on_cpu = [storage.nbytes for storage in changing.values() if storage.device.type == "cpu"]
     _check_shared_memory(f"{_COPY} needs", sum(on_cpu), _WITHOUT)
-    _allow_open_files(2 * len(on_cpu))
     copies = {name: _allocated_like(storage) for name, storage in changing.items()}
     storages = {**weights.storages, **copies}
     described = (
@@ -166,10 +162,3 @@ def with_adapters(layout: Layout, adapters: Adapters | None) -> Layout:
 def address_of(local: torch.Tensor) -> Address:
     """Return where other processes of the host open the storage that a tensor lies in. After `share`."""
     return shm.share(local) if local.device.type == "cpu" else cuda_ipc.share(local)
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files if `count` more might not fit: each storage keeps one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count + _SPARE_DESCRIPTORS:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

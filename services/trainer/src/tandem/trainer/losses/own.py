@@ -92,7 +92,7 @@ def blamed(config: Config) -> Iterator[None]:
         path = config.loss_fn.class_path
         if path is None or path in str(error):
             raise
-        raise TrainingError(f"{error} ({_KEY} {path})") from error
+        raise type(error)(f"{error} ({_KEY} {path})") from error
 
 
 def _trial(config: Config) -> tuple[MicroBatch, Scores]:

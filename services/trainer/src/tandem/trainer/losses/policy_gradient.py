@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem.common.bounds import LARGEST_LOG_RATIO
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.importance import importance_weights, sequence_means
@@ -108,12 +109,13 @@ class PolicyGradientLoss:
         self.report.add(
             mask_BT,
             kl_BT,
-            kl_divergence(previous_BT, current_BT, "k3"),
+            # What is reported stays finite however far the policies are apart.
+            kl_divergence(previous_BT, torch.minimum(current_BT, previous_BT + LARGEST_LOG_RATIO), "k3"),
             scores_BT.entropy,
             is_clipped_BT,
             ratios_BT,
             clip(ratios_BT, settings),
-            (batch.generation_logprobs_BT - previous_BT).abs().exp(),
+            (batch.generation_logprobs_BT - previous_BT).abs().clamp(max=LARGEST_LOG_RATIO).exp(),
             weights_BT,
             is_outside_BT,
             *nll,

@@ -12,6 +12,7 @@ from tandem.common.config.checks import (
     loss,
     megatron,
     model,
+    numbers,
     parallelism,
     paths,
     processes,
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *cluster.RULES,
     *generation.RULES,
     *router_replay.RULES,
+    *numbers.RULES,
 )
 """Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 

@@ -35,6 +35,10 @@ class DataSet(Section, frozen=True, kw_only=True):
     """Accepted: where NeMo-RL puts what it downloads."""
     subset: NonEmptyStr | None = None
     """As `data.subset`."""
+    revision: NonEmptyStr | None = None
+    """New. As `data.revision`."""
+    commit: NonEmptyStr | None = None
+    """New. As `data.commit`."""
     split: NonEmptyStr | None = None
     """As `data.split`."""
     split_validation_size: NonNegativeFloat = 0.0
@@ -101,6 +105,8 @@ def name_apart(name: str, held_out: Container[str]) -> str:
 OF_EACH_SET = (
     "dataset_name",
     "subset",
+    "revision",
+    "commit",
     "split",
     "processor",
     "prompt_file",
@@ -178,6 +184,11 @@ class Data(Section, frozen=True, kw_only=True):
     """New. Split of the Hub dataset to validate on; null holds `num_validation` out of `split`."""
     subset: NonEmptyStr | None
     """New. Configuration of the Hub dataset."""
+    revision: NonEmptyStr | None = None
+    """New. Branch, tag or commit of the Hub dataset; null is its default branch."""
+    commit: NonEmptyStr | None = None
+    """New. Commit that `revision` was when the run began. The run finds it and its journal keeps it, so that a run that
+    is resumed or replayed reads the same rows."""
     prompt_template: str = "{question}"
     """New. What the user says to the model: ``{question}``, and any field of the problem's metadata, are filled in."""
     solution_template: str = "{answer}"

@@ -193,7 +193,11 @@ class Model(Section, frozen=True, kw_only=True):
     """A model that trainers hold: where it comes from, how it is batched, sharded and optimized."""
 
     model_name: NonEmptyStr
-    """Folder (relative to the working directory) or Hub name of a Hugging Face causal language model."""
+    """Folder (relative to the working directory) of a Hugging Face causal language model, or its name on the Hub:
+    `org/name`, or `org/name@revision`."""
+    revision: NonEmptyStr | None = None
+    """New. Branch, tag or commit of a model on the Hub; null is its default branch. The commit that it is when the run
+    begins is the run's to its end."""
     new_model: NewModel | None = None
     """New. How to make `model_name` if that folder does not exist."""
     max_total_sequence_length: PositiveInt = 512

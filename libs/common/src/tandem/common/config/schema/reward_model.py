@@ -33,8 +33,8 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Of a reward model: whether it may be used."""
     model_name: NonEmptyStr | None = None
-    """The reward model: folder (relative to the working directory), or Hub name of one that is in the Hub's cache, of a
-    Hugging Face sequence classifier with one label. Its output is the reward."""
+    """The reward model: folder (relative to the working directory) or Hub name of a Hugging Face sequence classifier
+    with one label. Its output is the reward."""
     tokenizer: Tokenizer | None = None
     """Of a reward model; null is the one in its folder. Its chat template makes text of prompt and response."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"

@@ -282,9 +282,13 @@ class Cluster(Section, frozen=True, kw_only=True):
     `cluster.heartbeat_timeout_s` of silence: engines keep their memory, and the coordinator that goes on with the run
     takes them up. null: 300 with ``coordinator up --supervise``, and otherwise 0, with which they end."""
     max_replacements: NonNegativeInt = 3
-    """New. How many processes of whatever kind may be lost, or hang, and be replaced before the run fails. Trainers
-    are started again together, which counts once; coordinators that ``--supervise`` replaces count as well. With 0
-    the first loss ends the run, and ``--resume`` goes on."""
+    """New. How many processes of whatever kind may be lost, or hang, and be replaced within
+    `cluster.replacement_window_s` before the run fails. Trainers are started again together, which counts once;
+    coordinators that ``--supervise`` starts again count as well. With 0 the first loss ends the run, and ``--resume``
+    goes on."""
+    replacement_window_s: PositiveFloat = 3600.0
+    """New. Seconds after which a loss does not count any more for `cluster.max_replacements`: a run of weeks may lose a
+    process now and then, and one that loses them one after the other does not get on."""
     links: LinkRates = LinkRates()
     deadlines: Deadlines = Deadlines()
 

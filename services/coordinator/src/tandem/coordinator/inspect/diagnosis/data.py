@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, change, held_out
+from tandem.coordinator.inspect import held_out_accuracy
+from tandem.coordinator.inspect.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
 from tandem.coordinator.inspect.diagnosis.finding import Finding
+from tandem.coordinator.run.health import learning_rate_keys
 
 GAP_OF_ACCURACIES = 0.3
 """By which training is better than what is held out, from which on problems are known by heart."""
@@ -11,6 +13,30 @@ REPEATS = 4
 """Times that each problem was drawn in the steps that are looked at, from which on few problems are left to learn."""
 RISE_OF_LOSS = 0.1
 """By which share the held-out loss rises above its best, from which on data are learned by heart."""
+
+
+def another_tokenizer(evidence: Evidence) -> Finding | None:
+    """Find a tokenizer that is not the model's own, where the model hardly answers from the beginning on."""
+    policy, accuracy = evidence.config.policy, evidence.points("accuracy")
+    name = policy.tokenizer.name
+    if not name or name == policy.model_name or len(accuracy) < SHORT_RUN:
+        return None
+    best = max(value for _, value in accuracy[:SHORT_RUN])
+    if best > held_out_accuracy.STILL_LOW:
+        return None
+    return Finding(
+        name="another tokenizer",
+        what="The tokenizer is not the model's own, and the model hardly answers with it: it takes tokens for others.",
+        evidence=(
+            f"policy.tokenizer.name is {shortened(name)}, policy.model_name {shortened(policy.model_name)}",
+            f"accuracy was {best:.4g} at best in the first {SHORT_RUN} steps "
+            f"({held_out_accuracy.STILL_LOW:g} is the threshold)",
+        ),
+        look_at="policy.tokenizer.name; null takes the model's own",
+        certainty="likely",
+        since=evidence.first_step,
+        explains=("equal rewards", "groups without spread", "truncated responses", "no gradient", "no progress"),
+    )
 
 
 def repeated_problems(evidence: Evidence) -> Finding | None:
@@ -33,6 +59,7 @@ def repeated_problems(evidence: Evidence) -> Finding | None:
         evidence=tuple(lines),
         look_at="data.num_train, and where data comes from",
         certainty="likely" if by_heart else "possible",
+        explains=("no progress",) if by_heart else (),
     )
 
 
@@ -51,4 +78,21 @@ def overfitting(evidence: Evidence) -> Finding | None:
         look_at=f"{evidence.config.algorithm}.max_num_epochs, {evidence.config.algorithm}.max_num_steps, and data",
         certainty="likely",
         since=best_step + 1,
+    )
+
+
+def no_progress(evidence: Evidence) -> Finding | None:
+    """Find held-out accuracy that is near zero, or does not rise, after many steps."""
+    accuracy = held_out(evidence, "val_accuracy")
+    said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
+    if said is None:
+        return None
+    return Finding(
+        name="no progress",
+        what="The run learned next to nothing.",
+        evidence=(said,),
+        look_at="SFT before it (prerequisite, docs/how_much_sft.md), how hard data is, data.prompt_template, "
+        f"{evidence.config.environment_keys}, and {learning_rate_keys(evidence.config)}",
+        certainty="likely",
+        since=accuracy[-1][0],
     )

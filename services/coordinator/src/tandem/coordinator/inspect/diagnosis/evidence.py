@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import statistics
 import time
@@ -14,7 +15,9 @@ import msgspec
 
 from tandem.common import sample_files
 from tandem.common.config import Config, config_from_json
+from tandem.common.config.notices import most_learning_rate
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
+from tandem.coordinator.inspect.held_out_accuracy import SOLVED
 from tandem.coordinator.run.ending import ENDED
 from tandem.coordinator.run.health import NUM_STEPS, Condition, conditions
 from tandem.coordinator.run.journal import RefitRecord, RunRecord, StepRecord, read_journal
@@ -115,6 +118,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Why samples are not looked at; empty if they are."""
     logs: dict[str, tuple[str, ...]]
     """The last lines of each process's log, by its name."""
+    most_learning_rate: float | None = None
+    """The rate above which the optimizer breaks a model of this size; None where that is not known."""
 
     @property
     def first_step(self) -> int:
@@ -124,6 +129,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     def points(self, metric: str) -> list[tuple[int, float]]:
         """Return a metric of the trained steps that have it, with the steps."""
         return [(record.step, record.metrics[metric]) for record in self.steps if metric in record.metrics]
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the first steps' problems were answered already."""
+        first = [value for _, value in self.points("accuracy")[:SHORT_RUN]]
+        return bool(first) and statistics.median(first) >= SOLVED
 
     def condition(self, metric: str) -> Condition | None:
         """Return what `tandem.coordinator.run.health` watches for in a metric of such a run."""
@@ -168,6 +179,7 @@ def gather(folder: Path) -> Evidence:
         samples=samples,
         unread=unread,
         logs=_logs(folder),
+        most_learning_rate=most_learning_rate(config),
     )
 
 
@@ -231,13 +243,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     early: float
     late: float
+    last_early: int
+    """The last step of what is called its beginning."""
     first_late: int
     """The first step of what is called its end."""
 
     def __str__(self) -> str:
         """Say from what to what."""
         return (
-            f"{self.name} was {self.early:.4g} at first, and {self.late:.4g} at last (from step {self.first_late} on)"
+            f"{self.name} was {self.early:.4g} at first (to step {self.last_early}), and {self.late:.4g} at last "
+            f"(from step {self.first_late} on)"
         )
 
 
@@ -250,7 +265,42 @@ def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Chan
     early, late = points[:count], points[-count:]
     if from_first:
         early = points[:1]
-    return Change(name=metric, early=_median(early), late=_median(late), first_late=late[0][0])
+    return Change(name=metric, early=_median(early), late=_median(late), last_early=early[-1][0], first_late=late[0][0])
+
+
+class Jump(msgspec.Struct, frozen=True, kw_only=True):
+    """The step from which on a metric is another than before, by the means of both sides."""
+
+    name: str
+    step: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        """Say from what to what, and when."""
+        return f"{self.name} went from {self.before:.4g} to {self.after:.4g} in step {self.step}"
+
+
+def jump(evidence: Evidence, metric: str) -> Jump | None:
+    """Return where a metric of training changed for good; None if too few steps have it."""
+    return change_point(metric, evidence.points(metric))
+
+
+def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> Jump | None:
+    """Return the change point of a series: its halves, of `fewest` points at least, differ least from their means."""
+    values = [value for _, value in points]
+    if len(values) < max(2 * fewest, SHORT_RUN + 1) or not all(map(math.isfinite, values)):
+        return None
+    sums = [0.0, *itertools.accumulate(values)]
+    places = range(fewest, len(values) - fewest + 1)
+
+    def explained(place: int) -> float:
+        """Return the squared error that two means save, but for what does not depend on the place."""
+        return sums[place] ** 2 / place + (sums[-1] - sums[place]) ** 2 / (len(values) - place)
+
+    place = max(places, key=explained)
+    after = (sums[-1] - sums[place]) / (len(values) - place)
+    return Jump(name=name, step=points[place][0], before=sums[place] / place, after=after)
 
 
 def _median(points: Sequence[tuple[int, float]]) -> float:

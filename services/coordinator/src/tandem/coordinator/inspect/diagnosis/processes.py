@@ -6,7 +6,7 @@ import re
 import statistics
 from collections import Counter
 
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, shortened
+from tandem.coordinator.inspect.diagnosis.evidence import Evidence, Jump, SampleRow, change_point, shortened
 from tandem.coordinator.inspect.diagnosis.finding import Finding
 
 MANY_LOSSES = 3
@@ -17,6 +17,8 @@ MOST_STEPS = 0.75
 """Share of steps in which one rank must be the slowest: in a healthy run that is now one, now another."""
 LOST_SHARE = 0.1
 """Of the time of a run, what a slow rank must cost."""
+STAYS_SLOW = 0.8
+"""Share of the steps since it became slow in which a process must be so, and before, must not have been."""
 IDLE_SHARE = 0.5
 """Share of an asynchronous run in which engines or trainers have nothing to do."""
 STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
@@ -24,6 +26,8 @@ STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
 _LOST = re.compile(r"(?P<member>\S+) is lost: (?P<why>.*)", re.DOTALL)
 _OF_PROCESSES = ("ServiceLost", "DeadlineExceeded")
 _LEAST_STEPS = 3
+_LEAST_OF_A_SIDE = 4
+"""Steps before a process became slow, and since."""
 _SHOWN = 3
 
 
@@ -131,6 +135,69 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
         certainty="likely",
         since=slow[0].step,
     )
+
+
+def became_slow(evidence: Evidence) -> Finding | None:
+    """Find an engine, or trainers, that became slow in the middle of a run and stayed so."""
+    slowed = {
+        name: found for name, points in _courses(evidence).items() if (found := _slowed(name, points)) is not None
+    }
+    if not slowed:
+        return None
+    name, at = min(slowed.items(), key=lambda item: item[1].step)
+    return Finding(
+        name="became slow",
+        what=f"{name} became slow in step {at.step}, and stayed so.",
+        evidence=tuple(
+            f"{each}: {found.before * 1e3:.3g} ms a token before step {found.step}, {found.after * 1e3:.3g} ms from it "
+            f"on ({SLOW:g} times as long is the threshold)"
+            for each, found in slowed.items()
+        ),
+        look_at=f"the machine of {name} at that time: what else began to run there, its clock, temperature and memory; "
+        f"the log of {name}",
+        certainty="likely",
+        since=at.step,
+    )
+
+
+def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
+    """Return seconds a token of each engine and of the slowest trainer rank by step, but for the first, a cold one."""
+    courses: dict[str, list[tuple[int, float]]] = {}
+    for step in sorted({row.step for row in evidence.samples})[1:]:
+        rows = [row for row in evidence.samples if row.step == step]
+        for rollout, value in _seconds_a_token(rows).items():
+            courses.setdefault(rollout, []).append((step, value))
+    ranks = [record for record in evidence.steps[1:] if record.metrics.get("num_valid_tokens")]
+    slowest = [int(record.metrics["slowest_trainer"]) for record in ranks if "slowest_trainer" in record.metrics]
+    if slowest:
+        # The rank that is slow at last is the slowest in most of the last steps.
+        (rank, _), *_ = Counter(slowest[-max(_LEAST_OF_A_SIDE, len(slowest) // 4) :]).most_common(1)
+        courses[f"trainer-{rank}"] = [
+            (record.step, record.metrics["trainer_compute_max_s"] / record.metrics["num_valid_tokens"])
+            for record in ranks
+            if "trainer_compute_max_s" in record.metrics
+        ]
+    else:
+        courses["trainer-0"] = [
+            (record.step, record.seconds["policy_training"] / record.metrics["num_valid_tokens"])
+            for record in ranks
+            if record.seconds.get("policy_training")
+        ]
+    return courses
+
+
+def _slowed(name: str, points: list[tuple[int, float]]) -> Jump | None:
+    """Return since when seconds are `SLOW` times as many, in nearly every step; None if they are not."""
+    found = change_point(name, points, _LEAST_OF_A_SIDE)
+    if found is None:
+        return None
+    before = [value for step, value in points if step < found.step]
+    after = [value for step, value in points if step >= found.step]
+    stays = sum(value >= SLOW * statistics.median(before) for value in after) >= STAYS_SLOW * len(after)
+    calm = sum(value >= SLOW * statistics.median(before) for value in before) <= (1 - STAYS_SLOW) * len(before)
+    if not (stays and calm and statistics.median(before) > 0):
+        return None
+    return Jump(name=name, step=found.step, before=statistics.median(before), after=statistics.median(after))
 
 
 def waiting(evidence: Evidence) -> Finding | None:

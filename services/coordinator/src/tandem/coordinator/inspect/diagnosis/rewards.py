@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, change, held_out, shortened
+from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, change, held_out, in_steps, shortened
 from tandem.coordinator.inspect.diagnosis.finding import Finding
 
 MOST_GROUPS = 0.9
@@ -17,7 +18,24 @@ SAME_SHARE, SAME_PROBLEMS = 0.5, 3
 BEYOND_ANSWERS = 1.5
 """Times the share of the most common reference answer, which that share must be at least: of questions to be answered
 by yes or no, half of the responses may well be the same."""
-_GRADIENT = ("groups without spread", "no gradient")
+MANY_RIGHT, LEAST_RIGHT = 0.1, 8
+"""Share of samples that have their problem's answer, beyond those that have another problem's, and their number, from
+which on rewards can be judged by it."""
+_FIRST_STEPS = 3
+_OF_A_WRONG_REWARD = (
+    "equal rewards",
+    "groups without spread",
+    "no gradient",
+    "low entropy",
+    "truncated responses",
+    "growing responses",
+    "responses shrink",
+    "one answer to everything",
+    "no progress",
+)
+WRONG_WAY = 0.5
+"""Share of the range of rewards by which the right ones must get less than the others to be the wrong way round."""
+_GRADIENT = ("groups without spread", "no gradient", "no progress")
 
 
 def equal_rewards(evidence: Evidence) -> Finding | None:
@@ -40,8 +58,8 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
         evidence=tuple(lines),
         look_at="data, which may be harder" if correct == 1 else streak.condition.look_at,
         certainty="certain",
-        since=streak.first,
-        explains=_GRADIENT,
+        since=evidence.first_step if evidence.is_solved else streak.first,
+        explains=(*_GRADIENT, "low entropy") if evidence.is_solved else _GRADIENT,
     )
 
 
@@ -58,14 +76,18 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
     if condition is None or course is None or (streak is None and course.late < MOST_GROUPS):
         return None
     lines = [str(streak)] if streak is not None else []
+    since = streak.first if streak is not None else course.first_late
     return Finding(
         name="groups without spread",
-        what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing.",
+        what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing."
+        + (" The problems were solved from the beginning on: they are too easy." if evidence.is_solved else ""),
         evidence=(*lines, f"{course}; {MOST_GROUPS:g} is the threshold"),
         look_at=f"{condition.look_at}; grpo.use_dynamic_sampling leaves such groups out",
         certainty="certain" if streak is not None else "likely",
-        since=streak.first if streak is not None else course.first_late,
-        explains=("no gradient",),
+        since=evidence.first_step if evidence.is_solved else since,
+        explains=("no gradient", "low entropy", "no progress")
+        if evidence.is_solved
+        else ("no gradient", "no progress"),
     )
 
 
@@ -122,5 +144,56 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
         evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
         look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
         certainty="likely",
-        since=best_step + 1,
+        since=evidence.first_step,
+        explains=_OF_A_WRONG_REWARD,
     )
+
+
+def against_the_answers(evidence: Evidence) -> Finding | None:
+    """Find rewards that do not go to responses with the reference answer, by the first steps that are recorded."""
+    steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
+    rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
+    right = [row for row in rows if _has(row.response, row.reference_answer)]
+    others = [row for row in rows if not _has(row.response, row.reference_answer)]
+    if len(right) < LEAST_RIGHT or not others:
+        return None
+    # What is said of another problem's answer is chance.
+    chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shifted(rows), strict=True))
+    if len(right) - chance < MANY_RIGHT * len(rows):
+        return None
+    worth, other = (sum(row.reward for row in each) / len(each) for each in (right, others))
+    highest = max(row.reward for row in rows)
+    lowest = min(row.reward for row in rows)
+    unrewarded = lowest == highest == 0
+    if not unrewarded and (lowest == highest or other - worth < WRONG_WAY * (highest - lowest)):
+        return None
+    return Finding(
+        name="right answers unrewarded" if unrewarded else "reward against the answers",
+        what="Responses have the right answer, and the environment never rewards them: it looks for another form."
+        if unrewarded
+        else "Responses with the right answer get less than those without it: the reward is the wrong way round.",
+        evidence=(
+            f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
+            f"answer, {chance} that of another problem",
+            f"these are worth {worth:.4g} in the mean, the others {other:.4g}; such as "
+            f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
+        ),
+        look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",
+        certainty="certain" if not unrewarded else "likely",
+        since=evidence.first_step,
+        explains=(*_OF_A_WRONG_REWARD, "reward without accuracy"),
+    )
+
+
+def _has(response: str, answer: str) -> bool:
+    """Return whether a response has an answer, as a word or number of its own."""
+    return re.search(rf"(?<![\w.-]){re.escape(answer)}(?![\w]|\.\d)", response) is not None
+
+
+def _shifted(rows: list[SampleRow]) -> list[SampleRow]:
+    """Return for each sample one of another problem, with another answer where there is one."""
+    ordered = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
+    return [
+        next((each for each in (other, *ordered) if each.reference_answer != row.reference_answer), other)
+        for row, other in zip(rows, ordered, strict=True)
+    ]

@@ -52,6 +52,7 @@ const TABS = [
   ["scheduler", "Scheduler", () => import("./scheduler.js")],
   ["refits", "Refits", () => import("./refits.js")],
   ["memory", "Memory", () => import("./memory.js")],
+  ["config", "Configuration", () => import("./config.js")],
   ["log", "Log", () => import("./events.js")],
   ["samples", "Samples", () => import("./samples.js")],
 ];

@@ -20,6 +20,7 @@ import { number } from "./format.js";
  * @property {boolean} isLog
  * @property {boolean} isStacked lines are parts of a whole
  * @property {[number, number]} range of steps that is shown
+ * @property {((x: number) => string) | null} [mark] what the axis says of a place, where that is no step
  */
 
 const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
@@ -114,7 +115,7 @@ export class Chart {
     this.lines = lines;
     this.look = look;
     const kinds = lines.map((line) => [line.label, line.colour, line.dashed]);
-    const shape = JSON.stringify([kinds, look.isLog, look.isStacked]);
+    const shape = JSON.stringify([kinds, look.isLog, look.isStacked, !look.mark]);
     const data = columns(lines, look);
     if (!this.plot || shape !== this.shape) this.build(data, shape);
     else this.plot.setData(data);
@@ -142,7 +143,10 @@ export class Chart {
         y: { distr: log ? 3 : 1, ...range },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60, values: (_, steps) => steps.map(stepLabel) },
+        {
+          ...axis, grid: { show: false }, size: 22, gap: 4, space: 60,
+          values: (_, places) => places.map(this.look.mark ?? stepLabel),
+        },
         {
           ...axis, grid, size: 46, gap: 4, space: 30,
           values: (_, values, _axis, _space, increment) =>
@@ -214,7 +218,7 @@ export class Chart {
     if (width < 6) return;
     const range = /** @type {[number, number]} */ ([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    this.zoomed([Math.floor(range[0]), Math.ceil(range[1])]);
+    this.zoomed(this.look.mark ? range : [Math.floor(range[0]), Math.ceil(range[1])]);
   }
 
   /** The arrow keys move the cursor. @param {KeyboardEvent} event */

@@ -3,8 +3,9 @@
 import { ofRun } from "./api.js";
 import { Chart } from "./chart.js";
 import { colour, activityColour } from "./colours.js";
+import { saveCsv } from "./csv.js";
 import { el, empty, fill, setText } from "./dom.js";
-import { duration, title, writer } from "./format.js";
+import { duration, number, title, writer } from "./format.js";
 import { refresher } from "./refresh.js";
 import * as state from "./state.js";
 
@@ -25,6 +26,12 @@ const NOTES = {
   clip_fraction: "share of tokens whose probability ratio is out of the clip range",
 };
 const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length, tokens" };
+/** What curves can be drawn over, and how a place there is written. */
+const ALONG = {
+  steps: (/** @type {number} */ x) => `step ${x}`,
+  tokens: (/** @type {number} */ x) => `${number(Math.round(x))} tokens`,
+  time: (/** @type {number} */ x) => duration(x),
+};
 const MOST_POINTS = 700;
 const IN_VIEW = 6; // charts that a laptop shows without scrolling
 const REREAD_NAMES_EVERY = 25; // steps
@@ -70,9 +77,21 @@ class Curves {
       oninput: (/** @type {any} */ event) => this.add(event.target),
       onchange: (/** @type {any} */ event) => this.add(event.target),
     });
-    return el("div.toolbar", null, el("label.slider", null, el("span", null, "Smoothing"), slider, shown), add,
+    const along = el("select", { "aria-label": "Draw over", onchange: (/** @type {any} */ event) => {
+      state.set({ along: event.target.value === "steps" ? null : event.target.value, zoom: null });
+      this.series.clear();
+      this.refresh();
+    } }, Object.keys(ALONG).map((name) => el("option", { value: name, selected: name === this.along() }, name)));
+    return el("div.toolbar", null, el("label.slider", null, el("span", null, "Smoothing"), slider, shown),
+      el("label", null, el("span", null, "Over "), along), add,
       this.options, this.standard, this.reset,
       el("span.hint", null, "drag to zoom, double click for all"));
+  }
+
+  /** What the curves are drawn over. @returns {keyof typeof ALONG} */
+  along() {
+    const name = state.value("along", "steps");
+    return name in ALONG ? /** @type {keyof typeof ALONG} */ (name) : "steps";
   }
 
   /** @param {import("./app.js").Change} change */
@@ -127,7 +146,7 @@ class Curves {
     const names = [...new Set(charts.flatMap(([, metrics]) => metrics))].filter((name) => own.has(name));
     if (!names.length) return;
     const zoom = this.zoomed();
-    const query = { names: names.join(","), points: MOST_POINTS, from: zoom?.[0], to: zoom?.[1] };
+    const query = { names: names.join(","), points: MOST_POINTS, along: this.along(), from: zoom?.[0], to: zoom?.[1] };
     loaded.set(run.index, { ...loaded.get(run.index), ...await ofRun(run.index, "series", query) });
   }
 
@@ -158,9 +177,21 @@ class Curves {
     this.standard.hidden = !state.value("curves");
   }
 
-  /** The range of steps of all charts. @returns {[number, number]} */
+  /** Where the steps of all lines that were loaded lie. @returns {{step: number, x: number}[]} */
+  places() {
+    return this.ctx.shown().flatMap((run) => Object.values(this.series.get(run.index) ?? {})).flatMap((series) =>
+      series.step.map((/** @type {number} */ step, /** @type {number} */ i) => ({ step, x: series.x?.[i] ?? step })));
+  }
+
+  /** The range of all charts: of steps, or of what they are drawn over. @returns {[number, number]} */
   range() {
     const zoom = this.zoomed();
+    if (this.along() !== "steps") {
+      const places = this.places();
+      const low = zoom ? places.reduce((least, { x }) => Math.min(least, x), Infinity) : 0;
+      const high = places.reduce((most, { x }) => Math.max(most, x), 0);
+      return low < high ? [low, high] : [0, high || 1];
+    }
     if (zoom) return zoom;
     const lasts = this.ctx.shown().map((run) => run.last_step ?? 0);
     return [0, Math.max(1, ...lasts)];
@@ -172,8 +203,12 @@ class Curves {
     return high > low ? [low, high] : null;
   }
 
-  /** @param {[number, number] | null} range */
+  /** @param {[number, number] | null} range of what the curves are drawn over */
   zoom(range) {
+    if (range && this.along() !== "steps") {
+      const inside = this.places().filter(({ x }) => x >= range[0] && x <= range[1]).map(({ step }) => step);
+      range = inside.length ? [Math.min(...inside), Math.max(...inside)] : null;
+    }
     state.set({ zoom: range && range[1] > range[0] ? `${Math.max(0, range[0])}-${range[1]}` : null });
     this.draw();
     this.refresh();
@@ -219,13 +254,17 @@ class Card {
     this.log = el("button.small", {
       type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isLog()), onclick: () => this.toggleLog(),
     }, "log");
+    const csv = el("button.small", {
+      type: "button", title: "Save these values as a CSV file", "aria-label": `Save ${name} as CSV`,
+      onclick: () => this.save(),
+    }, "csv");
     const remove = el("button.small", {
       type: "button", title: "Take this chart away", "aria-label": `Take away ${name}`,
       onclick: () => curves.remove(id),
     }, "×");
     this.element = el("article.card", { data: { metric: id } },
       el("div.card-head", null, el("h2", { title: NOTES[/** @type {keyof typeof NOTES} */ (id)] ?? id }, name),
-        el("span.tools", null, id === PHASES ? null : this.log, remove)),
+        el("span.tools", null, id === PHASES ? null : this.log, csv, remove)),
       this.readout, this.plot);
     this.chart = new Chart(this.plot, {
       zoomed: (range) => curves.zoom(range), pointed: (index) => this.read(index), format: writer(id),
@@ -257,7 +296,8 @@ class Card {
       return series?.step.length ? [this.line(run, name, i, series, runs.length > 1)] : [];
     }));
     if (isStacked) this.lines.sort((a, b) => sum(a.mean) - sum(b.mean));
-    const look = { smoothing: state.numeric("smooth", 0), isLog: this.isLog(), isStacked, range: this.curves.range() };
+    const look = { smoothing: state.numeric("smooth", 0), isLog: this.isLog(), isStacked, range: this.curves.range(),
+      mark: this.curves.along() === "steps" ? null : (/** @type {number} */ x) => this.mark(x) };
     this.element.classList.toggle("none", this.lines.length === 0);
     this.chart.draw(this.lines, look);
     this.shape();
@@ -281,7 +321,7 @@ class Card {
     const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
     const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
     return { label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES,
-      ...series };
+      ...series, step: series.x ?? series.step };
   }
 
   /** The parts of the heading, made anew only when the lines are others. */
@@ -291,8 +331,8 @@ class Card {
     this.labels = labels;
     this.values = this.lines.map((line) => el("b", { data: { line: line.label } }));
     this.step = el("span.step");
-    // With several runs the colours are named in the header already.
-    const isNamed = this.id === PHASES || (this.lines.length > 1 && this.curves.ctx.shown().length === 1);
+    // The heading names a line that is alone.
+    const isNamed = this.id === PHASES || this.lines.length > 1;
     const order = this.id === PHASES ? [...this.lines.keys()].reverse() : [...this.lines.keys()];
     fill(this.readout, this.step, order.map((i) => el("span.value", { title: this.lines[i].label },
       el(this.lines[i].dashed ? "i.swatch.dashed" : "i.swatch", { style: { "--c": colour(this.lines[i].colour) } }),
@@ -308,11 +348,33 @@ class Card {
       const value = this.values?.[i];
       if (!value) return;
       setText(value, found ? (this.id === PHASES ? duration : writer(this.id))(found.value) : "–");
-      value.title = found ? `step ${found.step}: ${found.value}` : "";
+      value.title = found ? `${this.place(found.step)}: ${found.value}` : "";
       if (found) { value.dataset.value = String(found.value); value.dataset.step = String(found.step); }
       step = Math.max(step, found?.step ?? -1);
     });
-    if (this.step) setText(this.step, step < 0 ? "" : `step ${step}`);
+    if (this.step) setText(this.step, step < 0 ? "" : this.place(step));
+  }
+
+  /** What an axis says of a place. @param {number} x */
+  mark(x) {
+    return this.place(x).replace(" tokens", "");
+  }
+
+  /** @param {number} x */
+  place(x) {
+    return ALONG[this.curves.along()](x);
+  }
+
+  /** Save what is shown, before it is smoothed: a row a step, a column a line. */
+  save() {
+    const runs = this.id === PHASES ? [this.curves.ctx.run()] : this.curves.ctx.shown();
+    const [low, high] = this.curves.range();
+    const columns = this.lines.map((line) => new Map(line.step.map((step, i) => [step, line.mean[i]])));
+    const steps = [...new Set(this.lines.flatMap((line) => line.step))].filter((step) => step >= low && step <= high);
+    const rows = steps.sort((a, b) => a - b).map((step) => [step, ...columns.map((column) => column.get(step) ?? "")]);
+    saveCsv(`${runs.map((run) => run.name).join("+")}-${this.id}`,
+      [[{ steps: "step", tokens: "tokens", time: "seconds" }[this.curves.along()],
+        ...this.lines.map((line) => line.label)], ...rows]);
   }
 
   close() {

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from tandem.common.config.schema.generation import VllmCfg
-from tandem.common.errors import ModelError, TandemError
+from tandem.common.errors import DataError, ModelError, TandemError
 from tandem.common.routed_experts import Bytes, RoutedExperts
 from tandem.common.vllm_arguments import forwarded
-from tandem.rollout.engine import Completion, Request, Tokens
+from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
 from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
+from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.routing import ASKED
@@ -37,6 +38,7 @@ class _Sequence(msgspec.Struct):
     token_ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    alternatives: list[Alternatives] | None = None
 
     @property
     def num_computed(self) -> int:
@@ -48,6 +50,7 @@ class _Sequence(msgspec.Struct):
             token_ids_T=np.array(self.token_ids[start:], np.int32),
             logprobs_T=np.array(self.logprobs[start:], np.float32),
             versions_T=np.array(self.versions[start:], np.int32),
+            alternatives=None if self.alternatives is None else self.alternatives[start:],
         )
 
     def completion(self, finish_reason: FinishReason, routed_TX: Bytes | None = None) -> Completion:
@@ -59,6 +62,7 @@ class _Sequence(msgspec.Struct):
             versions_T=tokens.versions_T,
             finish_reason=finish_reason,
             routed_experts_TX=routed_TX,
+            alternatives=tokens.alternatives,
         )
 
 
@@ -145,12 +149,21 @@ class VllmEngine(RefittedEngine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+        if isinstance(sampling, ServedSampling):
+            if sampling.grammar is not None:
+                raise DataError("response_format: vLLM is given no tokenizer, and cannot keep to a grammar")
+            params.logprobs = sampling.num_alternatives
+            params.presence_penalty = sampling.presence_penalty
+            params.frequency_penalty = sampling.frequency_penalty
+            params.repetition_penalty = sampling.repetition_penalty
         # The salt is a part of what cached keys and values are found by.
         salt = f"{'guests of ' if request.is_guest else ''}update {self._num_updates}"
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         priority = -1 if request.is_guest else 0  # the lower one goes first, where ``scheduling_policy`` is priority
         self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
-        self._sequences[request.request_id] = _Sequence(request, self._num_arrived, stop_strings)
+        self._sequences[request.request_id] = sequence = _Sequence(request, self._num_arrived, stop_strings)
+        if params.logprobs:
+            sequence.alternatives = []
         self._num_arrived += 1
 
     def step(self) -> list[Completion]:
@@ -197,6 +210,11 @@ class VllmEngine(RefittedEngine):
     def recompute_caches(self) -> None:
         """Have sequences that run compute all their keys and values anew, before their next token."""
         self._llm.reset_caches()
+
+    @property
+    def weights_sleep(self) -> bool:
+        """Whether the memory of its weights is given back: on GPUs they wait in host memory."""
+        return not insides.is_on_cpu()
 
     def sleep(self) -> None:
         """Release the key-value cache; on a GPU the weights wait in host memory. Refuses while requests run."""
@@ -253,6 +271,8 @@ def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None
         # A greedy token is drawn from the point mass on it.
         sequence.logprobs.append(0.0 if is_greedy else logprob)
         sequence.versions.append(version)
+        if sequence.alternatives is not None:
+            sequence.alternatives.append([(token, 0.0)] if is_greedy else _likeliest(logprobs, sequence.request))
         if sequence.stop_strings is not None and sequence.stop_strings.push(token):
             return "stop"
     match made.finish_reason:
@@ -260,6 +280,14 @@ def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None
             return reason
         case other:
             raise ModelError(f"vLLM ended request {sequence.request.request_id} with {other!r}")
+
+
+def _likeliest(logprobs: Mapping[int, Any], request: Request) -> Alternatives:
+    """Return the alternatives of a place, which has the token that was drawn as well."""
+    assert isinstance(request.sampling, ServedSampling), "no other asks for them"
+    found = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())
+    most = request.sampling.num_alternatives
+    return [(token, logprob) for rank, token, logprob in found if rank <= most and logprob > -np.inf]
 
 
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, folder_of, require_shape
+from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, require_shape
 from tandem.trainer.backends.megatron.weights import Tensors, view_of
 from tandem.trainer.box_files import digests_of
 from tandem.trainer.checkpoints import Proof, sync, sync_folder
@@ -59,7 +59,7 @@ _ABOUT = "converted.json"
 
 
 def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors:
-    """Return the weights that a model starts from: a folder, or a name that the Hub's cache or the Hub knows.
+    """Return the weights that a model starts from: the folder of a model.
 
     They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` wants it. A
     folder without weights is what the section's ``new_model`` leaves behind: they are drawn with its seed, the same
@@ -74,7 +74,7 @@ def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors
 
 
 def _open(source: str, section: schema.Model, deadline_s: float) -> ConvertedFolder | TensorsInMemory:
-    folder = folder_of(source)
+    folder = Path(source)
     if section.new_model is not None and not any(folder.glob("*.safetensors")):
         model = load_model(str(folder), section, torch.float32)
         return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tandem.common.distribution import install_command
 from tandem.common.errors import ModelError
 from tandem.trainer.backends.megatron import kernels
 
@@ -125,7 +126,7 @@ def _require_version() -> None:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
         raise ModelError(
-            f"policy.megatron_cfg needs Megatron-Core, `pip install 'tandem[megatron]'`: {error}"
+            f"policy.megatron_cfg needs Megatron-Core, `{install_command('megatron')}`: {error}"
         ) from error
     if not core.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         raise ModelError(f"Megatron-Core {core.__version__} is installed, Tandem knows {', '.join(VERSIONS)}")

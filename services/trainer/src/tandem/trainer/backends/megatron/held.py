@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.config.schema.adapters import Peft
-from tandem.common.errors import TrainingError
+from tandem.common.errors import NotFiniteError
 from tandem.common.tokenizer import load_tokenizer
 from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
@@ -34,7 +34,7 @@ from tandem.trainer.backends.megatron.model import Chunk, build_chunks
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
 from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
-from tandem.trainer.backends.megatron.sources import Joined, folder_of
+from tandem.trainer.backends.megatron.sources import Joined
 from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.checkpoints import State, agree
 from tandem.trainer.models import without_weights
@@ -53,7 +53,7 @@ class Described:
         """`number`: which it is of several teachers."""
         self.name, self.number, self.section = name, number, config.settings_of(name, number)
         self.head = config.declaration.head_of(name)
-        source, dtype = str(folder_of(self.section.model_name)), getattr(torch, self.section.precision)
+        source, dtype = self.section.model_name, getattr(torch, self.section.precision)
         self.hugging_face = without_weights(source, dtype, self.head, self.section.hf_config_overrides)
         if self.head == "score":
             # By which whoever loads it tells padding, and so which token has the score.
@@ -129,7 +129,7 @@ class HeldModel:
         self._schedule = make_schedule(self._config, self._described.section, self.optimizer, self.num_steps)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -151,7 +151,7 @@ class HeldModel:
             for buffer, before in biases:
                 buffer.copy_(before)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
-            raise TrainingError(
+            raise NotFiniteError(
                 f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm {norm}"
             )
         clip(self.optimizer, norm)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -14,7 +13,6 @@ from tandem.common.errors import ModelError
 from tandem.refit.adapters import headers
 from tandem.refit.layout import Box
 
-_NEEDED = ("*.safetensors", "*.json")
 _WEIGHTS = {"F64", "F32", "BF16", "F16"}
 """Element types that are the weights' own and not a quantisation of them."""
 
@@ -80,19 +78,6 @@ class Joined:
         """Return a box of a tensor that should have this shape. Raises `ModelError`."""
         found: torch.Tensor = (self._own if name in self._adapters else self._base).read(name, shape, box)
         return found
-
-
-def folder_of(source: str) -> Path:
-    """Return the folder of a checkpoint, which is downloaded first if `source` is a name on the Hub.
-
-    Raises `ModelError`.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(_NEEDED)))
-    except Exception as error:  # the library raises what its transports raise
-        raise ModelError(f"cannot find a model {source!r}: {error}".split("\n")[0]) from error
 
 
 def require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:

@@ -1,0 +1,40 @@
+"""Show texts from elsewhere: short, and without what moves the cursor."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""What would move the cursor, or do worse to a terminal: models and processes say anything."""
+_MOST = 10_000
+_MOST_OF_TAIL = 4000
+_MOST_OF_LINE = 1000
+
+
+def visible(text: str) -> str:
+    r"""Return a text whose control characters are written out, as ``\x1b``; lines and tabs stay."""
+    return CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+
+
+def shortened(text: str, most: int = _MOST) -> str:
+    """Return a visible text of so many characters at most; it says how many it leaves out."""
+    shown = visible(text[:most])
+    if len(text) <= most and len(shown) <= most:
+        return shown
+    note = f"... ({len(text)} characters in all)"
+    return shown[: max(0, most - len(note))] + note
+
+
+def last_lines(file: Path, count: int) -> list[str]:
+    """Return the last lines of a log, each visible and short, reading no more than its end. Raises `OSError`."""
+    with file.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - _MOST_OF_TAIL))
+        return last_of(log.read().decode(errors="replace"), count)
+
+
+def last_of(text: str, count: int) -> list[str]:
+    """Return the last lines of a text, each visible and short."""
+    return [shortened(line, _MOST_OF_LINE) for line in text.strip().split("\n")[-count:] if line]

@@ -1,0 +1,158 @@
+"""Callbacks: what a program is told of a run that it began, while the run goes on.
+
+One thread (`Observation._observe`) reads the steps that the run's journal has, as ``for step in run`` does, and calls
+every callback in order. It produces nothing that the run reads, except a request to stop. The run does not wait for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from tandem.common.errors import ConfigError, TandemError
+from tandem.common.returned import shown
+from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.progress import step_line
+
+if TYPE_CHECKING:
+    from tandem.coordinator.api.handle import Run
+
+_LINE_EVERY_S = 30.0
+_WIDTH = 120
+"""Columns of a line that is rewritten in place, where the terminal does not say how wide it is."""
+
+
+class Callback:
+    """Base class of callbacks; a subclass overrides the methods that it needs.
+
+    Methods run one after the other in a thread of the program that called `tandem.train`. The run goes on meanwhile.
+    ``run.stop(wait=False)`` asks the run to save and end. A method that raises is reported on stderr, and the run
+    goes on.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Take note that the run has begun and its configuration was checked."""
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Take note of a training step that is done."""
+
+    def on_validation(self, run: Run, step: StepRecord) -> None:
+        """Take note of a validation: its metrics begin with ``val_``. Step 0 is that of the initial weights."""
+
+    def on_end(self, run: Run) -> None:
+        """Take note that the run has ended: `run.state` and `run.error` say how."""
+
+
+class ProgressLine(Callback):
+    """A line that shows the newest step.
+
+    A terminal or a notebook shows one line that is rewritten in place. Anything else, such as a file, gets the first
+    and the last step, and at most one line every 30 seconds between them.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stderr if file is None else file
+        self._in_place = self._file.isatty() or type(self._file).__module__.startswith("ipykernel.")
+        self._last_step = 0
+        self._line = ""
+        self._num_columns = 0
+        self._is_written = True
+        self._written_at = float("-inf")
+
+    def on_step(self, run: Run, step: StepRecord) -> None:
+        """Show the step."""
+        self._last_step = self._last_step or run.config.algorithm_section.max_num_steps
+        self._line = step_line(step, self._last_step)
+        self._is_written = False
+        if self._in_place or time.monotonic() - self._written_at >= _LINE_EVERY_S:
+            self._write()
+
+    def on_end(self, run: Run) -> None:
+        """Show the last step, and how the run has ended."""
+        if not self._is_written:
+            self._write()
+        lead = "\n" if self._in_place and self._num_columns else ""
+        what = f": {run.error}" if run.error is not None else ""
+        self._file.write(f"{lead}{run.folder}: {run.state}{what}\n")
+        self._file.flush()
+
+    def _write(self) -> None:
+        self._is_written = True
+        self._written_at = time.monotonic()
+        if self._in_place:
+            line = self._line[: shutil.get_terminal_size((_WIDTH, 24)).columns - 1]
+            self._file.write(f"\r{line.ljust(self._num_columns)}")
+            self._num_columns = len(line)
+        else:
+            self._file.write(f"{self._line}\n")
+        self._file.flush()
+
+
+class Observation:
+    """The thread that calls the callbacks of a run."""
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
+        self._run = run
+        self._callbacks = callbacks
+        self._reported: set[int] = set()
+        # No daemon: a program that comes to its end waits until the last callback has returned.
+        self._thread = threading.Thread(target=self._observe, name="tandem-callbacks", daemon=False)
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the last callback has returned; False if the time was up before.
+
+        Returns at once in the thread of the callbacks itself.
+        """
+        if threading.current_thread() is self._thread:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _observe(self) -> None:
+        self._call(lambda each: each.on_start(self._run))
+        try:
+            for step in self._run._records():
+                self._tell(step)
+        except TandemError as error:  # the journal cannot be read; the callbacks still hear of the end
+            print(f"callbacks: {error}", file=sys.stderr)
+        self._run._await_process()
+        self._call(lambda each: each.on_end(self._run))
+
+    def _tell(self, step: StepRecord) -> None:
+        if step.step > 0:
+            self._call(lambda each: each.on_step(self._run, step))
+        if any(name.startswith("val_") for name in step.metrics):
+            self._call(lambda each: each.on_validation(self._run, step))
+
+    def _call(self, method: Callable[[Callback], None]) -> None:
+        for index, callback in enumerate(self._callbacks):
+            try:
+                method(callback)
+            except Exception as error:
+                said = f"callbacks[{index}] ({type(callback).__name__}) raised {type(error).__name__}: {error}"
+                print(f"{said}; the run goes on", file=sys.stderr)
+                if index not in self._reported:
+                    self._reported.add(index)
+                    traceback.print_exc()
+
+
+def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """Return the callbacks that were given. Raises `ConfigError`."""
+    if callbacks is None:
+        return ()
+    if isinstance(callbacks, Callback):
+        raise ConfigError("callbacks: expected a list of callbacks, got one: put it into a list")
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise ConfigError(f"callbacks: expected a list of tandem.Callback, got {shown(callbacks)[:200]}")
+    for index, each in enumerate(callbacks):
+        if isinstance(each, type) and issubclass(each, Callback):
+            raise ConfigError(f"callbacks[{index}]: expected an object, got the class: write {each.__name__}()")
+        if not isinstance(each, Callback):
+            raise ConfigError(f"callbacks[{index}]: expected a tandem.Callback, got {shown(each)[:200]}")
+    return tuple(callbacks)

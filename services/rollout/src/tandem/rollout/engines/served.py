@@ -1,0 +1,156 @@
+"""What requests to a server may ask for beside what training does: penalties, alternatives, a grammar.
+
+They are a wrapper around an engine's forward pass: the pass knows nothing of them, and an engine that was never asked
+for any is not wrapped. Training never asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from tandem.common.messages import SamplingParameters
+from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
+from tandem.rollout.engines.sampling import restrict
+from tandem.rollout.engines.slots import Slots
+
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Factor = Annotated[float, Meta(gt=0.0, le=100.0)]
+
+
+class Matcher(Protocol):
+    """How far a response is in a grammar."""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that the response has got."""
+        ...
+
+    def allowed_V(self, num_tokens: int) -> NDArray[np.bool_]:
+        """Tell of each of the vocabulary's tokens whether it may come next."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a response must be."""
+
+    def begin(self) -> Matcher:
+        """Return a matcher of a response that has no token yet."""
+        ...
+
+
+class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
+    """How tokens are drawn for a request that asks for more than training does. It never leaves the process."""
+
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of every token that the response has."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted as many times as the response has the token."""
+    repetition_penalty: Factor = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the response has."""
+    num_alternatives: int = 0
+    """How many of the likeliest tokens are wanted at each place, with their log-probabilities."""
+    grammar: Grammar | None = None
+    """What the response must be; None for anything."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any changes a logit."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def penalised(
+    logits_V: torch.Tensor, sampling: ServedSampling, prompt_ids: list[int], made_ids: list[int]
+) -> torch.Tensor:
+    """Return the logits with penalties, in the order of vLLM: repetition, frequency, presence."""
+    logits_V = logits_V.clone()
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt_ids, *made_ids}), device=logits_V.device)
+        found = logits_V[seen]
+        factor = sampling.repetition_penalty
+        logits_V[seen] = torch.where(found > 0, found / factor, found * factor)
+    if made_ids:
+        made = torch.tensor(made_ids, device=logits_V.device)
+        count_V = torch.bincount(made, minlength=len(logits_V)).to(logits_V.dtype)
+        logits_V -= sampling.frequency_penalty * count_V
+        logits_V -= sampling.presence_penalty * (count_V > 0).to(logits_V.dtype)
+    return logits_V
+
+
+def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alternatives:
+    """Return the likeliest tokens, and their log-probabilities in the distribution that the next one is drawn from."""
+    if sampling.temperature == 0:  # the point mass on the largest logit
+        return [(int(logits_V.argmax()), 0.0)]
+    scaled_V = logits_V.float() / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1:
+        top_k_1, top_p_1 = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p])
+        scaled_V = restrict(scaled_V[None], top_k_1.to(scaled_V.device), top_p_1.to(scaled_V.device))[0]
+    logprob_N, token_N = scaled_V.log_softmax(dim=-1).topk(min(sampling.num_alternatives, len(scaled_V)))
+    found = zip(token_N.tolist(), logprob_N.tolist(), strict=True)
+    return [(token, logprob) for token, logprob in found if logprob > -np.inf]
+
+
+class Served:
+    """A forward pass that heeds what requests ask for, and keeps the alternatives that it sees."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], slots: Slots) -> None:
+        """`forward` returns a row of logits for each running sequence of `slots`."""
+        self._forward = forward
+        self._slots = slots
+        self._alternatives: dict[int, list[Alternatives]] = {}
+        """By request."""
+        self._matchers: dict[int, tuple[Matcher, int]] = {}
+        """By request, with the number of tokens that each has taken."""
+
+    @torch.inference_mode()
+    def __call__(self) -> torch.Tensor:
+        """Return the logits ``[R, V]`` that the next tokens are drawn by."""
+        logits_RV = self._forward()
+        for row, sequence in enumerate(self._slots.sequences):
+            request = sequence.request
+            if isinstance(request.sampling, ServedSampling):
+                logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
+        return logits_RV
+
+    def with_alternatives(self, made: Mapping[int, Tokens], starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Add the alternatives of what requests have made from these tokens on."""
+        kept = self._alternatives
+        return {
+            number: msgspec.structs.replace(tokens, alternatives=kept[number][starts[number] :])
+            if number in kept
+            else tokens
+            for number, tokens in made.items()
+        }
+
+    def finish(self, completion: Completion) -> Completion:
+        """Add the alternatives of a request that has ended, and forget it."""
+        self._matchers.pop(completion.request_id, None)
+        alternatives = self._alternatives.pop(completion.request_id, None)
+        if alternatives is None:
+            return completion
+        return msgspec.structs.replace(completion, alternatives=alternatives)
+
+    def _served(self, logits_V: torch.Tensor, row: int, request: Request, sampling: ServedSampling) -> torch.Tensor:
+        num_prompt = len(request.prompt_ids) - request.num_made
+        prompt_ids = [*request.prompt_ids[:num_prompt]]
+        made_ids = [*request.prompt_ids[num_prompt:], *self._slots.made(row, 0).token_ids_T.tolist()]
+        if sampling.has_penalties:
+            logits_V = penalised(logits_V, sampling, prompt_ids, made_ids)
+        if sampling.grammar is not None:
+            allowed_V = torch.from_numpy(self._allowed(request.request_id, sampling.grammar, made_ids, len(logits_V)))
+            logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), -torch.inf)
+        if sampling.num_alternatives:
+            found = alternatives_in(logits_V, sampling)
+            self._alternatives.setdefault(request.request_id, []).append(found)
+        return logits_V
+
+    def _allowed(self, number: int, grammar: Grammar, made_ids: list[int], num_tokens: int) -> NDArray[np.bool_]:
+        matcher, num_taken = self._matchers.get(number) or (grammar.begin(), 0)
+        matcher.take(made_ids[num_taken:])
+        self._matchers[number] = (matcher, len(made_ids))
+        return matcher.allowed_V(num_tokens)

@@ -1,0 +1,105 @@
+"""Bound what environments print, and write out what would move a terminal's cursor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from tandem.common.texts import visible
+
+MOST_OF_CALL = 4000
+"""Characters that one call of an environment may print."""
+MOST_OF_MINUTE = 40_000
+"""Characters that all calls of a process may print within a minute: a step may have thousands of them."""
+_MINUTE_S = 60.0
+
+
+class _Minute:
+    """What is left of a minute's characters of this process."""
+
+    def __init__(self) -> None:
+        self._began = -math.inf
+        self._left = 0
+
+    def take(self, wanted: int) -> int:
+        """Return how many of so many characters may be printed; say so where they are the first that may not."""
+        now = time.monotonic()
+        if now - self._began > _MINUTE_S:
+            self._began, self._left = now, MOST_OF_MINUTE
+        given = min(wanted, max(self._left, 0))
+        if given < wanted and self._left >= 0:
+            _say(f"environments have printed {MOST_OF_MINUTE} characters within a minute; what is more is left out")
+            self._left = -1
+        else:
+            self._left -= given
+        return given
+
+
+_minute = _Minute()
+
+
+class _Allowance:
+    """What is left of a call's characters, and how many more it wanted."""
+
+    def __init__(self) -> None:
+        self._left = MOST_OF_CALL
+        self.num_left_out = 0
+
+    def taken(self, text: str) -> str:
+        """Return what may be printed of a text."""
+        kept = text[: _minute.take(min(self._left, len(text)))]
+        self._left -= len(kept)
+        self.num_left_out += len(text) - len(kept)
+        return visible(kept)
+
+
+_allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
+
+
+class _Bounded:
+    """A stream that heeds the allowance of the call, if one is being made where it is written to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what may be written."""
+        allowance = _allowance.get()
+        self._stream.write(text if allowance is None else allowance.taken(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Bound what is printed in the block, by its thread or its task; say at its end how much was left out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Bounded):
+            setattr(sys, name, _Bounded(stream))
+    allowance = _Allowance()
+    before = _allowance.set(allowance)
+    try:
+        yield
+    finally:
+        _allowance.reset(before)
+        note = f"... {allowance.num_left_out} more characters that the environment printed are left out"
+        if allowance.num_left_out and _minute.take(len(note)) == len(note):
+            _say(note)
+
+
+def _say(note: str) -> None:
+    with contextlib.suppress(OSError):  # the disk may be full
+        print(f"\n{note}", file=getattr(sys.stderr, "_stream", sys.stderr), flush=True)

@@ -1,0 +1,30 @@
+"""A trainer process whose machine becomes slow: a script that tests start. Later forward passes take longer."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from typing import Any
+
+from tandem.trainer import cli
+from tandem.trainer.models import TokenScorer
+
+SLOW_S = 0.3
+"""Longer for each micro-batch."""
+NUM_PASSES = 7
+"""Passes that take no longer, of one a step."""
+_real_call = TokenScorer.__call__
+_passes = itertools.count(1)
+
+
+def _call(scorer: TokenScorer, *arguments: Any) -> Any:
+    """Score a micro-batch for real, late once there have been enough."""
+    if next(_passes) > NUM_PASSES:
+        time.sleep(SLOW_S)
+    return _real_call(scorer, *arguments)
+
+
+if __name__ == "__main__":
+    TokenScorer.__call__ = _call  # type: ignore[method-assign]
+    sys.exit(cli.main())

@@ -1,0 +1,33 @@
+"""A run that is never validated needs no other setting than that."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.common.config import build_config
+from tandem.common.errors import ConfigError
+
+SETTINGS = {
+    "policy": {"model_name": "model", "max_total_sequence_length": 64},
+    "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+}
+
+
+def test_the_metric_of_checkpoints_is_then_one_of_training() -> None:
+    config = build_config({**SETTINGS, "grpo": {"val_period": 0}})
+    assert config.checkpointing.metric_name == "reward"
+    assert config.checkpointing.higher_is_better
+    sft = build_config({**SETTINGS, "sft": {"val_period": 0, "val_at_start": False}})
+    assert (sft.checkpointing.metric_name, sft.checkpointing.higher_is_better) == ("loss", False)
+
+
+@pytest.mark.parametrize("otherwise", [{"val_at_start": True}, {"val_at_end": True}, {"max_num_steps": 0}, {}])
+def test_it_is_one_of_validation_where_a_step_is_validated(otherwise: dict[str, object]) -> None:
+    settings = {"val_period": 0, **otherwise} if otherwise else {}
+    assert build_config({**SETTINGS, "grpo": settings}).checkpointing.metric_name == "val_reward"
+
+
+def test_one_that_is_set_and_never_measured_is_refused() -> None:
+    given = {**SETTINGS, "grpo": {"val_period": 0}, "checkpointing": {"metric_name": "val_accuracy"}}
+    with pytest.raises(ConfigError, match=r"checkpointing\.metric_name: val_accuracy is never measured"):
+        build_config(given)

@@ -1,0 +1,49 @@
+"""Diagnose the metrics of real runs again: of those that were broken, the cause comes first; of healthy ones nothing.
+
+``recorded_runs.json`` has the metrics of runs of a Qwen3 model of hidden size 128 on ``chain_sum``, to four digits. The
+broken ones and the short healthy one began from the model of ``examples/arithmetic_sft.yaml`` with its GRPO stage, 16
+prompts of 8 samples, and without a schedule of the learning rate (4e-4 where it is healthy). Of the longer ones it has
+every fifth or twentieth step, and those that were validated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from diagnosis_harness import config_of, evidence_of, found_in
+
+from tandem.coordinator.inspect.diagnosis import _in_order
+from tandem.coordinator.run.journal import StepRecord
+
+
+class RecordedRun(msgspec.Struct, frozen=True):
+    """The metrics of a run, and what was wrong with it."""
+
+    algorithm: str
+    cause: str
+    """The finding that must come first; empty if nothing may be found."""
+    every: int
+    """Of how many steps one is here."""
+    steps: dict[int, dict[str, float]]
+
+
+RUNS = msgspec.json.decode(Path(__file__).with_name("recorded_runs.json").read_bytes(), type=dict[str, RecordedRun])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_cause_of_a_real_run_comes_first(name: str) -> None:
+    run = RUNS[name]
+    records = [StepRecord(step=step, version=step, metrics=m, seconds={"total": 1.0}) for step, m in run.steps.items()]
+    evidence = evidence_of(
+        config=config_of(run.algorithm),
+        steps=tuple(record for record in records if record.step),
+        held_out=tuple(record for record in records if any(metric.startswith("val_") for metric in record.metrics)),
+    )
+    found = _in_order([*found_in(evidence).values()])
+    if not run.cause:
+        assert found == []
+        return
+    assert found[0].name == run.cause
+    assert not found[0].explained_by

@@ -1,0 +1,159 @@
+"""Helper processes of environments that are killed from outside: nobody's response suffers by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from environment_harness import WAIT_S, config, problem, results, said
+
+from tandem.common.config import Config
+from tandem.rollout.environments import Score
+from tandem.rollout.environments.guarded import GuardedProcess
+from tandem.rollout.environments.outcomes import Call, Job
+from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.workers import WorkerPool
+
+Start = Callable[..., Scorer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    scorers: list[Scorer] = []
+
+    def started(name: str, **settings: object) -> Scorer:
+        made: Config = config("mine", {"class": f"own_environments.{name}", **settings})
+        scorers.append(Scorer(made))
+        scorers[-1].await_ready()
+        return scorers[-1]
+
+    yield started
+    for scorer in scorers:
+        scorer.close()
+
+
+def kill_fork_server(scorer: Scorer) -> GuardedProcess:
+    """Kill the process that forks workers, the first child of its guardian; return what it was."""
+    assert scorer._server is not None
+    killed = scorer._server._process
+    deadline = time.monotonic() + WAIT_S
+    while not (children := psutil.Process(killed._process.pid).children()):  # the guardian may not have forked yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    min(children, key=psutil.Process.create_time).kill()
+    return killed
+
+
+def await_another(scorer: Scorer, killed: GuardedProcess) -> None:
+    """Wait until there is another fork server, which has imported the class."""
+    assert scorer._server is not None
+    deadline = time.monotonic() + WAIT_S
+    while scorer._server._process is killed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def callers(count: int) -> list[int]:
+    """Wait until so many calls have begun; return the processes that they are in."""
+    deadline = time.monotonic() + WAIT_S
+    while not Path("calls").exists() or len(Path("calls").read_text().split()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(word) for word in Path("calls").read_text().split()]
+
+
+def test_a_fork_server_that_is_killed_is_started_again(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    scorer = start("Length", num_workers=2)  # the first failure would end the run
+    assert results(scorer, "abc") == [Score(3.0, True)]
+    for _ in range(3):
+        killed = kill_fork_server(scorer)
+        assert results(scorer, *("x" * n for n in range(20))) == [Score(float(n), n > 2) for n in range(20)]
+        await_another(scorer, killed)
+        assert results(scorer, "abc") == [Score(3.0, True)]
+    assert capfd.readouterr().out.count("the process that forks workers has ended (killed by SIGKILL)") == 3
+
+
+def test_a_fork_server_that_is_killed_while_workers_are_at_work_costs_no_response(start: Start) -> None:
+    scorer = start("HeldUntilTold", num_workers=2)
+    for key in range(4):
+        scorer.submit(key, problem(), said("abc"))
+    first = callers(2)
+    kill_fork_server(scorer)
+    assert set(callers(4)[2:]).isdisjoint(first)
+    Path("go").touch()
+    assert _all(scorer, 4) == [Score(3.0, True)] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_call_whose_worker_is_killed_twice_is_made_again(start: Start, number: signal.Signals) -> None:
+    scorer = start("HeldUntilTold", num_workers=1)
+    scorer.submit(0, problem(), said("abc"))
+    for count in (1, 2):
+        os.kill(callers(count)[-1], number)
+    assert len(set(callers(3))) == 3
+    Path("go").touch()
+    assert _all(scorer, 1) == [Score(3.0, True)]
+
+
+def test_a_call_whose_worker_is_killed_each_time_has_failed(start: Start) -> None:
+    scorer = start("HeldUntilTold", num_workers=1, on_error="zero")
+    scorer.submit(0, problem(), said("abc"))
+    for count in (1, 2, 3):
+        os.kill(callers(count)[-1], signal.SIGKILL)
+    (failed,) = _all(scorer, 1)
+    assert isinstance(failed, Unscored)
+    assert failed.failure == "environment 'mine', problem 'p1': its worker process ended: killed by SIGKILL"
+    Path("go").touch()
+    assert results(scorer, "ab") == [Score(2.0, True)]
+
+
+def _all(scorer: Scorer, count: int) -> list[object]:
+    found: dict[int, object] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found |= scorer.poll()
+        time.sleep(0.001)
+    return [found[key] for key in range(count)]
+
+
+def patient(scorer: Scorer) -> WorkerPool:
+    """Return the pool, whose thread looks for jobs only when it is woken: a lost wake-up is never made up for."""
+    pool = scorer._pool
+    assert isinstance(pool, WorkerPool)
+    pool._patience = lambda: 4 * WAIT_S  # type: ignore[method-assign]
+    assert results(scorer, "abc") == [Score(3.0, True)]
+    return pool
+
+
+def test_no_wake_up_is_lost_however_often_jobs_come(start: Start) -> None:
+    pool = patient(start("Length", num_workers=1))
+    for number in range(10, 3000):  # each comes when the thread may just have looked
+        job = Job(0, Call(number, problem(), said("x")))
+        pool.submit(job)
+        assert pool.done.get(timeout=WAIT_S) == (job, Score(1.0, False))
+
+
+def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> None:
+    pool = patient(start("Length", num_workers=1))
+    heeding, goes_on = threading.Event(), threading.Event()
+    assign = pool._assign
+
+    def slowly() -> None:
+        assign()
+        heeding.set()
+        goes_on.wait(WAIT_S)
+
+    pool._assign = slowly  # type: ignore[method-assign]
+    pool._wake()
+    assert heeding.wait(WAIT_S)
+    job = Job(0, Call(10, problem(), said("abc")))
+    pool.submit(job)  # the thread has looked for jobs, and does not wait yet
+    goes_on.set()
+    assert pool.done.get(timeout=WAIT_S) == (job, Score(3.0, True))

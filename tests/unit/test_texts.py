@@ -1,0 +1,139 @@
+"""Texts from processes and from the user's code: short, and without what moves a terminal's cursor."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
+from tandem.common.returned import line
+from tandem.common.texts import last_lines, shortened, visible
+from tandem.common.tokenizer import Messages
+from tandem.coordinator.run.members import _readable
+from tandem.rollout.environments import printing
+from tandem.rollout.environments.environment import Score
+from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
+from tandem.rollout.environments.printing import MOST_OF_CALL, bounded
+
+ESC = "\x1b"
+LONG = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m" * 500_000
+"""Clears the screen, names the window, turns the writing round: 8 MB."""
+CALL = Call(number=1, problem=Problem(problem_id="1", question="1+1", answer="2", metadata={}), conversation=())
+
+
+def is_harmless(text: str) -> bool:
+    return re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text) is None
+
+
+@pytest.mark.parametrize(
+    "text", [LONG, "x" * 5_000_000, ESC, "a\x1b[31mb\n\tc"], ids=["control", "long", "one", "lines"]
+)
+def test_what_is_shown_is_harmless_and_short(text: str) -> None:
+    began = time.process_time()
+    for shown, most in ((shortened(text), 10_000), (line(text), 610), (shortened(text, 50), 50)):
+        assert len(shown) <= most
+        assert is_harmless(shown)
+    assert time.process_time() - began < 5.0
+    assert visible("a\x1b[31mb\n\tc") == "a\\x1b[31mb\n\tc"
+    assert shortened("a plain text\n\tof two lines") == "a plain text\n\tof two lines"
+
+
+def test_a_process_that_says_what_failed_is_shown_harmlessly() -> None:
+    said = Failed(command_id=1, phase="\x1b[2J", error=ESC * MAX_TEXT, expected=True, traceback=ESC * MAX_TRACEBACK)
+    shown = _readable(said)
+    assert shown.phase == "\\x1b[2J"
+    assert all(map(is_harmless, (shown.error, shown.traceback)))
+    msgspec.msgpack.decode(msgspec.msgpack.encode(shown), type=Failed)  # within its bounds still
+    assert _readable(plain := Failed(command_id=1, phase="training", error="full", expected=True)) == plain
+
+
+def test_the_last_lines_of_a_log_are_harmless_short_and_read_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"first\n{LONG}\nlast\x1b[2J\n")
+    lines = last_lines(log, 3)
+    assert lines[-1] == "last\\x1b[2J"
+    assert sum(map(len, lines)) < 5000
+    assert all(map(is_harmless, lines))
+    log.write_text("")
+    assert last_lines(log, 3) == []
+
+
+def test_what_an_environment_raises_or_names_is_harmless() -> None:
+    def raises(problem: Problem, conversation: Messages) -> object:
+        raise ValueError(LONG)
+
+    def names(problem: Problem, conversation: Messages) -> object:
+        return Score(reward=1.0, correct=True, components={"\x1b" * 150: 1.0})
+
+    failure = outcome_of(CALL, raises, converses=False, module="")
+    assert isinstance(failure, Failure)
+    assert is_harmless(failure.what + failure.trace)
+    failure = outcome_of(CALL, names, converses=False, module="")
+    assert isinstance(failure, Failure), "written out, the name is too long for a message"
+    assert is_harmless(failure.what)
+
+
+def test_a_failure_of_a_sample_cannot_be_long_on_the_wire() -> None:
+    field = next(each for each in msgspec.structs.fields(SampleScored) if each.name == "failure")
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert("x" * 5_000_000, field.type)
+
+
+def test_prints_of_environments_are_bounded_in_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    def prints(problem: Problem, conversation: Messages) -> object:
+        for _ in range(3):
+            print(LONG)
+        return Score(reward=1.0, correct=True)
+
+    for _ in range(2):
+        outcome_of(CALL, prints, converses=False, module="")
+    print("a plain line")
+    said, errors = capsys.readouterr()
+    assert is_harmless(said)
+    assert said.endswith("a plain line\n")
+    assert len(said) < 2 * 10 * MOST_OF_CALL, "a control character is written out with up to six others"
+    assert errors.count("more characters that the environment printed are left out") == 2
+
+
+def test_prints_of_all_calls_of_a_minute_are_bounded_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(printing, "_minute", printing._Minute())
+
+    def prints(problem: Problem, conversation: Messages) -> object:
+        print("x" * MOST_OF_CALL)
+        return Score(reward=1.0, correct=True)
+
+    def printed(num_calls: int) -> tuple[int, str]:
+        for _ in range(num_calls):
+            outcome_of(CALL, prints, converses=False, module="")
+        said, errors = capsys.readouterr()
+        return said.count("x"), errors
+
+    num, errors = printed(100)
+    assert printing.MOST_OF_MINUTE - MOST_OF_CALL < num <= printing.MOST_OF_MINUTE
+    assert errors.count("what is more is left out") == 1
+    assert len(errors) < MOST_OF_CALL, "nor do the notes add up"
+    assert printed(100) == (0, "")
+    monkeypatch.setattr(printing, "_MINUTE_S", 0.0)
+    assert printed(1)[0] > MOST_OF_CALL - 10
+
+
+def test_prints_of_coroutines_are_bounded_for_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    async def prints(letter: str) -> None:
+        with bounded():
+            for _ in range(10):
+                print(letter * 1000)
+                await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(prints("a"), prints("b"))
+
+    asyncio.run(both())
+    said, _ = capsys.readouterr()
+    assert {said.count(letter) for letter in "ab"} <= {*range(MOST_OF_CALL - 10, MOST_OF_CALL + 1)}

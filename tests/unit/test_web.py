@@ -1,0 +1,217 @@
+"""What strangers and web sites ask of a web server: refused on one line, and nobody waits for who never ends asking."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.common import web
+from tandem.common.errors import ConfigError
+from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
+from tandem.rollout.openai_api.app import make_app, read_body
+from tandem.rollout.openai_api.refusals import Refused, as_response
+from tandem.rollout.openai_api.server import HttpServer, listen
+from tests.unit.page_harness import client, make_run
+
+if TYPE_CHECKING:
+    from tandem.rollout.openai_api.generator import ServedModel
+
+WAIT_S = 30.0
+LIMIT = 200
+
+
+async def _echo(request: Request) -> Response:
+    try:
+        return Response(await read_body(request))
+    except Refused as error:
+        return as_response(error)
+
+
+def echo() -> Starlette:
+    return Starlette(routes=[Route("/", _echo, methods=["GET", "POST"])])
+
+
+@contextlib.contextmanager
+def served(*, asks_for_token: bool = False) -> Iterator[tuple[str, int]]:
+    with HttpServer(echo(), listen("127.0.0.1", 0), asks_for_token=asks_for_token) as server:
+        parts = urlsplit(server.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        yield parts.hostname, parts.port
+
+
+def ask(at: tuple[str, int], headers: dict[str, str], body: bytes | None = b"{}") -> int:
+    connection = http.client.HTTPConnection(*at, timeout=WAIT_S)
+    with contextlib.closing(connection):
+        connection.request("GET" if body is None else "POST", "/", body, headers)
+        return connection.getresponse().status
+
+
+JSON = {"content-type": "application/json"}
+REFUSED = [
+    ({**JSON, "host": "evil.example:8000"}, 403),
+    ({**JSON, "host": ""}, 403),
+    ({**JSON, "host": "[::1"}, 403),
+    ({**JSON, "origin": "https://evil.example"}, 403),
+    ({**JSON, "origin": "null"}, 403),
+    ({"content-type": "text/plain"}, 415),
+    ({"content-type": "application/x-www-form-urlencoded"}, 415),
+    ({"content-type": "multipart/form-data; boundary=1"}, 415),
+]
+ALLOWED: list[dict[str, str]] = [
+    JSON,
+    {},
+    {"content-type": "Application/JSON; charset=utf-8", "host": "localhost", "origin": "http://localhost:3000"},
+    {**JSON, "host": "[::1]:80"},
+]
+
+
+def test_a_server_on_loopback_without_a_token_answers_no_web_site() -> None:
+    with served() as at:
+        for headers, status in REFUSED:
+            assert ask(at, headers) == status, headers
+        for headers in ALLOWED:
+            assert ask(at, headers) == 200, headers
+    with served(asks_for_token=True) as at:
+        assert {ask(at, headers) for headers, _ in REFUSED} == {200}, "a token is enough: behind a proxy, for instance"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"POST / HT",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET",
+    ],
+)
+def test_headers_that_do_not_come_to_an_end_end_the_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "HEADERS_S", 0.3)
+    with served() as at, socket.create_connection(at, timeout=WAIT_S) as connection:
+        connection.sendall(said)
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while came := connection.recv(1 << 16):
+                heard += came
+    assert heard.count(b"HTTP/1.1 ") == said.count(b"\r\n\r\n")
+
+
+def test_a_request_whose_headers_are_there_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "HEADERS_S", 0.2)
+    with served() as at, socket.create_connection(at, timeout=WAIT_S) as connection:
+        for _ in range(2):
+            connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{")
+            time.sleep(0.5)
+            connection.sendall(b"}")
+            heard = b""
+            while not heard.endswith(b"{}"):
+                heard += connection.recv(1 << 16)
+            assert heard.startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_breaks_off_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    app = make_app(lambda _: cast("ServedModel", None), deadline_s=WAIT_S)
+    for each in (echo(), app):
+        with HttpServer(each, listen("127.0.0.1", 0)) as server:
+            parts = urlsplit(server.url)
+            for path in (b"/", b"/v1/chat/completions"):
+                with socket.create_connection((parts.hostname, parts.port), timeout=WAIT_S) as connection:
+                    connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % path)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+SERVING = textwrap.dedent(
+    """
+    import resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from tandem.rollout.openai_api.server import HttpServer, listen
+    app = Starlette(routes=[Route("/", lambda _: Response(), methods=["POST"])])
+    with HttpServer(app, listen("127.0.0.1", 0)) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()
+    """
+)
+
+
+def test_idle_connections_do_not_keep_others_out() -> None:
+    words = [sys.executable, "-c", SERVING, str(LIMIT)]
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        parts = urlsplit(process.stdout.readline().strip())
+        at = str(parts.hostname), int(parts.port or 0)
+        held = [socket.socket() for _ in range(2 * LIMIT)]
+        try:
+            for each in held:
+                each.setblocking(False)
+                each.connect_ex(at)
+            assert ask(at, JSON) == 200
+        finally:
+            for each in held:
+                each.close()
+        _, errors = process.communicate("", timeout=WAIT_S)
+        assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_the_right_token_leads_to_no_other_host(tmp_path: Path) -> None:
+    make_run(tmp_path / "run").close()
+    page = client(tmp_path / "run", token="right")
+    for path in ("//evil.example/", "/\\evil.example/", "/%5Cevil.example", "///evil.example/%2F", "/a%0d%0ab"):
+        answer = page.get(f"http://127.0.0.1{path}?token=right&a=b", follow_redirects=False)
+        assert answer.status_code == 303
+        where = answer.headers["location"]
+        assert where.startswith("/"), where
+        assert urlsplit(where).netloc == "", where
+        assert not where.startswith(("//", "/\\")), where
+
+
+def test_a_token_may_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ArgumentParser()
+    add_token(parser, "a token")
+    file = tmp_path / "token"
+    file.write_text("from a file\n")
+    file.chmod(0o600)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert token_of(parser.parse_args([])) is None
+    monkeypatch.setenv(VARIABLE, "of the environment")
+    assert token_of(parser.parse_args([])) == "of the environment"
+    assert token_of(parser.parse_args(["--token-file", str(file)])) == "from a file"
+    assert token_of(parser.parse_args(["--token", "by flag"])) == "by flag"
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read or changed by others"):
+        token_of(parser.parse_args(["--token-file", str(file)]))
+    os.mkfifo(tmp_path / "pipe")
+    for words, why in (
+        (["--token", " "], "the token is empty"),
+        (["--token-file", str(tmp_path / "none")], "cannot read it: No such file"),
+        (["--token-file", str(tmp_path / "pipe")], "it is a FIFO, not a file"),
+        (["--token", "a\x1bb"], "one printable line"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            token_of(parser.parse_args(words))
