@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.by_hand import refits_of
-from tests.integration.harness import coordinator, steps_of, write_config
+from tests.integration.harness import steps_of, typed, write_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 def test_training_and_generation_take_turns_on_one_gpu() -> None:
-    ended = coordinator("up", write_config(CONFIG), timeout_s=800.0)
+    ended = typed("coordinator", "up", str(write_config(CONFIG)), timeout_s=800.0)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     steps = steps_of()
     assert [step.step for step in steps] == [*range(1, NUM_STEPS + 1)]

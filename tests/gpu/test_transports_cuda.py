@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,17 +17,29 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout, program, trials
-from tandem.refit.bound import bind
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
+from tandem.refit.transfer import Mesh
 from tandem.refit.transports import cuda_ipc, process_group
+from tandem.refit.transports.process_group import Message
+from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
 
-SHAPES = {"q": (64, 48), "k": (16, 48), "norm": (48,), "embed": (4099, 1025)}
+NEEDS_TWO = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process, and there is only one"
+)
+SHAPES = {"q": (64, 48), "k": (16, 48), "norm": (48,), "embed": (515, 1025)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tracker() -> None:
+    """Start what the first process that is spawned starts, and what lives as long as this one."""
+    resource_tracker.ensure_running()
 
 
 def values(name: str, version: int) -> torch.Tensor:
@@ -95,6 +110,22 @@ def test_an_engine_copies_out_of_the_trainers_memory(dtype: str) -> None:
         wire.close()
 
 
+def test_a_thread_that_has_not_used_the_gpu_opens_memory() -> None:
+    process, wire = other_process(train)
+    try:
+        storage = layout.decode(wire.recv_bytes()).storages[0]
+        device = torch.device("cuda:0")
+        with ThreadPoolExecutor(1) as pool:
+            opened = pool.submit(cuda_ipc.open_storage, storage, "trainer-0", "rollout-0", device).result()
+            shared = pool.submit(cuda_ipc.share, torch.ones(9, device=device)).result()
+        assert opened.numel() == storage.num_bytes
+        assert shared.device == cuda_ipc.device_uuid(device)
+    finally:
+        process.kill()
+        process.join(30)
+        wire.close()
+
+
 @pytest.mark.parametrize("types", trials.KERNEL_TYPES)
 def test_kernels_copy_what_torch_copies(types: tuple[torch.dtype, torch.dtype]) -> None:
     assert trials.kernels_agree(*types)
@@ -102,8 +133,10 @@ def test_kernels_copy_what_torch_copies(types: tuple[torch.dtype, torch.dtype]) 
 
 def test_what_the_doctor_tries_works_here() -> None:
     assert trials.collective_agrees()
-    assert trials.ipc_rate(64 << 20) > 1
-    assert trials.gpu_rate(64 << 20) > 1
+    # What a simulated GPU copies in a second says nothing; that the bytes are right is tried there as well.
+    num_bytes, least = (64 << 10, 0) if IS_RUNNING else (64 << 20, 1)
+    assert trials.ipc_rate(num_bytes) > least
+    assert trials.gpu_rate(num_bytes) > least
 
 
 def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
@@ -112,7 +145,9 @@ def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
     held = {name: values(name, 1).to("cuda:1") for name in SHAPES}
     own = program.decode(encoded)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-    groups = {mesh.name: process_group.connect(mesh, "trainer-0", store, "cuda:1", 60.0) for mesh in own.meshes}
+    groups = {
+        mesh.name: process_group.connect(mesh, "trainer-0", store, torch.device("cuda:1"), 60.0) for mesh in own.meshes
+    }
     bound = bind(own, held, groups)
     for _ in range(2):
         bound.run(60.0)
@@ -121,19 +156,121 @@ def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
         group.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process, and there is only one")
+def receive_from_nobody(wire: Connection, port: int) -> None:
+    """Connect a mesh, and wait for a message of a peer that is killed before it sends one; then for a while."""
+    mesh = Mesh("m", ("rollout-0", "trainer-0"), "cuda")
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.cuda.set_device(0)
+    wire.send_bytes(b"here")
+    wire.recv_bytes()
+    group = process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 10.0)
+    wire.send_bytes(b"connected")
+    wire.recv_bytes()
+    works: list[Any] = []
+    assert not group.start([Message(torch.zeros(8, dtype=torch.uint8, device="cuda:0"), 1, 0, False)], works)
+    wire.send_bytes(group.wait(works[0], time.monotonic() + 2).encode())
+    wire.recv_bytes()
+
+
+def connect_and_wait(wire: Connection, port: int) -> None:
+    """Connect the mesh of `receive_from_nobody`."""
+    torch.cuda.set_device(1)
+    mesh = Mesh("m", ("rollout-0", "trainer-0"), "cuda")
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    wire.send_bytes(b"here")
+    wire.recv_bytes()
+    _group = process_group.connect(mesh, "trainer-0", store, torch.device("cuda:1"), 10.0)
+    wire.send_bytes(b"connected")
+    wire.recv_bytes()
+
+
+def meeting() -> torch.distributed.TCPStore:
+    """Return a store at which members meet; it ends with the last that holds it."""
+    return torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+@NEEDS_TWO
+def test_who_waits_for_a_peer_that_is_lost_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch would end the process after minutes: its watchdog, and what watches that.
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
+    store = meeting()
+    survivor, wire = other_process(receive_from_nobody, store.port)
+    peer, other_wire = other_process(connect_and_wait, store.port)
+    try:
+        assert wire.recv_bytes() == other_wire.recv_bytes() == b"here"
+        for each in (wire, other_wire):  # both at once: the deadline is of connecting alone
+            each.send_bytes(b"connect")
+        assert wire.recv_bytes() == other_wire.recv_bytes() == b"connected"
+        peer.kill()
+        peer.join(30)
+        wire.send_bytes(b"go on")
+        assert wire.recv_bytes() == b"the deadline passed"
+        survivor.join(15)
+        assert survivor.is_alive(), f"it ended with {survivor.exitcode}"
+    finally:
+        for process, its_wire in ((survivor, wire), (peer, other_wire)):
+            process.kill()
+            process.join(30)
+            its_wire.close()
+
+
+@NEEDS_TWO
+def test_who_connects_with_a_member_that_is_lost_meanwhile_gives_up() -> None:
+    mesh, store = Mesh("m", ("rollout-0", "trainer-0"), "cuda"), meeting()
+    process_group.announce(mesh, "trainer-0", store)
+    started = time.monotonic()
+    with pytest.raises(RefitError, match=r"could not connect mesh 'm': the deadline passed"):
+        process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 3.0)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("sender", ["cuda", "cpu"])
+def test_a_gpu_and_a_cpu_stream_over_memory_of_the_host(sender: str) -> None:
+    master = meeting()
+    kinds = {"trainer-0": sender, "rollout-0": "cpu" if sender == "cuda" else "cuda"}
+    uuid = cuda_ipc.device_uuid(torch.device("cuda:0"))
+    layouts = {
+        member: msgspec.structs.replace(describe("cpu" if kind == "cpu" else uuid, "bfloat16", None), host=member)
+        for member, kind in kinds.items()
+    }
+    made = plan({"trainer-0": layouts["trainer-0"]}, {"rollout-0": layouts["rollout-0"]}, allow_alias=False)
+    assert [mesh.device_type for mesh in made.meshes] == ["cpu"]
+    held = {"trainer-0": {name: values(name, 1).to(kinds["trainer-0"]) for name in SHAPES}}
+    held["rollout-0"] = {name: torch.zeros_like(values(name, 1), device=kinds["rollout-0"]) for name in SHAPES}
+
+    def end(member: str) -> BoundProgram:
+        own = made.programs[member]
+        device = next(iter(held[member].values())).device
+        store = torch.distributed.TCPStore("127.0.0.1", master.port, is_master=False)
+        groups = {mesh.name: process_group.connect(mesh, member, store, device, 60.0) for mesh in own.meshes}
+        return bind(own, held[member], groups)
+
+    with ThreadPoolExecutor(2) as pool:
+        bound = [each.result() for each in [pool.submit(end, member) for member in kinds]]
+        for _ in range(2):
+            for each in [pool.submit(each.run, 60.0) for each in bound]:
+                each.result()
+    for name, tensor in held["rollout-0"].items():
+        assert torch.equal(tensor.cpu(), values(name, 1))
+
+
+@NEEDS_TWO
 def test_weights_stream_over_nccl() -> None:
+    store = meeting()
     uuids = [cuda_ipc.device_uuid(torch.device("cuda", index)) for index in range(2)]
     source = msgspec.structs.replace(describe(uuids[1], "bfloat16", None), host="another host")
     made = plan({"trainer-0": source}, {"rollout-0": describe(uuids[0], "bfloat16", None)}, allow_alias=False)
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
     process, wire = other_process(stream_from, store.port, program.encode(made.programs["trainer-0"]))
     try:
         own = made.programs["rollout-0"]
         held = {name: torch.zeros(s, dtype=torch.bfloat16, device="cuda:0") for name, s in SHAPES.items()}
-        groups = {mesh.name: process_group.connect(mesh, "rollout-0", store, "cuda:0", 60.0) for mesh in own.meshes}
+        groups = {
+            mesh.name: process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 60.0)
+            for mesh in own.meshes
+        }
         bound = bind(own, held, groups)
         for _ in range(2):
             assert sum(bound.run(60.0).values()) == bound.num_bytes

@@ -1,0 +1,62 @@
+"""An optimizer's state that waits in host memory: nothing of it is lost, and the device has its memory meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from tandem.trainer.offload import Offloaded, state_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+
+NUM = 1 << 22
+"""So many that a tensor has memory of its own: small ones share theirs with what stays."""
+
+
+def test_the_state_comes_back_as_it_was_and_its_memory_is_free_meanwhile() -> None:
+    device = torch.device("cuda")
+    parameter = torch.nn.Parameter(torch.randn(NUM, device=device))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    held = state_of(optimizer, device)
+    before, free = [each.clone().cpu() for each in held], torch.cuda.mem_get_info()[0]
+    offloaded = Offloaded(held)
+    assert torch.cuda.mem_get_info()[0] >= free + 2 * 4 * NUM, "two moments of float32 are with the device still"
+    assert all(host.is_pinned() for _, host in offloaded._held)
+    offloaded.reload()
+    assert all(torch.equal(own.cpu(), was) for own, was in zip(held, before, strict=True))
+    optimizer.step()
+    assert parameter.isfinite().all()
+
+
+def test_copies_are_waited_for_before_the_memory_goes() -> None:
+    program = """
+        import torch
+        from tandem.trainer.offload import Offloaded
+        tensor = torch.arange(1000.0, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # not the default stream, which much else waits for
+            offloaded = Offloaded([tensor])
+            offloaded.reload()
+        print(float(tensor.sum()))
+    """
+    # Where GPUs are simulated: what nobody waits for happens much later.
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "SIMULATED_GPU_DELAY": "30"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout.strip() == "499500.0", ended.stderr

@@ -1,0 +1,73 @@
+"""Whole runs whose trainers are on GPUs and whose engine is on a CPU: the numbers are those of a run on CPUs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.by_hand import refits_of
+from tests.integration.harness import steps_of, typed, write_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+
+NUM_STEPS = 4
+TOLERANCE = 1e-4
+"""Of float32 sums that are taken in another order."""
+BACKENDS: dict[str, dict[str, Any]] = {
+    "dtensor": {},
+    "megatron": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}},
+}
+SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one": (1, {}, {}),
+    "sharded": (2, {}, {}),
+    "cut": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}, {"tensor_model_parallel_size": 2}),
+}
+"""The trainers, and what each backend is told."""
+
+
+def run(name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool) -> list[dict[str, float]]:
+    """Return the metrics of each step."""
+    with monkeypatch.context() as patched:
+        if not on_gpu:
+            patched.setenv("CUDA_VISIBLE_DEVICES", "")
+        path = write_config({**config, "logger": {"log_dir": name}}, f"{name}.yaml")
+        ended = typed("coordinator", "up", str(path), timeout_s=500.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [step.metrics for step in steps_of(name)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_those_of_cpus(backend: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_trainers, of_dtensor, of_megatron = SHAPES[shape]
+    if num_trainers > torch.cuda.device_count():
+        pytest.skip(f"{num_trainers} trainers need a GPU each")
+    policy = dict(BACKENDS[backend])
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+        policy["megatron_cfg"] = {**policy["megatron_cfg"], **of_megatron}
+    else:
+        policy |= of_dtensor
+    config = {
+        "grpo": {"max_num_steps": NUM_STEPS, "val_period": 2},
+        "policy": {"new_model": {"config": {"num_key_value_heads": 2}}, **policy},
+        "cluster": {"trainers": num_trainers},
+        "checkpointing": {"save_period": NUM_STEPS},
+    }
+    monkeypatch.chdir(tmp_path)
+    there = run("gpu", config, monkeypatch, on_gpu=True)
+    here = run("cpu", config, monkeypatch, on_gpu=False)
+    assert len(there) == len(here) == NUM_STEPS
+    for gpu, cpu in zip(there, here, strict=True):
+        for metric in ("loss", "grad_norm", "reward", "token_mult_prob_error"):
+            assert gpu[metric] == pytest.approx(cpu[metric], rel=TOLERANCE, abs=TOLERANCE), metric
+    refits = refits_of("gpu")
+    assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
+    assert all(refit.digest and not refit.quarantined for refit in refits)
