@@ -11,7 +11,7 @@ from own_environments import Length
 from rollout_harness import WAIT_S, Rollout
 
 from tandem.common.messages import Attest, Attested, Refit
-from tandem.refit import endpoint
+from tandem.refit.digests import task
 from tandem.rollout.engines import transformers
 from tandem.rollout.engines.transformers import TransformersEngine
 
@@ -47,7 +47,7 @@ class Sleeper(TransformersEngine):
 @pytest.fixture
 def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout]:
     monkeypatch.setattr(transformers, "TransformersEngine", Sleeper)
-    monkeypatch.setattr(endpoint, "_DIGEST_BYTES_PER_S", 1.0)  # so that it is not begun before the answers are there
+    monkeypatch.setitem(task._BYTES_PER_S, "cpu", 1.0)  # so that it is not begun before the answers are there
     made = Rollout(tmp_path, f"{Length.__module__}.{Length.__qualname__}", model=MODEL)
     yield made
     made.service.close()

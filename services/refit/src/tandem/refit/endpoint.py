@@ -50,8 +50,6 @@ _SAMPLED_ONE_IN = 16
 """``refit.verify: sampled`` digests about one in so many of the rows of each version."""
 _SLICE_S = 0.002
 _POLL_S = 0.001
-_DIGEST_BYTES_PER_S = 3e9
-"""Roughly what one core digests."""
 _PATIENCE = 2.0
 """A digest begins after so many times what it will take: the first token of a version comes before its proof."""
 
@@ -98,8 +96,8 @@ class Digesting(Protocol):
     """A digest under way; see `DigestTask`."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that are read, one after the other."""
+    def expected_s(self) -> float:
+        """Roughly the seconds that it takes where nothing else runs."""
         ...
 
     def advance(self, seconds: float) -> bool:
@@ -232,7 +230,8 @@ class Weights:
         merges: Iterator[None] = iter(())
         if merger is not None:
             merges = merger.check() if sampling is None else merger.check(sampling.version, sampling.one_in)
-        return VersionDigest(task, self._frozen_digests, merges, merger.num_bytes if merger else 0)
+        merges_s = task.seconds_for(merger.num_bytes) if merger else 0.0
+        return VersionDigest(task, self._frozen_digests, merges, merges_s)
 
     def _task(self, verification: Verification, sampling: Sampling | None, known: DigestList | None) -> DigestTask:
         """Return a task that digests some rows of what is held, or received."""
@@ -406,7 +405,7 @@ class Endpoint:
     def _begin_digest(self, order: Attest) -> None:
         self._order, self._digest_s = order, 0.0
         self._digest = self._holder.digest_task(self._sampling(order.version))
-        self._digest_from = time.monotonic() + _PATIENCE * self._digest.num_bytes / _DIGEST_BYTES_PER_S
+        self._digest_from = time.monotonic() + _PATIENCE * self._digest.expected_s
 
     def _sampling(self, version: int) -> Sampling | None:
         return Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None

@@ -23,9 +23,9 @@ class FrozenDigests:
         self._known: Digests | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that are yet to be read."""
-        return self._task.num_bytes if self._known is None else 0
+    def expected_s(self) -> float:
+        """Roughly the seconds that it will take."""
+        return self._task.expected_s if self._known is None else 0.0
 
     def advance(self, seconds: float) -> bool:
         """Work for this long; return whether everything is known."""
@@ -43,15 +43,16 @@ class FrozenDigests:
 class VersionDigest:
     """The digests of a version: of what changes, by a `DigestTask`, of what does not, and a check of merged weights."""
 
-    def __init__(
-        self, changing: DigestTask, frozen: FrozenDigests, merges: Iterator[None], num_bytes_merged: int
-    ) -> None:
-        """`merges` checks some more of the merged weights at each step; raises `RefitError` where one differs."""
+    def __init__(self, changing: DigestTask, frozen: FrozenDigests, merges: Iterator[None], merges_s: float) -> None:
+        """`merges` checks some more of the merged weights at each step, in all for about `merges_s`.
+
+        It raises `RefitError` where one differs.
+        """
         self._changing = changing
         self._frozen = frozen
         self._merges = merges
-        self.num_bytes = changing.num_bytes + frozen.num_bytes + num_bytes_merged
-        """Bytes of weights that are read, one after the other."""
+        self.expected_s = changing.expected_s + frozen.expected_s + merges_s
+        """Roughly the seconds that it takes where nothing else runs."""
 
     def advance(self, seconds: float) -> bool:
         """Work for this long, or a little longer; return whether everything is done."""

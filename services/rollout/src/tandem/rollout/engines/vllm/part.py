@@ -125,10 +125,10 @@ class Part:
         for packed in self._packed:
             packed.pack()
 
-    def begin_digest(self, sampling: Sampling | None) -> int:
-        """Begin to digest its weights; return how many bytes that reads."""
+    def begin_digest(self, sampling: Sampling | None) -> float:
+        """Begin to digest its weights; return roughly the seconds that it takes."""
         self._digest = self._described().digest_task(sampling)
-        return self._digest.num_bytes
+        return self._digest.expected_s
 
     def advance_digest(self, seconds: float) -> bool:
         """Go on with the digest for this long; return whether it is done."""

@@ -32,8 +32,8 @@ class WorkersDigest:
 
     def __init__(self, llm: Llm, sampling: Sampling | None) -> None:
         self._llm = llm
-        self.num_bytes = max(llm.ask("begin_digest", sampling))
-        """Of the worker that has most; they work at the same time."""
+        self.expected_s = max(llm.ask("begin_digest", sampling))
+        """Of the worker that takes longest; they work at the same time."""
 
     def advance(self, seconds: float) -> bool:
         """Work for this long; return whether all workers are done."""
