@@ -14,6 +14,7 @@ queries, ``G`` of keys and values, of dimension ``D``; ``R`` queries of a block;
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -188,8 +189,7 @@ def _attend_on_gpu(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # only CUDA has a kernel for it
 
-    lengths_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
-    ends_2S = lengths_2S.contiguous().to(query_LHD.device, non_blocking=True)
+    ends_2S = _ends(tuple(segments), query_LHD.device)
     attended_LHD = varlen_attn(
         query_LHD,
         key_MGD,
@@ -204,3 +204,10 @@ def _attend_on_gpu(
     )
     assert isinstance(attended_LHD, torch.Tensor), "nothing but the result was asked for"
     return attended_LHD
+
+
+@functools.lru_cache(maxsize=4)  # every layer asks for the same row's, and each copy waits for the GPU
+def _ends(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Return where each segment begins and the last ends, ``[2, S + 1]``: in the queries, and in the keys."""
+    sizes_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
+    return sizes_2S.contiguous().to(device)

@@ -11,18 +11,17 @@ of a head.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tandem.common.segments import attend
 from tandem.trainer.backends.megatron.kernels import rms_norm
+from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import gather_shares
 
 
@@ -66,13 +65,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         value_NGD: torch.Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: RoutedSequences,
         **_: Any,
     ) -> torch.Tensor:
         """Return what each token attended to, ``[N, H * D]``."""
         size = self._group.size()
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [(end - start) // size for start, end in itertools.pairwise(bounds)]
+        lengths = [length // size for length in packed_seq_params.lengths]
         if size == 1:
             segments = [(n, n) for n in lengths]
             attended_NHD = attend(query_NHD, key_NGD, value_NGD, segments, self._scale, self._window)

@@ -25,6 +25,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
     """Where the sequences of a row begin and end, which every layer is told, and where their tokens go."""
 
+    lengths: tuple[int, ...] = ()
+    """Of the sequences, on all ranks of context parallelism together; here, because to read `cu_seqlens_q` is to wait
+    for the GPU."""
     routed_experts_MLK: torch.Tensor | None = None
     """int16; -1 where the router is to choose itself. None: it always is."""
 

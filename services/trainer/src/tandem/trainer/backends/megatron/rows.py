@@ -82,6 +82,7 @@ def _share(batch: MicroBatch, row: PackedRow, rank: int, size: int) -> Row:
         bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(row.lengths),
         routed_experts_MLK=None if experts_BTLK is None else of_row(experts_BTLK, source_M)[0],
     )
     if mine_M is None:
