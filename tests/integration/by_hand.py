@@ -97,5 +97,7 @@ def assert_same_results(
             assert found.pop(name) == pytest.approx(wanted.pop(name))
         if ours.step == interrupted_at and "val_accuracy" not in found:
             wanted = {name: value for name, value in wanted.items() if not name.startswith("val_")}
-        assert found == wanted
+        differing = {name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)}
+        values = {name: (found.get(name), wanted.get(name)) for name in sorted(differing)}
+        assert not differing, f"step {ours.step} differs (found, wanted): {values}"
     assert last_weights(Path(run)) == last_weights(expected)
