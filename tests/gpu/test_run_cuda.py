@@ -10,6 +10,7 @@ import torch
 
 from tests.integration.by_hand import refits_of
 from tests.integration.harness import steps_of, typed, write_config
+from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +37,12 @@ CONFIG: dict[str, Any] = {
     "checkpointing": {"save_period": NUM_STEPS},
     "cluster": {"gpus_per_node": 1, "deadlines": {"build_s": 600.0}},
 }
+if IS_RUNNING:
+    CONFIG["grpo"] |= {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}
+    CONFIG["policy"]["train_global_batch_size"] = 8
+    CONFIG["policy"]["new_model"] = {
+        "config": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 64}
+    }
 
 
 def test_training_and_generation_take_turns_on_one_gpu() -> None:

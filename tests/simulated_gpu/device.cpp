@@ -92,6 +92,11 @@ thread_local bool with_context = false;
 
 }  // namespace
 
+std::string uuid(int physical) {
+  std::string bytes(16, 0x51);
+  bytes[15] = static_cast<char>(physical);
+  return bytes;
+}
 int num_visible() { return static_cast<int>(visible().size()); }
 int physical(int device) { return visible().at(device); }
 int current_device() { return the_device; }
@@ -139,8 +144,8 @@ std::uint64_t started_at(int pid) {
   return std::strtoull(field.c_str(), nullptr, 10);
 }
 
-// Return what others hold of a device, and write down what this process does: one file, under a lock.
-std::size_t others_hold(int device, std::size_t own) {
+// Return what others hold of a device and, if it is given, write down what this process does: a file, under a lock.
+std::size_t others_hold(int physical_device, std::optional<std::size_t> own) {
   if (settings().state.empty()) return 0;
   int fd = open(settings().state.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (fd < 0) fail("SIMULATED_GPU_STATE cannot be opened: " + settings().state);
@@ -152,14 +157,16 @@ std::size_t others_hold(int device, std::size_t own) {
   std::size_t total = 0;
   std::vector<Held> kept;
   for (const Held& entry : entries) {
-    bool is_own = entry.pid == getpid() && entry.physical == physical(device);
-    if (is_own || entry.started != started_at(entry.pid)) continue;
+    bool is_own = entry.pid == getpid() && entry.physical == physical_device;
+    if ((is_own && own) || entry.started != started_at(entry.pid)) continue;
     kept.push_back(entry);
-    if (entry.physical == physical(device)) total += entry.bytes;
+    if (entry.physical == physical_device && !is_own) total += entry.bytes;
   }
-  kept.push_back({getpid(), physical(device), started_at(getpid()), own});
-  if (ftruncate(fd, 0) != 0 || pwrite(fd, kept.data(), kept.size() * sizeof(Held), 0) < 0) {
-    fail("SIMULATED_GPU_STATE cannot be written");
+  if (own) {
+    kept.push_back({getpid(), physical_device, started_at(getpid()), *own});
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, kept.data(), kept.size() * sizeof(Held), 0) < 0) {
+      fail("SIMULATED_GPU_STATE cannot be written");
+    }
   }
   close(fd);  // which unlocks it
   return total;
@@ -176,13 +183,13 @@ std::optional<std::size_t> take(int device, std::size_t bytes) {
     arena.fd = memfd_create("simulated-gpu", MFD_CLOEXEC);
     if (arena.fd < 0) fail("no file for the memory of a device can be made");
   }
-  std::size_t used = arena.held + others_hold(device, arena.held);
+  std::size_t used = arena.held + others_hold(physical(device), arena.held);
   if (used + bytes > settings().memory) return std::nullopt;
   std::size_t offset = arena.end;
   if (ftruncate(arena.fd, static_cast<off_t>(arena.end + bytes)) != 0) fail("the memory of a device cannot grow");
   arena.end += bytes;
   arena.held += bytes;
-  others_hold(device, arena.held);
+  others_hold(physical(device), arena.held);
   return offset;
 }
 
@@ -191,7 +198,7 @@ void give(int device, std::size_t offset, std::size_t bytes) {
   Arena& arena = memory().arenas[device];
   fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   arena.held -= bytes;
-  others_hold(device, arena.held);
+  others_hold(physical(device), arena.held);
 }
 
 char* reserve(std::size_t bytes) {
@@ -264,10 +271,13 @@ std::optional<Allocation> find(const void* address) {
   return allocation;
 }
 
-std::size_t bytes_used(int device) {
+std::size_t bytes_used_of(int physical_device) {
   std::lock_guard lock(memory().mutex);
-  std::size_t own = memory().arenas[device].held;
-  return own + others_hold(device, own);
+  std::size_t own = 0;
+  for (auto& [device, arena] : memory().arenas) {
+    if (physical(device) == physical_device) own += arena.held;
+  }
+  return own + others_hold(physical_device, std::nullopt);
 }
 
 constexpr char MAGIC[8] = "simgpu1";

@@ -26,6 +26,9 @@ const Settings& settings();
 
 // --- devices ---------------------------------------------------------------------------------------------------------
 
+constexpr const char* NAME = "Simulated GPU";
+constexpr int COMPUTE_CAPABILITY = 9;   // and nothing after the point
+std::string uuid(int physical);         // 16 bytes
 int num_visible();                      // as CUDA_VISIBLE_DEVICES says
 int physical(int device);
 int current_device();
@@ -68,7 +71,7 @@ void note(const Allocation& allocation);                                     // 
 bool release(const void* base);
 void forget(const void* base);                                               // no longer for `find`
 std::optional<Allocation> find(const void* address);
-std::size_t bytes_used(int device);                                          // by all processes that live
+std::size_t bytes_used_of(int physical);                                     // by all processes that live
 Handle export_memory(const Allocation& allocation);
 char* import_memory(const Handle& handle, int device);                       // null if its process is gone
 

@@ -1,10 +1,10 @@
 """Run a command on GPUs that are simulated on the CPU.
 
-The CUDA build of torch needs a driver and kernels of a GPU. Two libraries stand in for them: one has the functions of
-the CUDA runtime, of the driver and of NCCL (`device.h` says what a device is here), and is preloaded; the other has
-torch's operators, computed by its kernels for the CPU on the same memory (`operators.cpp`), and is loaded by whoever
-imports torch (`hook/sitecustomize.py`). Both are compiled here, with the headers that torch brings, once for each
-version of them. Triton's kernels run in its interpreter.
+The CUDA build of torch needs a driver and kernels of a GPU. Three libraries stand in for them: one has the functions of
+the CUDA runtime, of the driver and of NCCL (`device.h` says what a device is here), one those of NVML, which tells of
+devices; both are preloaded. The third has torch's operators, computed by its kernels for the CPU on the same memory
+(`operators.cpp`), and is loaded by whoever imports torch (`hook/sitecustomize.py`). They are compiled here, with the
+headers that torch brings, once for each version of them. Triton's kernels run in its interpreter.
 
 usage: python tests/simulated_gpu/run.py COMMAND ...
 
@@ -30,11 +30,13 @@ HERE = Path(__file__).parent
 IS_RUNNING = "SIMULATED_GPU_OPERATORS" in os.environ
 """Whether GPUs are simulated in this process."""
 _RUNTIME = ("device", "runtime", "driver", "nccl")
-_NOT_STUBBED = re.compile(r"^(?!cuda|__cuda|nccl).*|.*(_ptsz|_ptds)$")
+_DRIVERS = re.compile(r"CUDAAPI\s+(cu\w+)\s*\(")
+_RENAMED = re.compile(r"#define\s+cu\w+\s+(cu\w+_v\d+)\b")
+_NOT_STUBBED = re.compile(r"^(?!cu|__cuda|nccl).*|.*(_ptsz|_ptds)$")
 
 
-def build() -> tuple[Path, Path]:
-    """Return the libraries for the runtime and for the operators; compile them where that has not been done.
+def build() -> tuple[Path, Path, Path]:
+    """Return the libraries for the runtime, for NVML and for the operators; compile them where that has not been done.
 
     Raises `subprocess.CalledProcessError`, when the compiler has said why.
     """
@@ -42,7 +44,7 @@ def build() -> tuple[Path, Path]:
     sources = [*sorted(HERE.glob("*.cpp")), HERE / "device.h", Path(__file__)]
     text = b"".join(source.read_bytes() for source in sources) + importlib.metadata.version("torch").encode()
     folder = Path(sys.prefix) / "simulated_gpu" / hashlib.sha256(text).hexdigest()[:16]
-    libraries = folder / "libcuda.so.1", folder / "liboperators.so"
+    libraries = folder / "libcuda.so.1", folder / "libnvidia-ml.so.1", folder / "liboperators.so"
     if not all(library.exists() for library in libraries):
         folder.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
@@ -55,15 +57,16 @@ def build() -> tuple[Path, Path]:
 
 def environment() -> dict[str, str]:
     """Return the variables that have a command run on simulated GPUs; compile what it needs."""
-    runtime, operators = build()
+    runtime, nvml, operators = build()
     python_path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {
         "SIMULATED_GPU_COUNT": "2",
         **os.environ,
-        "LD_PRELOAD": str(runtime),
+        "LD_PRELOAD": f"{runtime}:{nvml}",
         "SIMULATED_GPU_OPERATORS": str(operators),
         "PYTHONPATH": python_path,
         "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # what it compiles for a GPU is Triton that is not interpreted
     }
 
 
@@ -78,6 +81,9 @@ def _compile(folder: Path, site: Path) -> None:
     stubs = folder / "stubs.cpp"
     provided = _functions([*map(Path, objects)], "--extern-only")
     wanted = _functions([site / "nvidia/cu13/lib/libcudart.so.13", site / "nvidia/nccl/lib/libnccl.so.2"], "--dynamic")
+    # The driver's library is not there to be asked: its names are those that the header gives them.
+    header = (cuda / "cuda.h").read_text()
+    wanted |= {*_DRIVERS.findall(header), *_RENAMED.findall(header)}
     lines = ["namespace simulated { [[noreturn]] void missing(const char*); }", 'extern "C" {']
     for name in sorted(wanted - provided):
         if not _NOT_STUBBED.match(name):
@@ -87,6 +93,8 @@ def _compile(folder: Path, site: Path) -> None:
     subprocess.run(
         [*common, "-w", "-shared", str(stubs), *objects, "-Wl,-soname,libcuda.so.1", "-o", str(runtime)], check=True
     )
+    nvml = ["-std=c++17", "-shared", str(HERE / "nvml.cpp"), str(runtime), "-Wl,-soname,libnvidia-ml.so.1"]
+    subprocess.run([*common, *nvml, "-o", str(folder / "libnvidia-ml.so.1")], check=True)
     headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     source = str(HERE / "operators.cpp")
     libraries = [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]

@@ -157,11 +157,10 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device < 0 || device >= num_visible()) return told(cudaErrorInvalidDevice);
   std::memset(properties, 0, sizeof *properties);
-  std::snprintf(properties->name, sizeof properties->name, "Simulated GPU");
-  std::memset(&properties->uuid, 0x51, sizeof properties->uuid);
-  properties->uuid.bytes[15] = static_cast<char>(physical(device));
+  std::snprintf(properties->name, sizeof properties->name, "%s", NAME);
+  std::memcpy(&properties->uuid, uuid(physical(device)).data(), sizeof properties->uuid);
   properties->pciBusID = physical(device);
-  properties->major = 9;
+  properties->major = COMPUTE_CAPABILITY;
   properties->totalGlobalMem = settings().memory;
   properties->multiProcessorCount = 132;
   properties->warpSize = 32;
@@ -181,7 +180,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = COMPUTE_CAPABILITY; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMultiProcessorCount: *value = 132; break;
     case cudaDevAttrWarpSize: *value = 32; break;
@@ -277,7 +276,7 @@ cudaError_t cudaHostUnregister(void* address) {
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   make_context();
   *total = settings().memory;
-  *free = *total - std::min(*total, bytes_used(current_device()));
+  *free = *total - std::min(*total, bytes_used_of(physical(current_device())));
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {

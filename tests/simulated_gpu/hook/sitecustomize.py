@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import vllm_without_kernels
+
 
 class _Followed(importlib.abc.Loader):
     """Loads a module, and then does something with it."""
@@ -44,10 +46,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _round_to_bfloat16(interpreter: Any) -> None:
-    """Have Triton's interpreter round float32 to bfloat16 as GPUs do; it cuts the lower bits off."""
+def _interpret(interpreter: Any) -> None:
+    """Have Triton's interpreter work on the GPU's memory where it lies, and compute with bfloat16 as GPUs do.
+
+    It would copy whole storages to the CPU and back, cut the lower bits of float32 off, and multiply the bits of
+    bfloat16 as if they were integers.
+    """
     import torch
 
+    def wait(self: Any, arguments: Any, named: Any) -> tuple[Any, Any]:
+        torch.cuda.current_stream().synchronize()
+        return arguments, named
+
+    interpreter.GridExecutor._init_args_hst = wait
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
     convert = interpreter._convert_float
 
     def rounded(values: Any, from_: Any, to: Any, rounding: Any) -> Any:
@@ -56,11 +68,35 @@ def _round_to_bfloat16(interpreter: Any) -> None:
         return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
 
     interpreter._convert_float = rounded
+    builder = interpreter.InterpreterBuilder
+    multiply, combine = builder.create_dot, builder.binary_op
+
+    def is_bfloat16(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == interpreter.tl.bfloat16)
+
+    def widened(handle: Any) -> Any:
+        if not is_bfloat16(handle):
+            return handle
+        bits = handle.data.astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), interpreter.tl.float32)
+
+    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return multiply(self, widened(left), widened(right), *rest)
+
+    def binary(self: Any, left: Any, right: Any, op: Any) -> Any:
+        found = combine(self, widened(left), widened(right), op)
+        if not is_bfloat16(left) or found.data.dtype == bool:
+            return found
+        bits = rounded(found.data, interpreter.tl.float32, interpreter.tl.bfloat16, None)
+        return interpreter.TensorHandle(bits, interpreter.tl.bfloat16)
+
+    builder.create_dot, builder.binary_op = dot, binary
 
 
 if library := os.environ.get("SIMULATED_GPU_OPERATORS"):
     followers = {
         "torch": lambda torch: torch.ops.load_library(library),
-        "triton.runtime.interpreter": _round_to_bfloat16,
+        "triton.runtime.interpreter": _interpret,
+        **vllm_without_kernels.BY_MODULE,
     }
     sys.meta_path.insert(0, _Finder(followers))
