@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,12 +33,6 @@ NEEDS_TWO = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process, and there is only one"
 )
 SHAPES = {"q": (64, 48), "k": (16, 48), "norm": (48,), "embed": (515, 1025)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tracker() -> None:
-    """Start what the first process that is spawned starts, and what lives as long as this one."""
-    resource_tracker.ensure_running()
 
 
 def values(name: str, version: int) -> torch.Tensor:

@@ -77,6 +77,11 @@ Result nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
   }
   return not_found;
 }
+Result nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) {
+  unsigned domain, bus;
+  if (std::sscanf(id, "%x:%x", &domain, &bus) != 2) return invalid_argument;
+  return nvmlDeviceGetHandleByIndex_v2(bus, device);
+}
 Result nvmlDeviceGetIndex(void* device, unsigned* index) {
   *index = index_of(device);
   return success;
@@ -106,6 +111,15 @@ Result nvmlDeviceGetMemoryInfo_v2(void* device, Memory_v2* memory) {
 Result nvmlDeviceGetP2PStatus(void* device, void* peer, int, int* status) {
   *status = device == peer || settings().has_peers ? 0 : 5;  // not supported
   return success;
+}
+Result nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return not_supported; }
+Result nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, Pci*) { return not_supported; }
+Result nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+  *count = 0;  // it tells of bytes alone
+  return success;
+}
+Result nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, void* processes) {
+  return nvmlDeviceGetComputeRunningProcesses(device, count, processes);
 }
 Result nvmlDeviceGetPciInfo_v3(void* device, Pci* pci) {
   *pci = {};
