@@ -269,7 +269,7 @@ def harried_run(dice: random.Random, num_kills: int, expected: Path | None) -> E
             if expected is None:
                 assert_asynchronous_results("run")
             else:
-                assert_same_results("run", expected, other_engines=True)
+                assert_same_results("run", expected)
             equal = True
         why = ""
     except AssertionError as error:

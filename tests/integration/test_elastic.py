@@ -169,7 +169,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 
 def test_engines_that_come_and_go_leave_weights_as_they_would_have_been(runs: tuple[Path, Path, str]) -> None:
     alone, elastic, _ = runs
-    assert_same_results(elastic, alone, other_engines=True)
+    assert_same_results(elastic, alone)
 
 
 def test_who_leaves_is_no_loss_and_is_not_replaced(runs: tuple[Path, Path, str]) -> None:

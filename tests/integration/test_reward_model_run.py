@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.coordinator.run.journal import read_journal
+from tests.integration.by_hand import assert_same_metrics
 from tests.integration.harness import (
     SUMS,
     Command,
     coordinator,
     copy_examples,
-    deterministic,
     merged,
     processes_of,
     steps_of,
@@ -87,7 +87,7 @@ def test_a_run_whose_reward_model_is_killed_and_that_is_resumed_is_the_same_to_t
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     pairs = zip(steps_of("run"), steps_of(whole / "run"), strict=True)
     for ours, theirs in pairs:
-        assert deterministic(ours.metrics) == deterministic(theirs.metrics)
+        assert_same_metrics(ours.metrics, theirs.metrics)
     assert weights_of("run/checkpoints/step_4") == weights_of(whole / "run/checkpoints/step_4")
 
 

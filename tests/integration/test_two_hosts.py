@@ -46,7 +46,7 @@ def test_one_trainer_streams_to_one_engine(other_host: tuple[str, ...], one_host
     with on_two_hosts({}, other_host) as (run, engines, _):
         assert run.wait() == 0, run.output()
         assert [engine.wait() for engine in engines] == [0]
-    assert_same_results("run", one_host)
+    assert_same_results("run", one_host, same_batches=True)
     refits = refits_of()
     assert [refit.version for refit in refits] == list(range(NUM_STEPS + 1))
     for refit in refits:
@@ -68,7 +68,7 @@ def two_hosts(other_host: tuple[str, ...], tmp_path_factory: pytest.TempPathFact
 
 
 def test_two_trainers_stream_to_two_engines(two_hosts: Path, one_host_two_of_each: Path) -> None:
-    assert_same_results(two_hosts, one_host_two_of_each)
+    assert_same_results(two_hosts, one_host_two_of_each, same_batches=True)
 
 
 def test_engines_on_one_host_share_what_comes_from_another(two_hosts: Path) -> None:
