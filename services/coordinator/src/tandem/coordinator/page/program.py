@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,14 @@ def serve(
         limit_concurrency=200,
     )
     server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
-    asyncio.run(server.serve(sockets=[listener]))
+    with asyncio.Runner() as runner:
+        # A loop that a signal interrupts while it is made complains when it is collected.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            runner.get_loop()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        runner.run(server.serve(sockets=[listener]))
 
 
 class _Server(SignalledServer):
