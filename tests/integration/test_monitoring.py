@@ -70,7 +70,7 @@ def test_a_run_is_scraped_and_sends_its_spans(collector: Collector) -> None:
         def has_steps() -> bool:
             found.clear()
             found.update(scraped(url))
-            return found.get("tandem_step", 0) >= 2
+            return found.get("tandem_step", 0) >= 2 and found.get("tandem_engines", 0) > 0
 
         wait_until(has_steps, run.output, died=lambda: run.process.poll() is not None)
         run.signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_a_run_is_scraped_and_sends_its_spans(collector: Collector) -> None:
     assert found["tandem_reward"] == pytest.approx(step.metrics["reward"])
     assert found["tandem_tokens_per_s"] == pytest.approx(step.metrics["tokens_per_s"])
     assert found['tandem_step_seconds{phase="total"}'] == pytest.approx(step.seconds["total"])
-    assert found["tandem_engines_up"] == found["tandem_engines"] > 0
+    assert found["tandem_engines_up"] == found["tandem_engines"]
     assert found["tandem_replaced_processes_total"] == 0
     assert found['tandem_refit_seconds{phase="transfer"}'] > 0
     assert 0 <= found["tandem_seconds_since_last_step"] < 600
