@@ -12,10 +12,10 @@ import torch.distributed as dist
 import transformers
 from smoke import sized
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.tokenizer import write_new_model
 
 CHARACTERS = "0123456789+-= "
 MODEL = {

@@ -18,7 +18,6 @@ import msgspec
 import torch.multiprocessing
 from torch.distributed import TCPStore
 
-from tandem.common.config import build_config, config_to_json
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.messages import (
     Attest,
@@ -37,8 +36,9 @@ from tandem.common.messages import (
     VersionCommitted,
     Welcome,
 )
-from tandem.common.service import Member, Service, _answer_orders
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
+from tandem.config import build_config, config_to_json
+from tandem.launch.service import Member, Service, _answer_orders
 from tandem.refit.endpoint import Endpoint
 from tandem.refit.service import RefitService
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from processes import EndpointService
 
-from tandem.common.service import Member
+from tandem.launch.service import Member
 from tandem.refit.endpoint import Endpoint
 from tandem.trainer.backends.shards import weights_of
 

@@ -27,15 +27,15 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from refit_trainer import Trainer
 from smoke import sized
 
-from tandem.common.config import build_config, config_to_json
-from tandem.common.config.schema import NewModel
 from tandem.common.messages import BuildEngine, Generate, Generated, Problem, PromptGroup, SamplingParameters
-from tandem.common.service import Member
-from tandem.common.tokenizer import write_new_model
+from tandem.config import build_config, config_to_json
+from tandem.config.schema import NewModel
+from tandem.launch.service import Member
 from tandem.refit import layout
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.service import RolloutService
+from tandem.samples.tokenizer import write_new_model
 
 NUM_ROUNDS = 5
 NUM_GROUPS, NUM_TURNS = sized(8, 2), 4

@@ -22,9 +22,9 @@ from one_trainer import make_batch, one_trainer
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE
 
-from tandem.common import manifest
-from tandem.common.config import Config
-from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.config import Config
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.samples import manifest
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

@@ -18,10 +18,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common import curve
-from tandem.common.batch import SampleArrays
 from tandem.common.curve import Admitted, Gatekeeper
 from tandem.common.messages import MAX_TOKENS_FETCHED, SamplesFetched
 from tandem.common.wire import encode
+from tandem.samples.batch import SampleArrays
 from tests.members import MEMBER
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.broken_runs import BROKEN, HEALTHY, Case, prepare, prepare_others, run
 from benchmarks.smoke import IS_SMOKE, sized
-from tandem.coordinator.inspect.diagnosis import diagnose
+from tandem.observe.diagnosis import diagnose
 
 LEAST_RIGHT = 0.9
 Row = tuple[Case, str, bool]

@@ -29,7 +29,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.common.keys import write_run_keys
-from tandem.coordinator.run.members import new_run_keys
+from tandem.coordinator.members.members import new_run_keys
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5
@@ -114,7 +114,7 @@ def run(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_overhead_of_a_training_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    from tandem.coordinator.run.journal import read_journal
+    from tandem.observe.run_folder.journal import read_journal
 
     times = benchmark.pedantic(run, args=(tmp_path,), rounds=1)
     with read_journal(tmp_path / "run") as journal:

@@ -23,8 +23,8 @@ from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import build_config
+from tandem.config import build_config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

@@ -25,18 +25,18 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 from starlette.testclient import TestClient
 
-from tandem.common.config import build_config
 from tandem.common.messages import Hello, ServiceKind, Train
 from tandem.common.wire import Peer
-from tandem.coordinator.page.server import make_app
-from tandem.coordinator.run.curves_file import CURVES_NAME, CurvesFile
-from tandem.coordinator.run.journal import Journal, StepRecord
-from tandem.coordinator.run.live_file import LiveFile
-from tandem.coordinator.run.members import Member, Registry
-from tandem.coordinator.run.spec import run_spec
-from tandem.coordinator.run.timeline import Timeline
+from tandem.config import build_config
+from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.members.members import Member, Registry
+from tandem.coordinator.observers.live_file import LiveFile
+from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
+from tandem.observe.page.server import make_app
+from tandem.observe.run_folder.curves_file import CURVES_NAME, CurvesFile
+from tandem.observe.run_folder.journal import Journal, StepRecord
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, browser, until
 
 NUM_STEPS = sized(100_000, 2_000)

@@ -26,7 +26,7 @@ from processes import Asked, EndpointService, Plane, Remote, config_json, starte
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.common.service import Member
+from tandem.launch.service import Member
 from tandem.refit import layout
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.huggingface import HuggingFace

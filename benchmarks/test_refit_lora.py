@@ -23,7 +23,7 @@ from processes import Asked, EndpointService, Plane, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 
-from tandem.common.service import Member
+from tandem.launch.service import Member
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.refit.layout import LayoutBuilder, contiguous_strides, whole

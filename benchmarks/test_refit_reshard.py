@@ -26,7 +26,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
 
-from tandem.common.service import Member
+from tandem.launch.service import Member
 from tandem.refit import layout, planner, program
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts

@@ -35,7 +35,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.torch import load_file, save_file
 from smoke import sized
 
-from tandem.common.service import Member
+from tandem.launch.service import Member
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides

@@ -20,7 +20,7 @@ from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 
-from tandem.coordinator.run.journal import RefitRecord, read_journal
+from tandem.observe.run_folder.journal import RefitRecord, read_journal
 
 NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", sized("25", "4")))
 NUM_RUNS = sized(2, 1)

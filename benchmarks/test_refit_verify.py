@@ -23,11 +23,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from refit_trainer import Trainer
 from smoke import sized
 
-from tandem.common.config import config_from_json
 from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, SamplingParameters
-from tandem.common.service import Member
-from tandem.common.tokenizer import write_new_model
+from tandem.config import config_from_json
+from tandem.launch.service import Member
 from tandem.refit import layout
+from tandem.samples.tokenizer import write_new_model
 
 NUM_ROUNDS = 7
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))

@@ -17,8 +17,8 @@ import torch
 import transformers
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.routed_experts import COLUMN
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.routed_experts import COLUMN
 from tandem.trainer.routing import RoutingReplay
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -30,8 +30,6 @@ import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.smoke import IS_SMOKE, sized
-from tandem.common.batch import SampleArrays, TrainingBatch
-from tandem.common.config import Config, build_config
 from tandem.common.curve import new_key_pair, prove
 from tandem.common.keys import MemberKeys
 from tandem.common.messages import (
@@ -59,15 +57,17 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Codec, Frames, encode
+from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.run.batches import Batches
-from tandem.coordinator.run.members import Pulse, Registry
-from tandem.coordinator.run.replies import Replies
-from tandem.coordinator.run.reply_checks import Limits
+from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.members.members import Pulse, Registry
+from tandem.coordinator.members.replies import Replies
+from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
+from tandem.samples.batch import SampleArrays, TrainingBatch
 from tests.members import at, open_listening
 
 NUM_GROUPS, GROUP_SIZE, PROMPT = sized(128, 8), 8, 128

@@ -20,7 +20,7 @@ from one_trainer import make_batch, one_trainer
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE
 
-from tandem.common.config import Config
+from tandem.config import Config
 from tandem.trainer import checkpoints, step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

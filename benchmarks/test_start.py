@@ -23,8 +23,8 @@ from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.coordinator.run.fork_server import Child, ForkServer
-from tandem.coordinator.run.launch import preload
+from tandem.launch.fork_server import Child, ForkServer
+from tandem.launch.launch import preload
 
 NUM_ROUNDS = 7
 SERVICES = sized(("trainer", "rollout", "rollout"), ("trainer", "rollout"))

@@ -68,7 +68,7 @@ CONFIG = {
 
 def tandem_step_seconds(folder: Path) -> list[float]:
     """Run Tandem; return the seconds of each step after the warm-up, as its journal has them."""
-    from tandem.coordinator.run.journal import read_journal
+    from tandem.observe.run_folder.journal import read_journal
 
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG))

@@ -30,8 +30,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import build_config
+from tandem.config import build_config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 

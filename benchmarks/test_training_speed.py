@@ -31,8 +31,8 @@ from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import build_config
+from tandem.config import build_config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import Counts, make_loss

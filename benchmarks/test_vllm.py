@@ -35,8 +35,8 @@ insides.prepare_environment(NUM_THREADS)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tandem.common.config.schema.generation import VllmCfg  # noqa: E402
 from tandem.common.messages import SamplingParameters  # noqa: E402
+from tandem.config.schema.generation import VllmCfg  # noqa: E402
 from tandem.refit.digests.task import digest_layout  # noqa: E402
 from tandem.refit.layout import Layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
@@ -80,7 +80,7 @@ started = time.perf_counter()
 if kind == "vllm":
     insides.prepare_environment(1)
     import vllm.v1.engine.llm_engine
-    from tandem.common.config.schema.generation import VllmCfg
+    from tandem.config.schema.generation import VllmCfg
     from tandem.rollout.engines.vllm.engine import VllmEngine
     imported = time.perf_counter()
     settings = VllmCfg(precision="float32", max_model_len=max_length)

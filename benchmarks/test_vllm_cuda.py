@@ -39,9 +39,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from processes import Asked, EndpointService, Remote, config_json, started  # noqa: E402
 
-from tandem.common.config.schema.generation import VllmCfg  # noqa: E402
 from tandem.common.messages import SamplingParameters  # noqa: E402
-from tandem.common.service import Member  # noqa: E402
+from tandem.config.schema.generation import VllmCfg  # noqa: E402
+from tandem.launch.service import Member  # noqa: E402
 from tandem.refit import layout  # noqa: E402
 from tandem.refit.digests.task import digest_layout  # noqa: E402
 from tandem.refit.endpoint import Endpoint  # noqa: E402
@@ -262,7 +262,7 @@ def test_colocated_steps(benchmark: Any, size: str, tmp_path: Path) -> None:
         subprocess.run(command, check=True, cwd=tmp_path, timeout=1500)
 
     benchmark.pedantic(run, rounds=1)
-    from tandem.coordinator.run.journal import read_journal
+    from tandem.observe.run_folder.journal import read_journal
 
     with read_journal(tmp_path / "run") as journal:
         steps = journal.steps()[2:]  # the first two warm up

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS = {
     "tandem.refit.transports.gpu_kernel": "triton",
     "tandem.rollout.engines.vllm.worker": "vllm",
-    "tandem.coordinator.run.prometheus": "prometheus_client",
-    "tandem.coordinator.run.tracing": "opentelemetry",
+    "tandem.coordinator.observers.prometheus": "prometheus_client",
+    "tandem.observe.exporters.tracing": "opentelemetry",
 }
 
 
@@ -74,8 +74,8 @@ def check_nothing_is_missing(modules: list[str]) -> None:
 
 def check_page(wheel: Path) -> None:
     """Compare the files that the page is made of with the source tree."""
-    root = ROOT / "services" / "coordinator" / "src"
-    names = {str(path.relative_to(root)) for path in root.glob("tandem/coordinator/page/static/**/*") if path.is_file()}
+    root = ROOT / "libs" / "observe" / "src"
+    names = {str(path.relative_to(root)) for path in root.glob("tandem/observe/page/static/**/*") if path.is_file()}
     assert names, "the page has no files"
     missing = names - set(zipfile.ZipFile(wheel).namelist())
     assert not missing, f"not in the wheel: {sorted(missing)}"

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from PIL import Image
 
-from tandem.coordinator.inspect.figure import draw_curves
-from tandem.coordinator.inspect.summary import RunSummary, summarise
+from tandem.observe.report.figure import draw_curves
+from tandem.observe.report.summary import RunSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-PARTS = ("libs/common", "services/coordinator", "services/trainer", "services/rollout", "services/refit")
+PARTS = (
+    *(f"libs/{name}" for name in ("common", "config", "samples", "observe", "launch", "serving")),
+    *(f"services/{name}" for name in ("coordinator", "trainer", "rollout", "refit")),
+)
 _MARKED = re.compile(r"(<!-- tree -->\n).*?(<!-- /tree -->)", re.DOTALL)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.threads import sum_reproducibly
+from tandem.config.threads import sum_reproducibly
 from tests import leaks
 
 _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")

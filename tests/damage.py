@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import manifest
+from tandem.samples import manifest
 
 
 def first_tensor(path: Path, part: str = "") -> tuple[str, int, int]:

@@ -6,8 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
+from tandem.config.schema import NewModel
+from tandem.samples.tokenizer import write_new_model
 
 CHARACTERS = "0123456789+-= "
 

@@ -23,7 +23,7 @@ import msgspec
 import psutil
 import pytest
 
-from tandem.coordinator.run.live import read_live
+from tandem.observe.run_folder.live import read_live
 from tests import leaks
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import Command, all_gone, joins, merged, steps_of, wait_until, write_config

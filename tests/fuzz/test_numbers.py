@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.batch import SampleArrays
 from tandem.common.bounds import LEAST_LOGPROB
-from tandem.common.columns import GENERATION_LOGPROBS
-from tandem.common.config import build_config
-from tandem.common.config.schema import LossFn
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import LARGEST, Message, Problem, SampleScored
 from tandem.common.wire import Codec, encode
+from tandem.config import build_config
+from tandem.config.schema import LossFn
+from tandem.config.schema.columns import GENERATION_LOGPROBS
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.run.reply_checks import finite
+from tandem.coordinator.members.reply_checks import finite
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
+from tandem.samples.batch import SampleArrays
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.packing import MicroBatch

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.messages import SamplingParameters
+from tandem.config.schema.generation import VllmCfg
 from tandem.refit import layout
 from tandem.refit.planner import plan
 from tandem.rollout.engine import Completion, Request

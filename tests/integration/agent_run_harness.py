@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from tandem.common.sample_record import RecordedSample
+from tandem.samples.sample_record import RecordedSample
 from tests.integration.harness import merged, write_config
 
 AGENT = """

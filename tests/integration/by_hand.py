@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.run.journal import RefitRecord, read_journal
+from tandem.observe.run_folder.journal import RefitRecord, read_journal
 from tests.integration.harness import coordinator, deterministic, steps_of, weights_of, write_config
 
 

@@ -17,19 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tandem.coordinator.run.fork_server import Child, ForkServer, serve
-from tandem.coordinator.run.launch import preload
+from tandem.launch.fork_server import Child, ForkServer, serve
+from tandem.launch.launch import preload
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
 _DEADLINE_S = 400.0
 """A disk that has just got all packages may take minutes to read them, which three processes ask of it at once."""
 _MODULES = (
     "tandem.coordinator.cli",
-    "tandem.coordinator.run.preflight",
-    "tandem.coordinator.run.run",
+    "tandem.coordinator.preparing.preflight",
+    "tandem.coordinator.loop.run",
     "tandem.coordinator.algorithms.grpo",
     "tandem.coordinator.algorithms.recorded",
-    "tandem.coordinator.inspect.report",
+    "tandem.observe.report.report",
     "matplotlib.backends.backend_agg",
     "reasoning_gym",
     "tests.integration.preloaded",  # last: it ends with Megatron-Core, which is not installed beside vLLM

@@ -25,8 +25,8 @@ import pytest
 import yaml
 
 from tandem.common.keys import key_file
-from tandem.coordinator.run.fork_server import Child
-from tandem.coordinator.run.journal import StepRecord, read_journal
+from tandem.launch.fork_server import Child
+from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.integration import consoles
 
 TIMEOUT_S = 240.0

@@ -48,7 +48,7 @@ def _note(name: str, **what: Any) -> None:
 
 
 def _trainer(arguments: Sequence[str]) -> int:
-    from tandem.common.batch import SampleArrays
+    from tandem.samples.batch import SampleArrays
     from tandem.trainer import cli, step
     from tandem.trainer.fetching import SampleFetcher
     from tandem.trainer.losses import policy_gradient
@@ -91,7 +91,7 @@ def _trainer(arguments: Sequence[str]) -> int:
 
 def _rollout(arguments: Sequence[str]) -> int:
     from tandem.common.messages import SamplesFinished
-    from tandem.common.service import Member
+    from tandem.launch.service import Member
     from tandem.rollout import cli
     from tandem.rollout.engines.transformers import TransformersEngine
     from tandem.rollout.service import RolloutService

@@ -45,11 +45,11 @@ def _strike(address: str, point: str, number: int) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rollout service."""
-    from tandem.common.sample_store import SampleStore
     from tandem.rollout import cli
     from tandem.rollout.engines.transformers import TransformersEngine
     from tandem.rollout.sample_recorder import SampleRecorder
     from tandem.rollout.service import RolloutService
+    from tandem.samples.sample_store import SampleStore
 
     address = arguments[arguments.index("--coordinator") + 1]
     start, find, apply = RolloutService._start, SampleStore._found, TransformersEngine.apply

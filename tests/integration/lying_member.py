@@ -22,9 +22,9 @@ import numpy as np
 
 from tandem.common import wire
 from tandem.common.messages import PROTOCOL_VERSION, Failed, Hello
-from tandem.common.sample_store import SampleStore
-from tandem.common.service import Member
 from tandem.common.wire import pump
+from tandem.launch.service import Member
+from tandem.samples.sample_store import SampleStore
 
 LIES = Path("lies")
 _EVERY_S = 0.2

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tandem.common.config import Config
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
+from tandem.config import Config
+from tandem.config.schema import NewModel
+from tandem.samples.tokenizer import write_new_model
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tests.integration.trainer_harness import ADAMW, make_batch, make_config

@@ -34,7 +34,7 @@ def _make_once() -> None:
     """Have the rules of configurations made, the sources of a model read, and the names of tensors in checkpoints."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from tandem.common.config import build_config
+    from tandem.config import build_config
 
     new_model = {"characters": "01", "config": {"model_type": "qwen3"}}
     data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import load_config
-from tandem.common.sample_files import FOLDER, SHARD
-from tandem.common.sample_record import RecordedSample, read_step, steps
+from tandem.config import load_config
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.run.journal import StepRecord, read_journal
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.observe.run_folder.journal import StepRecord, read_journal
+from tandem.samples.sample_files import FOLDER, SHARD
+from tandem.samples.sample_record import RecordedSample, read_step, steps
 from tests.integration.harness import Command, steps_of, wait_until
 
 TWO: dict[str, Any] = {

@@ -15,8 +15,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backend import Backend
 from tests.integration.trainer_harness import (
     ADAMW,

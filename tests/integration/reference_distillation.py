@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 from tests.integration.reference import Numbers, adamw, sequences_of
 
 IMPOSSIBLE = -100.0

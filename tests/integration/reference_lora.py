@@ -15,7 +15,7 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import ADAMW
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import ADAMW
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 
 BETA, SFT_WEIGHT = 0.3, 0.2
 

@@ -12,11 +12,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.batch import TrainingBatch
 from tandem.common.messages import SamplingParameters
-from tandem.common.routed_experts import COLUMN, RoutedExperts
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tests.integration.trainer_harness import make_model
 
 EXPERTS = RoutedExperts(num_layers=2, num_experts=4, top_k=2)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.common.batch import BatchTable
 from tandem.common.messages import Train
 from tandem.common.wire import Arrays
+from tandem.samples.batch import BatchTable
 from tandem.trainer import checkpoints, cli
 from tandem.trainer.service import TrainerService
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.inspect.diagnosis import diagnose
+from tandem.observe.diagnosis import diagnose
 from tests.integration.agent_run_harness import AGENT, configure
 from tests.integration.harness import coordinator
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.sample_record import read_step
+from tandem.samples.sample_record import read_step
 from tests.integration.agent_run_harness import AGENT, LR, branches_of, configure, model_after
 from tests.integration.harness import (
     Command,

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.config.schema import NewModel
-from tandem.common.sample_record import read_step
-from tandem.common.tokenizer import write_new_model
+from tandem.config.schema import NewModel
+from tandem.samples.sample_record import read_step
+from tandem.samples.tokenizer import write_new_model
 from tests.integration.agent_run_harness import branches_of, configure, model_after
 from tests.integration.harness import TINY, coordinator, steps_of
 from tests.integration.reference import logprobs_of

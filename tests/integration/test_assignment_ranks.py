@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.common.assignment import data_parallel_ranks
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.assignment import data_parallel_ranks
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import OPTIMIZER, make_checkpoint
 from tests.integration.trainer_harness import make_config, run_ranks

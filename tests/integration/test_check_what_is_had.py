@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
+from tandem.config.schema import NewModel
+from tandem.samples.tokenizer import write_new_model
 from tests.integration.harness import TINY, coordinator, merged, write_config
 
 

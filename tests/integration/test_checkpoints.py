@@ -16,8 +16,8 @@ import torch.distributed as dist
 import transformers
 from safetensors import safe_open
 
-from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
+from tandem.config import Config
 from tandem.refit.layout import Box
 from tandem.trainer import checkpoints
 from tandem.trainer.backends.dtensor import DTensorBackend

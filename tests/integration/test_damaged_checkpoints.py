@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError
-from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.config import Config
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.megatron import converted
 from tests.damage import flip_in_tensor, forge, replace, zero_page

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tests.integration.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, make, make_checkpoint
 from tests.integration.reference import assert_same_steps, trained_weights
 from tests.integration.reference_distillation import plain_distillation

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded

@@ -16,16 +16,16 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tandem.common.config import Config
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import ModelError, TandemError
-from tandem.common.tokenizer import write_new_model
+from tandem.config import Config
+from tandem.config.schema import NewModel
 from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
+from tandem.samples.tokenizer import write_new_model
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.trainer_harness import (
     ARCHITECTURES,

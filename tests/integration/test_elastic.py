@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tandem.coordinator.run.live import LiveEngine, read_live
+from tandem.observe.run_folder.live import LiveEngine, read_live
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import (
     TIMEOUT_S,

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
-from tandem.coordinator.run.journal import read_journal
+from tandem.config.schema import NewModel
+from tandem.observe.run_folder.journal import read_journal
+from tandem.samples.tokenizer import write_new_model
 from tests.integration.by_hand import in_folder, undisturbed_run
 from tests.integration.harness import SUMS, Command, all_gone, coordinator, steps_of, write_config
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.models import TokenScorer, has_linear_head
 from tests.integration.harness import coordinator, steps_of, write_config

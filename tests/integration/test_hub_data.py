@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import config_from_json
-from tandem.coordinator.run.journal import read_journal
+from tandem.config import config_from_json
+from tandem.observe.run_folder.journal import read_journal
 from tests.hub_server import TOKEN, HubServer, Repository, hub_server
 from tests.integration.harness import TIMEOUT_S, steps_of, typed, write_config
 
 PROBE = """
 import sys
-from tandem.common.config import load_config
+from tandem.config import load_config
 from tandem.common.errors import TandemError
 from tandem.coordinator.data import load_problems
-from tandem.coordinator.run.hub_data import find_data
+from tandem.coordinator.preparing.hub_data import find_data
 
 for overrides in {overrides!r}:
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.common.keys import write_run_keys
-from tandem.coordinator.run.members import new_run_keys
+from tandem.coordinator.members.members import new_run_keys
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import (
     Command,

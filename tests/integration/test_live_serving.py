@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.coordinator.run.guest_servers import read_guest_servers
+from tandem.observe.run_folder.guest_servers import read_guest_servers
 from tests.integration.harness import (
     BIN,
     DIGITS,

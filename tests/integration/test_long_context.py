@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import scoring
 from tests.integration import megatron_harness as megatron
 from tests.integration.trainer_harness import VOCABULARY, make_config, make_model, run_ranks, train_on

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
 from tandem.common.errors import ModelError
-from tandem.common.lora import is_adapter
+from tandem.config import Config
+from tandem.config.models.lora import is_adapter
 from tandem.coordinator.cli import main
-from tandem.coordinator.run.found_models import models_in
+from tandem.coordinator.preparing.found_models import models_in
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference_lora import (
     Start,

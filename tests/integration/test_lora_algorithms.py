@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tests.integration import reference_ppo as ppo
 from tests.integration.megatron_harness import OPTIMIZER, TP2, make, make_checkpoint
 from tests.integration.reference_distillation import distillation_loss

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.common.config import Config
 from tandem.common.errors import TandemError
-from tandem.common.lora import is_adapter
+from tandem.config import Config
+from tandem.config.models.lora import is_adapter
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import CP2, EP2, OPTIMIZER, PP2, SP, TP2, VIRTUAL, make_checkpoint, tensors_in
 from tests.integration.reference_lora import (

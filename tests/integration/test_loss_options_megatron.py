@@ -17,9 +17,9 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import Float32s
-from tandem.common.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.config.schema.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
+from tandem.samples.batch import Float32s
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import make_loss
 from tandem.trainer.share import Share

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests import leaks
 from tests.integration import consoles, killing_rollout
 from tests.integration.by_hand import assert_same_results, last_weights, undisturbed_run

@@ -25,7 +25,7 @@ import os
 import time
 from pathlib import Path
 from tandem.common.errors import SamplesError
-from tandem.common.sample_store import SampleStore
+from tandem.samples.sample_store import SampleStore
 from tandem.rollout.environments import Score
 
 def lie():

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
 from tandem.common.errors import ModelError, TrainingError
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends.megatron import cpu
 from tests.integration.megatron_harness import BATCHES, EP2, PP2, SP, TP2, config_for, make, make_checkpoint
 from tests.integration.reference import plain_numbers, sequences_of

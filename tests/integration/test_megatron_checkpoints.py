@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
+from tandem.config import Config
 from tandem.trainer.backends import make_backend
 from tests.integration.checkpoint_harness import no_pickle
 from tests.integration.megatron_harness import (

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
-from tandem.common.config import Config
 from tandem.common.errors import ModelError
+from tandem.config import Config
 from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.checks import check
 from tandem.refit.layout import Layout, whole

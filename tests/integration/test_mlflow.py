@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.common.distribution import install_command
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 
 NAMES = {"train/reward": "reward", "train/loss": "loss", "validation/accuracy": "val_accuracy"}
@@ -74,7 +74,7 @@ def test_a_server_that_is_not_there_ends_in_a_line_and_begins_no_run(monkeypatch
 def test_what_a_server_does_not_take_is_sent_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mlflow import MlflowClient
 
-    from tandem.common.telemetry import MlflowRun, MlflowWriter
+    from tandem.observe.exporters.telemetry import MlflowRun, MlflowWriter
 
     run = MlflowRun(tracking_uri=None, experiment="tests", name=None, run_id="1", config={"a": {"b:c": "x" * 9000}})
     writer = MlflowWriter(tmp_path / "run", run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import load_config
+from tandem.config import load_config
 from tests.integration.harness import SUMS, coordinator, steps_of, write_config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.harness import Command, coordinator, joins, steps_of, write_config
 
 JUDGE = """

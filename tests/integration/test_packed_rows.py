@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.columns import ADVANTAGES
-from tandem.common.config import Config
 from tandem.common.errors import ConfigError
+from tandem.config import Config
+from tandem.config.schema.columns import ADVANTAGES
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.attention import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend

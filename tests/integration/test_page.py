@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.page.reader import RunReader
-from tandem.coordinator.page.timeline import Frame, Lane, LaneSpan, TimelineView, flame, timeline
+from tandem.observe.page.reader import RunReader
+from tandem.observe.page.timeline import Frame, Lane, LaneSpan, TimelineView, flame, timeline
 from tests.integration.harness import (
     TIMEOUT_S,
     Command,

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends import make_backend
 from tests.integration.reference import trained_weights
 from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks, train_on

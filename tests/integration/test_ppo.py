@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
-from tandem.common.config.schema import Ppo
-from tandem.common.worlds import worlds_of
+from tandem.config import Config
+from tandem.config.schema import Ppo
+from tandem.config.worlds import worlds_of
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import load_config
+from tandem.config import load_config
 from tests.integration.harness import steps_of, typed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

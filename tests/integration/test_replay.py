@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tandem.common import sample_files
+from tandem.samples import sample_files
 from tests.integration.by_hand import MEGATRON_TP2, undisturbed_run
 from tests.integration.harness import (
     Command,

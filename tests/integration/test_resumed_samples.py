@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.sample_files import files
-from tandem.common.sample_record import RecordedSample
-from tandem.coordinator.run.journal import StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.samples.sample_files import files
+from tandem.samples.sample_record import RecordedSample
 from tests.integration.by_hand import assert_same_results, undisturbed_run
 from tests.integration.harness import coordinator, deterministic, merged, steps_of, write_config
 from tests.integration.record_harness import TWO, assert_recorded, kill_after, record_of

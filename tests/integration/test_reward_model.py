@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import CP2, PP2, SP, TP2, make_checkpoint
 from tests.integration.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER

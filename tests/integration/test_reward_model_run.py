@@ -11,7 +11,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.by_hand import assert_same_metrics
 from tests.integration.harness import (
     SUMS,

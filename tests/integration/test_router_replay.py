@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.routed_experts import COLUMN
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.routed_experts import COLUMN
 from tests.integration.reference import TOLERANCE, assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.routing_harness import (
     EXPERTS,

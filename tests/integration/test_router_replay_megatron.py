@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.routed_experts import RoutedExperts
+from tandem.samples.routed_experts import RoutedExperts
 from tests.integration.megatron_harness import (
     BATCHES,
     CP2,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.common.config import build_config
 from tandem.common.errors import ConfigError
-from tandem.common.routed_experts import COLUMN, RoutedExperts
-from tandem.common.sample_record import read_step
+from tandem.config import build_config
+from tandem.samples.routed_experts import COLUMN, RoutedExperts
+from tandem.samples.sample_record import read_step
 from tests.integration.harness import coordinator, merged, steps_of, weights_of, write_config
 from tests.integration.record_harness import kill_after, record_of
 

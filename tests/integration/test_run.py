@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.common.wire import EXIT_NOT_ADMITTED
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import (
     Command,

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from tandem.common.config import Config
+from tandem.config import Config
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
 from tests.integration.trainer_harness import ADAMW, FAMILIES, make_batch, make_config, make_groups, make_model

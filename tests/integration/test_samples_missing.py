@@ -13,9 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from tandem.common.assignment import Assignment
-from tandem.common.batch import BatchTable, SampleArrays, TrainingBatch
-from tandem.common.config import Config
 from tandem.common.curve import Admitted
 from tandem.common.keys import KeyPair
 from tandem.common.messages import (
@@ -29,7 +26,10 @@ from tandem.common.messages import (
     Trained,
     TrainerBuilt,
 )
-from tandem.common.sample_store import SampleStore
+from tandem.config import Config
+from tandem.samples.assignment import Assignment
+from tandem.samples.batch import BatchTable, SampleArrays, TrainingBatch
+from tandem.samples.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.integration.trainer_harness import CONTEXT, DEADLINE_S, digest_of, make_config, make_groups, make_model
 from tests.members import MEMBER

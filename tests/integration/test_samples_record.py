@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tandem.common.config import load_config
-from tandem.common.sample_files import files
-from tandem.common.sample_record import steps
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import load_config
+from tandem.samples.sample_files import files
+from tandem.samples.sample_record import steps
+from tandem.samples.tokenizer import load_tokenizer
 from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.integration.record_harness import TWO, assert_recorded
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import transformers
 
-from tandem.common.assignment import scoring_trainers
-from tandem.common.batch import Float32s, TrainingBatch
-from tandem.common.config import Config
-from tandem.common.sample_files import FOLDER, LOGPROBS, files
-from tandem.coordinator.inspect.samples import SampleQuery, recorded_steps, select, trainer_logprobs
+from tandem.config import Config
+from tandem.observe.samples import SampleQuery, recorded_steps, select, trainer_logprobs
+from tandem.samples.assignment import scoring_trainers
+from tandem.samples.batch import Float32s, TrainingBatch
+from tandem.samples.sample_files import FOLDER, LOGPROBS, files
 from tandem.trainer import step
 from tests.integration.harness import Command, coordinator, merged, steps_of, write_config
 from tests.integration.megatron_harness import PP2, config_for, make, make_checkpoint

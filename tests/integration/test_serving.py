@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.tokenizer import load_model_tokenizer
+from tandem.samples.tokenizer import load_model_tokenizer
 from tests.at_terminal import Terminal
 from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import BIN, TIMEOUT_S, Command, all_gone, wait_until

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.columns import ADVANTAGES
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.config.schema.columns import ADVANTAGES
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend

@@ -18,11 +18,11 @@ import pytest
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config, build_config
+from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.advantages import advantages
 from tandem.rollout.engine import Completion
 from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.trainer_harness import VOCABULARY, make_batch, make_model, run_ranks, train_on
 from tests.unit.engine_harness import make_programs, reference_logprobs, request, run_all

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.trainer_harness import evaluate_on, make_config, make_groups, run_ranks, train_on

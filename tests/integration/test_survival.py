@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.common.wire import EXIT_AWAITED_ANEW
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests import leaks
 from tests.integration import consoles, killing_rollout
 from tests.integration.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tandem.common.distribution import install_command
-from tandem.coordinator.page.reader import RunReader
-from tandem.coordinator.page.series import Curves
-from tandem.coordinator.page.timeline import timeline
-from tandem.coordinator.run.journal import StepRecord, read_journal
-from tandem.coordinator.run.live import Live, read_live
+from tandem.observe.page.reader import RunReader
+from tandem.observe.page.series import Curves
+from tandem.observe.page.timeline import timeline
+from tandem.observe.run_folder.journal import StepRecord, read_journal
+from tandem.observe.run_folder.live import Live, read_live
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, process_of, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port, rows_in, scraped

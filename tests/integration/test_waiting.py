@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.config.schema.columns import Model
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends import make_backend
 from tandem.trainer.packing import MicroBatch

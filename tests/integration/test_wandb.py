@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.distribution import install_command
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 from tests.integration.monitoring_harness import rows_in
 

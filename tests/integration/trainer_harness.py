@@ -23,15 +23,15 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from tandem.common.assignment import NO_RANK, Assignment
-from tandem.common.batch import BatchTable, TrainingBatch
-from tandem.common.columns import Model
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import write_new_model
-from tandem.common.worlds import world_at
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.config.schema.columns import Model
+from tandem.config.worlds import world_at
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
+from tandem.samples.assignment import NO_RANK, Assignment
+from tandem.samples.batch import BatchTable, TrainingBatch
+from tandem.samples.tokenizer import write_new_model
 from tandem.trainer import box_files, packing, policy_files, step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend

@@ -16,8 +16,8 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.common.sample_record import write_shard
-from tandem.coordinator.run.journal import Journal, StepRecord, read_journal
+from tandem.observe.run_folder.journal import Journal, StepRecord, read_journal
+from tandem.samples.sample_record import write_shard
 from tests.integration.harness import Command, coordinator, steps_of, write_config
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.batch import SampleArrays
-from tandem.common.config import build_config
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import TandemError
 from tandem.common.keys import MemberKeys
@@ -35,14 +33,16 @@ from tandem.common.messages import (
     TrainerKeys,
     Welcome,
 )
-from tandem.common.sample_store import SampleStore
 from tandem.common.wire import Callers, Codec, Hub, Link, encode
+from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.run.members import Listening, Pulse, Registry
-from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
+from tandem.samples.batch import SampleArrays
+from tandem.samples.sample_store import SampleStore
 from tests.members import MEMBER, RUN, dealer_to, open_listening
 from tests.strangers import Tap, strangers
 

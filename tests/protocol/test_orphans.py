@@ -27,10 +27,10 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
-from tandem.coordinator.run.known_members import Earlier, KnownMembers
-from tandem.coordinator.run.members import Listening, Pulse, Registry
-from tandem.coordinator.run.replies import Replies
-from tandem.coordinator.run.reply_checks import Limits
+from tandem.coordinator.members.known_members import Earlier, KnownMembers
+from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.replies import Replies
+from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
 from tests.members import ANY_ADDRESS, RUN, dealer_to
 

@@ -10,8 +10,8 @@ import time
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
 from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
-from tandem.coordinator.run.members import Pulse, Registry
-from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.members.members import Pulse, Registry
+from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Joined, Lost
 from tests.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 

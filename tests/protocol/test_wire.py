@@ -30,8 +30,8 @@ from tandem.common.messages import (
     VersionCommitted,
     Welcome,
 )
-from tandem.common.service import run_service
 from tandem.common.wire import Codec, Frames, Hub, Link, Peer, check_version, encode
+from tandem.launch.service import run_service
 from tests.members import MEMBER, MEMBER_KEYS, link_to, open_hub
 
 HELLO = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
@@ -454,8 +454,8 @@ def test_a_configuration_that_is_none_is_one_line(
 
 
 def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path) -> None:
-    from tandem.common.config import build_config, config_to_json
     from tandem.common.messages import Failed
+    from tandem.config import build_config, config_to_json
 
     config = build_config(
         {

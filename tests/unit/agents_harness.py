@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import SampleScored
+from tandem.samples.batch import SampleArrays
 
 PRELUDE = """
 import json, os, sys, time, urllib.error, urllib.request

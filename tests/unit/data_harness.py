@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
-from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
 
 SUMS: dict[str, Any] = {
     "dataset_name": "reasoning_gym",

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import Config, build_config, config_to_json
-from tandem.coordinator.inspect.diagnosis import CHECKS
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow
-from tandem.coordinator.inspect.diagnosis.finding import Finding
-from tandem.coordinator.run.ending import recorded
-from tandem.coordinator.run.journal import Journal, RefitRecord, RunRecord, StepRecord
+from tandem.config import Config, build_config, config_to_json
 from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.diagnosis import CHECKS
+from tandem.observe.diagnosis.evidence import Evidence, SampleRow
+from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.run_folder.ending import recorded
+from tandem.observe.run_folder.journal import Journal, RefitRecord, RunRecord, StepRecord
 
 WELL = {
     "reward": 0.4,

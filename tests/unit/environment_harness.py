@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config import Config, build_config
 from tandem.common.messages import Problem
+from tandem.config import Config, build_config
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.scorer import Scorer, Unscored
 

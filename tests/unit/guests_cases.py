@@ -17,8 +17,8 @@ import pytest
 import torch
 from rollout_harness import CHARACTERS, Rollout, tokens_of
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import SampleScored
+from tandem.samples.batch import SampleArrays
 
 Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
 Start = Callable[..., Rollout]

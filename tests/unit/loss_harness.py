@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-from tandem.common.columns import BUILT_IN
-from tandem.common.config.schema import LossFn
+from tandem.config.schema import LossFn
+from tandem.config.schema.columns import BUILT_IN
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tandem.common.batch import TrainingBatch
+from tandem.samples.batch import TrainingBatch
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ import msgspec
 from samples_harness import recorded, sample_of, scored
 from starlette.testclient import TestClient
 
-from tandem.common.sample_files import FOLDER
-from tandem.common.sample_record import RecordedSample, table_of, write_shard
-from tandem.coordinator.page.server import make_app
-from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
+from tandem.observe.page.server import make_app
+from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
+from tandem.samples.sample_files import FOLDER
+from tandem.samples.sample_record import RecordedSample, table_of, write_shard
 
 _OF_RECORD = ("advantage", "problem_id", "question", "answer", "prompt")
 LOOPBACK = "http://127.0.0.1:8700"

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from own_environments import WAIT_S
 from samples_harness import RUN_ID, TRAINERS, fetch
 
-from tandem.common.batch import SampleArrays
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import TandemError
 from tandem.common.messages import (
     BuildEngine,
@@ -39,13 +36,16 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesRecorded,
 )
-from tandem.common.sample_store import SampleStore
-from tandem.common.tokenizer import load_tokenizer, write_new_model
-from tandem.coordinator.run.replies import Replies
-from tandem.coordinator.run.reply_checks import Limits
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.coordinator.members.replies import Replies
+from tandem.coordinator.members.reply_checks import Limits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService
+from tandem.samples.batch import SampleArrays
+from tandem.samples.sample_store import SampleStore
+from tandem.samples.tokenizer import load_tokenizer, write_new_model
 
 CHARACTERS = "0123456789au: \n"
 TEMPLATE = (

@@ -10,13 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 from samples_harness import recorded, sample_of, scored
 
-from tandem.common import manifest, sample_files, sample_record
-from tandem.common.config import Config, build_config, config_to_json, fingerprint
 from tandem.common.errors import DamagedCheckpoint
-from tandem.common.sample_record import RecordedSample
-from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.run.journal import Journal, StepRecord
-from tandem.coordinator.run.resuming import Resuming, Start
+from tandem.config import Config, build_config, config_to_json, fingerprint
+from tandem.coordinator.preparing.resuming import Resuming, Start
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.samples import manifest, sample_files, sample_record
+from tandem.samples.sample_record import RecordedSample
 from tests.damage import digests_in
 
 WEIGHTS = "policy/model.safetensors"

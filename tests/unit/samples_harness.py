@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tandem.common.batch import SampleArrays
 from tandem.common.curve import Admitted
 from tandem.common.messages import (
     FetchSamples,
@@ -22,10 +21,11 @@ from tandem.common.messages import (
     SamplesGone,
     SequenceKey,
 )
-from tandem.common.sample_record import RecordedSample
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tandem.samples.batch import SampleArrays
+from tandem.samples.sample_record import RecordedSample
 from tests.members import MEMBER
 
 RUN_ID = "run"

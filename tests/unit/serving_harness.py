@@ -15,12 +15,12 @@ from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.engine import Engine
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.samples.tokenizer import Tokenizer
 
 SPECIAL = ["<bos>", "<eos>", "<user>", "<assistant>"]
 VOCABULARY = 256 + len(SPECIAL)

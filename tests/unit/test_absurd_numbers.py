@@ -16,14 +16,13 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, 
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import scored
 
-from tandem.common.batch import TrainingBatch
 from tandem.common.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
-from tandem.common.config import build_config
-from tandem.common.config.schema import Replay
 from tandem.common.curve import Admitted
 from tandem.common.errors import ConfigError, RewardError, WireError
 from tandem.common.messages import LARGEST, FromRewardServer, FromRollout, ResponsesScored, SamplesFinished
 from tandem.common.wire import Codec, encode
+from tandem.config import build_config
+from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
@@ -33,6 +32,7 @@ from tandem.rollout.agents.episodes import read_reward
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import Call, Failure, beyond_in_sum, outcome_of
 from tandem.rollout.environments.scorer import FaultPolicy
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.set_aside import finite_metrics, least_logprobs, not_finite, set_aside
 from tests.members import MEMBER

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from samples_harness import scored
 
-from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
+from tandem.config import Config, build_config
+from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import BatchTable
 
 EPSILON = 1e-6
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from rollout_harness import CHARACTERS, TEMPLATE
 
-from tandem.common.assignment import Assignment, batches_of_samples
-from tandem.common.batch import BatchTable
-from tandem.common.config import build_config
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import ConfigError, WireError
 from tandem.common.messages import Problem, PromptGroup
-from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.config import build_config
+from tandem.config.schema import NewModel
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
+from tandem.samples.assignment import Assignment, batches_of_samples
+from tandem.samples.batch import BatchTable
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "grpo",

@@ -21,8 +21,8 @@ from agents_harness import PRELUDE, assert_probable, assert_recorded_as_seen, se
 from own_environments import WAIT_S
 from rollout_harness import Rollout
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import SampleScored
+from tandem.samples.batch import SampleArrays
 
 Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
 
@@ -439,7 +439,7 @@ reward(1)
 
 def test_the_record_has_every_branch_and_gives_them_back(tmp_path: Path) -> None:
     from tandem.common.messages import RecordedGroup, SamplesFinished
-    from tandem.common.sample_record import read_step
+    from tandem.samples.sample_record import read_step
 
     folder = tmp_path / "samples"
     with rollout_of(tmp_path, TREE, samples_folder=folder) as rollout:

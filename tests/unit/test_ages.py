@@ -15,11 +15,11 @@ from rich.console import Console
 from samples_harness import sample_of
 from simulation_harness import Simulated, Simulation
 
-from tandem.common.config import Config, config_to_json, load_config
+from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.ages import Rates, most_times_as_fast, predict
-from tandem.coordinator.inspect.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
-from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
+from tandem.coordinator.planning.ages import Rates, most_times_as_fast, predict
+from tandem.coordinator.planning.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
+from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 DISJOINT = ROOT / "examples" / "plans" / "llama-70b-tp8pp2-to-tp8.yaml"

@@ -16,12 +16,10 @@ import reasoning_gym
 from data_harness import character_tokenizer, data_config
 from samples_harness import finished, records_of, scored
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
-from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
-from tandem.common.tokenizer import Tokenizer, load_tokenizer
+from tandem.config import Config
+from tandem.config.schema import Tokenizer as TokenizerSettings
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm, turn_metrics
 from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
@@ -36,6 +34,8 @@ from tandem.coordinator.data import (
 )
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"

@@ -10,13 +10,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tandem.common import algorithms
-from tandem.common.algorithms import ALGORITHMS, Algorithm
-from tandem.common.batch import BatchTable, SampleArrays
-from tandem.common.columns import BUILT_IN, TAKEN, TEACHER
-from tandem.common.config import Config, build_config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
+from tandem.config import Config, build_config
+from tandem.config.schema import declarations as algorithms
+from tandem.config.schema.columns import BUILT_IN, TAKEN, TEACHER
+from tandem.config.schema.declarations import ALGORITHMS, Algorithm
+from tandem.samples.batch import BatchTable, SampleArrays
 
 ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.assignment import EMPTY_ROW, Assignment, assign_by_tokens, global_batches
-from tandem.common.config import build_config
-from tandem.common.config.schema import Policy
+from tandem.config import build_config
+from tandem.config.schema import Policy
+from tandem.samples.assignment import EMPTY_ROW, Assignment, assign_by_tokens, global_batches
 from tandem.trainer.batching import Batching, Groups
 
 MODES = ("sequences", "dynamic", "packed")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.config.schema import PackingAlgorithm
+from tandem.config.schema import PackingAlgorithm
 from tandem.trainer.bins import pack
 
 ALGORITHMS: tuple[PackingAlgorithm, ...] = get_args(PackingAlgorithm)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import CheckpointError
-from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 
 
 def record(step: int, metric: float | None) -> CheckpointRecord:

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from tandem.common.config import config_to_json, load_config
 from tandem.common.errors import ConfigError
 from tandem.common.keys import encode
-from tandem.coordinator.clusters.kubernetes import Manifest, PodNeeds, manifests, to_yaml
-from tandem.coordinator.clusters.nodes import Node, nodes_of
-from tandem.coordinator.clusters.slurm import SlurmJob, batch_script
-from tandem.coordinator.run.members import new_run_keys
+from tandem.config import config_to_json, load_config
+from tandem.coordinator.members.members import new_run_keys
+from tandem.launch.kubernetes import Manifest, PodNeeds, manifests, to_yaml
+from tandem.launch.nodes import Node, nodes_of
+from tandem.launch.slurm import SlurmJob, batch_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic.yaml"

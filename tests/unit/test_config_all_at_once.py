@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.common.config import load_config
-from tandem.common.config.load import load_evaluation
 from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.config import load_config
+from tandem.config.load import load_evaluation
 
 NEMO_RL = Path(__file__).parent / "nemo_rl"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from msgspec.inspect import StructType
 
-from tandem.common.config.conform import all_keys, config_type
-from tandem.common.config.derive import DERIVED
-from tandem.common.config.describe import NEW, configuration_page, field_docs, nested_structs
-from tandem.common.config.dump import FREE_ON_RESUME
-from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
+from tandem.config.conform import all_keys, config_type
+from tandem.config.derive import DERIVED
+from tandem.config.describe import NEW, configuration_page, field_docs, nested_structs
+from tandem.config.dump import FREE_ON_RESUME
+from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -164,9 +164,7 @@ def documented(
 
 
 def test_the_page_is_fresh() -> None:
-    assert PAGE.read_text() == configuration_page(), (
-        "run: python -m tandem.common.config.describe > docs/configuration.md"
-    )
+    assert PAGE.read_text() == configuration_page(), "run: python -m tandem.config.describe > docs/configuration.md"
 
 
 def test_every_key_is_documented() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.common.config import (
+from tandem.common.errors import ConfigError
+from tandem.config import (
     Config,
     build_config,
     config_from_json,
@@ -19,7 +20,6 @@ from tandem.common.config import (
     resume_differences,
     to_plain,
 )
-from tandem.common.errors import ConfigError
 
 
 def settings(**sections: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import Config, build_config, load_config
 from tandem.common.errors import ConfigError, NotSupportedYet
-from tandem.common.vllm_arguments import engine_arguments
+from tandem.config import Config, build_config, load_config
+from tandem.config.installed.vllm_arguments import engine_arguments
 
 SMALL = """
 grpo: {}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, notices, to_plain
-from tandem.common.config.schema.distillation import DistillationLoss
 from tandem.common.errors import ConfigError
+from tandem.config import Config, build_config, notices, to_plain
+from tandem.config.schema.distillation import DistillationLoss
 
 
 def configure(loss_fn: dict[str, Any] | None = None, grpo: dict[str, Any] | None = None, **policy: Any) -> Config:

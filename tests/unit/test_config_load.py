@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import build_config, load_config, notices
-from tandem.common.config.schema import Launch
+from tandem.config import build_config, load_config, notices
+from tandem.config.schema import Launch
 
 SMALL = """
 grpo: {}
@@ -239,7 +239,7 @@ def test_what_has_no_effect_yet_is_accepted_with_a_notice(here: Path) -> None:
 
 def test_configuration_needs_no_torch() -> None:
     code = (
-        "import sys, tandem.common.config, tandem.common.config.describe;"
+        "import sys, tandem.config, tandem.config.describe;"
         "print(sorted({'torch', 'transformers', 'numpy', 'zmq', 'datasets'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

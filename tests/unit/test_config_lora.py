@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, notices
-from tandem.common.config.schema.adapters import LoraCfg, Peft
 from tandem.common.errors import ConfigError
-from tandem.common.lora import chosen
+from tandem.config import Config, build_config, notices
+from tandem.config.models.lora import chosen
+from tandem.config.schema.adapters import LoraCfg, Peft
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.megatron import linear_layers
 

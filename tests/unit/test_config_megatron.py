@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tandem.common import megatron_arguments
-from tandem.common.config import Config, load_config, notices, unsupported
-from tandem.common.config.conform import conform
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError
+from tandem.config import Config, load_config, notices, unsupported
+from tandem.config.conform import conform
+from tandem.config.installed import megatron_arguments
 
 SMALL = """
 grpo: {}
@@ -96,7 +96,7 @@ def test_arguments_are_those_of_the_classes_and_their_bases() -> None:
 
 def test_reading_them_imports_no_torch() -> None:
     code = (
-        "import sys; from tandem.common.megatron_arguments import arguments;"
+        "import sys; from tandem.config.installed.megatron_arguments import arguments;"
         "assert 'recompute_granularity' in arguments(''); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

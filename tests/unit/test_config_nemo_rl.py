@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import Config, dump_yaml, load_config, notices, to_plain
-from tandem.common.config.schema import Launch
+from tandem.config import Config, dump_yaml, load_config, notices, to_plain
+from tandem.config.schema import Launch
 from tandem.coordinator.cli import main
 
 FILES = Path(__file__).parent / "nemo_rl"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import dump_yaml, load_config, notices
-from tandem.common.config.dump import to_plain
 from tandem.common.errors import ConfigError, NotSupportedYet
-from tandem.common.vllm_arguments import forwarded
+from tandem.config import dump_yaml, load_config, notices
+from tandem.config.dump import to_plain
+from tandem.config.installed.vllm_arguments import forwarded
 from tandem.coordinator.cli import main
 
 FILES = Path(__file__).parent / "nemo_rl_07"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.common.config import Config, load_evaluation, notices
-from tandem.common.config.layers import merge, read_layers
-from tandem.common.config.load import build, interpolated, layers_of
-from tandem.common.config.unsupported import refusal
 from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.config import Config, load_evaluation, notices
+from tandem.config.layers import merge, read_layers
+from tandem.config.load import build, interpolated, layers_of
+from tandem.config.unsupported import refusal
 
 HERE = Path(__file__).parent
 FILES = HERE / "nemo_rl_07"

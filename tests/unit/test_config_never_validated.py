@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.config import build_config
 from tandem.common.errors import ConfigError
+from tandem.config import build_config
 
 SETTINGS = {
     "policy": {"model_name": "model", "max_total_sequence_length": 64},

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import load_config, notices
 from tandem.common.errors import ConfigError
+from tandem.config import load_config, notices
 from tandem.coordinator.cli import main
-from tandem.coordinator.run.fork_server import ForkServer
-from tandem.coordinator.run.launch import preload
+from tandem.launch.fork_server import ForkServer
+from tandem.launch.launch import preload
 
 SMALL = """
 grpo: {}

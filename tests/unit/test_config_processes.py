@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from tandem.common.assignment import data_parallel_ranks, scoring_trainers
-from tandem.common.config import Config, build_config
-from tandem.common.config.dump import resume_differences, to_plain
 from tandem.common.errors import ConfigError
-from tandem.common.worlds import World, world_at, worlds_of
-from tandem.coordinator.clusters.nodes import nodes_of
-from tandem.coordinator.inspect import plan_summary
-from tandem.coordinator.run.spec import expected_processes, run_spec
+from tandem.config import Config, build_config
+from tandem.config.dump import resume_differences, to_plain
+from tandem.config.worlds import World, world_at, worlds_of
+from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.planning import plan_summary
+from tandem.launch.expected import expected_processes
+from tandem.launch.nodes import nodes_of
+from tandem.samples.assignment import data_parallel_ranks, scoring_trainers
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.config import Config, build_config
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.config import Config, build_config, dump_yaml, load_config, notices
 
 POLICY: dict[str, Any] = {"model_name": "model", "train_global_batch_size": 64}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, notices
-from tandem.common.config.dump import config_from_json, config_to_json, resume_differences, to_plain
 from tandem.common.errors import ConfigError
+from tandem.config import Config, build_config, notices
+from tandem.config.dump import config_from_json, config_to_json, resume_differences, to_plain
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}

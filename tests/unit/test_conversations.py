@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from data_harness import character_tokenizer, data_config
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config, notices
-from tandem.common.config.named import NAMED
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.tokenizer import Tokenizer, load_tokenizer
+from tandem.config import Config, notices
+from tandem.config.named import NAMED
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data import load_conversations
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 WRONG = "tandem.coordinator.data.worked:wrong_number"
 ROLES = {"u": "user", "a": "assistant", "s": "system"}

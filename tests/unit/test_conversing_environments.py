@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from environment_harness import worth
 
-from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, DataError, RewardError
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import MOVES, render, shuffled, slide, solved
+from tandem.config import Config, build_config
 from tandem.coordinator.data import load_problems, worked
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.calculator import calculate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.config.schema import LinkRates
+from tandem.config.schema import LinkRates
 from tandem.refit.cost import cost
 from tandem.refit.layout import Layout, LayoutBuilder
 from tandem.refit.planning.flows import Link

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from page_harness import commit, make_run
 
-from tandem.coordinator.page import series, steps
-from tandem.coordinator.page.reader import RunReader
-from tandem.coordinator.page.series import Curves, bucketed
-from tandem.coordinator.page.steps import Steps
-from tandem.coordinator.run.curves_file import CURVES_NAME, CurvesFile, read_curves
-from tandem.coordinator.run.journal import StepRecord, read_journal
+from tandem.observe.page import series, steps
+from tandem.observe.page.reader import RunReader
+from tandem.observe.page.series import Curves, bucketed
+from tandem.observe.page.steps import Steps
+from tandem.observe.run_folder.curves_file import CURVES_NAME, CurvesFile, read_curves
+from tandem.observe.run_folder.journal import StepRecord, read_journal
 
 NAMES = ("reward", "loss", "val_accuracy", "seconds/total", "seconds/nothing")
 

@@ -19,10 +19,10 @@ import reasoning_gym
 import yaml
 from data_harness import NUM_SUMS, SUMS, character_tokenizer, data_config
 
-from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
+from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_problems, sources
 

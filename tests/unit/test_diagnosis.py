@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, refit, sample, steps_of, write_run
 
-from tandem.common.config import Config
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
+from tandem.config import Config
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.diagnosis import CHECKS, diagnose, format_diagnosis
-from tandem.coordinator.inspect.diagnosis.evidence import SampleRow, gather
-from tandem.coordinator.run.ending import ENDED, recorded
-from tandem.coordinator.run.health import LOW_ENTROPY
-from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
+from tandem.observe.diagnosis.evidence import SampleRow, gather
+from tandem.observe.health import LOW_ENTROPY
+from tandem.observe.run_folder.ending import ENDED, recorded
+from tandem.observe.run_folder.journal import Journal
 
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, sample, write_run
 
-from tandem.common.config import Config
-from tandem.coordinator.inspect.diagnosis import _in_order
-from tandem.coordinator.inspect.diagnosis.evidence import change_point
-from tandem.coordinator.inspect.held_out_accuracy import no_progress
-from tandem.coordinator.inspect.report import format_report, write_report
+from tandem.config import Config
+from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis.evidence import change_point
+from tandem.observe.report.held_out_accuracy import no_progress
+from tandem.observe.report.report import format_report, write_report
 
 DESTROYED = {
     "reward": 0.0,

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from diagnosis_harness import config_of, evidence_of, found_in
 
-from tandem.coordinator.inspect.diagnosis import _in_order
-from tandem.coordinator.run.journal import StepRecord
+from tandem.observe.diagnosis import _in_order
+from tandem.observe.run_folder.journal import StepRecord
 
 
 class RecordedRun(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from diagnosis_harness import Metrics, config_of, evidence_of, found_in, sample
 
-from tandem.common.config import Config
-from tandem.coordinator.inspect.diagnosis import _in_order
-from tandem.coordinator.inspect.diagnosis.evidence import SampleRow
+from tandem.config import Config
+from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis.evidence import SampleRow
 
 NARROW = config_of(loss_fn={"ratio_clip_min": 0.02, "ratio_clip_max": 0.02})
 PENALTY = config_of(loss_fn={"reference_policy_kl_penalty": 5.0})

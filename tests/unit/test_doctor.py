@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 
-from tandem.common.config.schema import LinkRates
 from tandem.common.errors import ConfigError, TandemError
+from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
 from tandem.coordinator.doctor.child import outcomes
 from tandem.coordinator.doctor.findings import Finding, Outcome, Report, links_section, report_of

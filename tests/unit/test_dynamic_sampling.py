@@ -10,12 +10,12 @@ from cluster_harness import GRPO, Cluster, lose, replace, result
 from data_harness import character_tokenizer, data_config
 from samples_harness import finished, records_of
 
-from tandem.common.config import Config
-from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
 from tandem.common.messages import SampleScored
+from tandem.config import Config
+from tandem.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.inspect.plan_summary import steps
+from tandem.coordinator.planning.plan_summary import steps
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchBatch, DispatchPrompts, Finish
 from tandem.coordinator.scheduler.phases import Phase

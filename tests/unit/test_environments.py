@@ -13,9 +13,9 @@ import reasoning_gym
 from environment_harness import config, problem, said, worth
 from own_environments import Hangs, Length
 
-from tandem.common.config import Config
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
+from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.answer_line import ChoiceLineOfAnyLanguage
 from tandem.rollout.environments.math_multi_reward import MathMultiReward

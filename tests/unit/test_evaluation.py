@@ -10,19 +10,19 @@ import msgspec
 import pytest
 from data_harness import character_tokenizer, data_config
 
-from tandem.common.config import Config
-from tandem.common.config.checks import broken_rules
 from tandem.common.errors import DataError, RewardError
 from tandem.common.messages import Problem
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
+from tandem.config.checks import broken_rules
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.run.spec import run_spec
+from tandem.coordinator.loop.spec import run_spec
 from tandem.rollout.environments.calculator import Calculator
 from tandem.rollout.environments.environment import Score, step_of
 from tandem.rollout.environments.exact_match import ExactMatch
 from tandem.rollout.environments.math import MathVerify
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.reasoning_gym import ReasoningGym
+from tandem.samples.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

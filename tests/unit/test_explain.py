@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tandem.common.config import Config, load_config
+from tandem.config import Config, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.plan import Explained, explain, predict
-from tandem.coordinator.inspect.plan_layouts import Side, model_shape, sides
+from tandem.coordinator.planning.plan import Explained, explain, predict
+from tandem.coordinator.planning.plan_layouts import Side, model_shape, sides
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.layout import ITEM_SIZES
 
@@ -188,9 +188,9 @@ def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
     script = f"""
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-from tandem.common.config import load_config
-from tandem.coordinator.inspect.plan import predict
-from tandem.coordinator.inspect.plan_layouts import model_shape, sides
+from tandem.config import load_config
+from tandem.coordinator.planning.plan import predict
+from tandem.coordinator.planning.plan_layouts import model_shape, sides
 config = load_config("examples/plans/{LARGEST}", to_run=False)
 explained = predict(config, *sides(config, model_shape(config)))
 links = [(link.source, link.destination, link.transport, link.round, link.num_bytes) for link in explained.survey.links]

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples_harness import RUN_ID, TRAINERS, sample_of
 
-from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable, SampleArrays
 from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
-from tandem.common.sample_store import SampleStore
 from tandem.common.wire import Codec, Frames, encode
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import BatchTable, SampleArrays
+from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher
 from tests import members

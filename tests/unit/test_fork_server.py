@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.coordinator.run import fork_server as module
-from tandem.coordinator.run.fork_server import Child, ForkServer
+from tandem.launch import fork_server as module
+from tandem.launch.fork_server import Child, ForkServer
 
 PATIENCE_S = 20.0
 SERVICE = """
@@ -49,7 +49,7 @@ OWNER = """
 import os, time
 from tandem.common.curve import new_key_pair
 from tandem.common.keys import MemberKeys, encode
-from tandem.coordinator.run.fork_server import ForkServer
+from tandem.launch.fork_server import ForkServer
 
 fork_server = ForkServer(lambda: None, 20.0)
 keys = encode(MemberKeys(coordinator=new_key_pair().public, own=new_key_pair(), is_joining=False))

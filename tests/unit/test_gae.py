@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import GaeEstimator
+from tandem.config.schema import GaeEstimator
 from tandem.trainer.advantages import explained_variance
 from tandem.trainer.gae import advantages_and_returns, token_rewards
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config
-from tandem.coordinator.run.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, NUM_STEPS, Health
+from tandem.config import Config, build_config
+from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, NUM_STEPS, Health
 
 WELL = {
     "reward": 0.4,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tandem.common.config import build_config
+from tandem.config import build_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "hub.md"
 

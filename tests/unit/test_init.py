@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.common.config import load_config
-from tandem.common.config.schema import NewModel
 from tandem.common.distribution import install_command
-from tandem.common.tokenizer import write_new_model
+from tandem.config import load_config
+from tandem.config.schema import NewModel
 from tandem.coordinator import cli
 from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, ROLLS_OUT, TASKS, is_installed
+from tandem.samples.tokenizer import write_new_model
 from tests.at_terminal import Terminal
 
 Init = Callable[..., Path]

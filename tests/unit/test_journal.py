@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord, read_journal
+from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord, read_journal
 
 
 def record(step: int, **metrics: float) -> StepRecord:
@@ -88,7 +88,7 @@ def test_a_writer_that_is_killed_gives_the_folder_back_and_leaves_whole_steps() 
     code = """
 import os, signal
 from pathlib import Path
-from tandem.coordinator.run.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import Journal, StepRecord
 journal = Journal.create(Path("run"), b"{}", "grpo")
 for step in range(1, 10_000):
     journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0, "b": 2.0}, seconds={"total": 1.0}))
@@ -141,7 +141,7 @@ def test_a_step_is_written_once_there_are_descriptors_again(tmp_path: Path) -> N
 
 
 def test_a_journal_that_gets_no_descriptor_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.coordinator.run.journal._SHORTAGE_S", 0.2)
+    monkeypatch.setattr("tandem.observe.run_folder.journal._SHORTAGE_S", 0.2)
     with Journal.create(tmp_path, b"{}", "grpo") as journal:
         with no_descriptors(), pytest.raises(RunFolderError, match="unable to open database file"):
             journal.record_event("rollout-0", "is there")

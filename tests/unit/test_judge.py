@@ -12,9 +12,9 @@ import msgspec
 import openai
 import pytest
 
-from tandem.common.config.schema import Judge as Settings
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
+from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.judge import Judge, JudgementError
 from tests.judge_endpoint import JudgeEndpoint, judge_endpoint

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
-from tandem.common.config import Config, build_config
 from tandem.common.messages import Problem, PromptGroup
-from tandem.common.sample_files import unfinished_path
-from tandem.common.sample_record import RecordedSample, UnfinishedFile, table_of, write_shard
-from tandem.coordinator.run.journal import Journal, RefitRecord
-from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
-from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
+from tandem.config import Config, build_config
+from tandem.coordinator.loop.kept_samples import KeptSamples, limits_of
+from tandem.observe.run_folder.journal import Journal, RefitRecord
+from tandem.samples.sample_files import unfinished_path
+from tandem.samples.sample_folder import KeptLimits, SampleFolder
+from tandem.samples.sample_record import RecordedSample, UnfinishedFile, table_of, write_shard
 
 SIZE = 2
 """Samples of a group."""

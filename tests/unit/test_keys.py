@@ -11,7 +11,7 @@ import zmq
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.keys import key_file, read_key_file, read_run_keys, write_run_keys
-from tandem.coordinator.run.members import new_run_keys
+from tandem.coordinator.members.members import new_run_keys
 from tests.members import RUN
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from environment_harness import WAIT_S, config, problem, results, said
 
-from tandem.common.config import Config
+from tandem.config import Config
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.outcomes import Call, Job

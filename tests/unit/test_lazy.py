@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from data_harness import character_tokenizer, data_config
 
-from tandem.common.config import Config
 from tandem.common.errors import DataError
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import LazyDataset, epoch_stream
 from tandem.coordinator.data.lazy import NUM_CHECKED
+from tandem.samples.tokenizer import load_tokenizer
 
 NUM = 2 * NUM_CHECKED
 TOO_LONG = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, notices
+from tandem.config import Config, build_config, notices
 from tandem.coordinator.data import steps_capped
 
 ADAM = {"name": "torch.optim.AdamW"}

@@ -13,14 +13,14 @@ import pytest
 from data_harness import character_tokenizer, data_config
 from samples_harness import scored
 
-from tandem.common.config import Config, build_config
-from tandem.common.config.dump import to_plain
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config, build_config
+from tandem.config.dump import to_plain
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_conversations, load_problems
 from tandem.coordinator.data.prompts import PromptWriter
+from tandem.samples.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

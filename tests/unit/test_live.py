@@ -13,15 +13,15 @@ from run_harness import build_config
 
 from tandem.common.messages import Hello
 from tandem.common.wire import Peer
-from tandem.coordinator.run import live_file
-from tandem.coordinator.run.journal import StepRecord
-from tandem.coordinator.run.live import LIVE_NAME, read_live
-from tandem.coordinator.run.live_file import LiveFile
-from tandem.coordinator.run.members import Member, Registry
-from tandem.coordinator.run.progress import Progress
-from tandem.coordinator.run.prometheus import _of_run
-from tandem.coordinator.run.time_left import seconds_left
+from tandem.coordinator.members.members import Member, Registry
+from tandem.coordinator.observers import live_file
+from tandem.coordinator.observers.live_file import LiveFile
+from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.prometheus import _of_run
 from tandem.coordinator.scheduler.events import DispatchPrompts, Joined, ToldToLeave
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.live import LIVE_NAME, read_live
+from tandem.observe.run_folder.time_left import seconds_left
 
 SETTINGS = {
     "grpo": {},
@@ -154,7 +154,7 @@ def test_the_console_and_the_page_expect_the_end_at_the_same_time(monkeypatch: p
     totals = {1: 100.0, 2: 10.0, 3: 10.0, 4: 40.0}
     history = [StepRecord(step=s, version=s, metrics={}, seconds={"total": total}) for s, total in totals.items()]
     now = [50.0]
-    monkeypatch.setattr("tandem.coordinator.run.live_file.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tandem.coordinator.observers.live_file.time.monotonic", lambda: now[0])
     config, cluster, out = build_config(SETTINGS), cluster_of(2), io.StringIO()
     live = LiveFile(config, Path.cwd(), 8, history)
     progress = Progress(config, cluster.plan.spec, history, Console(file=out, width=200), lambda: now[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
-from tandem.common.config.schema import LossFn, Sft
+from tandem.config.schema import LossFn, Sft
 from tandem.trainer.losses.aggregate import Counts, aggregate
 from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import kl_divergence

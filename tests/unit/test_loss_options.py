@@ -9,7 +9,7 @@ import pytest
 import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, settings
 
-from tandem.common.config.schema import LossFn
+from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import finite_ratio, kl_divergence, kl_penalty, weighted_kl_penalty

@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine_harness import make_model
 
-from tandem.common.config import build_config
 from tandem.common.errors import ModelError
+from tandem.config import build_config
 from tandem.rollout.engines.skeleton import load_skeleton
 from tandem.trainer.models import load_model, without_weights
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from tandem.common.model_fields import model_fields
+from tandem.config.installed.model_fields import model_fields
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_no_name_is_known_but_those() -> None:
 
 def test_nothing_imports_torch() -> None:
     look = (
-        "import sys; from tandem.common.model_fields import model_fields;"
+        "import sys; from tandem.config.installed.model_fields import model_fields;"
         "print('rope_theta' in model_fields('qwen3'), 'torch' in sys.modules)"
     )
     assert (

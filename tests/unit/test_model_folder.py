@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, ModelError
+from tandem.config import Config, build_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.preparing.model_folder import check_model
 from tandem.refit.adapters.catalogue import from_config
 
 SIZES: dict[str, Any] = {

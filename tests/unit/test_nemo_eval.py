@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import Config, load_evaluation
 from tandem.common.errors import ConfigError, DataError, NotSupportedYet
+from tandem.config import Config, load_evaluation
 from tandem.coordinator.cli import main
 from tandem.coordinator.data import load_problems
 from tandem.coordinator.data.sources import csv_rows

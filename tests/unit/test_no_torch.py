@@ -12,12 +12,12 @@ import pytest
     "code",
     [
         "import tandem.coordinator.cli",
-        "import tandem.coordinator.run.run",
-        "import tandem.coordinator.inspect.report",
-        "import tandem.coordinator.page.__main__, tandem.coordinator.page.program",
+        "import tandem.coordinator.loop.run",
+        "import tandem.observe.report.report",
+        "import tandem.observe.page.__main__, tandem.observe.page.program",
         "import tandem.coordinator.algorithms",
         "import tandem.coordinator.commands.doctor, tandem.coordinator.doctor.look",
-        "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
+        "import tandem.observe.exporters.telemetry, tandem.launch.service, tandem.samples.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",
         "import tandem.rollout.environments.fork_server",
@@ -43,8 +43,8 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
 def test_the_coordinator_forks_before_anything_has_threads() -> None:
     """As numpy has, of the library that it multiplies with."""
     probe = (
-        "import os, tandem.coordinator.cli, tandem.coordinator.run.launch\n"
-        "import tandem.coordinator.run.fork_server, tandem.coordinator.run.spec\n"
+        "import os, tandem.coordinator.cli, tandem.launch.launch\n"
+        "import tandem.launch.fork_server, tandem.coordinator.loop.spec\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.nvml import Nvml, opened_nvml, own_gpus
+from tandem.observe.exporters.nvml import Nvml, opened_nvml, own_gpus
 
 pynvml = pytest.importorskip("pynvml")
 

@@ -19,9 +19,9 @@ from serving_harness import EOS, MAX_LENGTH, NAME, SPECIAL, VOCABULARY, Driving,
 from transformers import PreTrainedTokenizerFast
 
 from tandem.common.errors import ModelError
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.openai_api.protocol import MAX_BODY_BYTES
+from tandem.samples.tokenizer import Tokenizer
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]
 CHAT_IDS = [256, 258, *text_ids("Hi"), 259]

@@ -14,8 +14,8 @@ from serving_harness import EOS, VOCABULARY, text_ids, write_tokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.openai_api.text import StoppedText, TextStream
+from tandem.samples.tokenizer import Tokenizer
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 TEXT = "Grüße, 世界! 👩‍🚀 naïve\n\ttail"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.config.schema import Optimizer, SchedulerEntry
 from tandem.common.errors import ConfigError
+from tandem.config.schema import Optimizer, SchedulerEntry
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 
 

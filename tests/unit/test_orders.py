@@ -14,13 +14,13 @@ import pytest
 from own_environments import Talks
 from rollout_harness import CHARACTERS, Rollout
 
-from tandem.common.batch import BatchTable, TrainingBatch
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import WireError
 from tandem.common.messages import Evaluate, Generate, Message, SamplingParameters, ToRollout, Train
-from tandem.common.tokenizer import write_new_model
 from tandem.common.wire import Codec, encode
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.samples.batch import BatchTable, TrainingBatch
+from tandem.samples.tokenizer import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.members import MEMBER
 

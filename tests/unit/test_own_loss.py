@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.config import Config, build_config, resume_differences, to_plain
 from tandem.common.errors import ConfigError, TrainingError
+from tandem.config import Config, build_config, resume_differences, to_plain
 from tandem.trainer.losses import Counts, make_loss
 from tandem.trainer.losses.own import blamed, try_out
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
-from tandem.common.assignment import EMPTY_ROW, assign, global_batches
-from tandem.common.batch import TrainingBatch
-from tandem.common.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
+from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
+from tandem.samples.assignment import EMPTY_ROW, assign, global_batches
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 
 

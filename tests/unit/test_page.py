@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from page_harness import a_refit, a_sample, client, commit, get, make_run, record
 
-from tandem.common.config import build_config
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.coordinator.page.server import make_app
-from tandem.coordinator.run.ending import recorded
-from tandem.coordinator.run.journal import Journal
-from tandem.coordinator.run.live import LIVE_NAME, Live
+from tandem.config import build_config
 from tandem.coordinator.scheduler.events import Finish, Outcome
+from tandem.observe.page.server import make_app
+from tandem.observe.run_folder.ending import recorded
+from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.live import LIVE_NAME, Live
 
 SETTINGS = {
     "grpo": {},

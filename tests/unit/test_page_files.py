@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.page.server import STATIC
+from tandem.observe.page.server import STATIC
 
 MODULES = sorted(STATIC.glob("*.js"))
 

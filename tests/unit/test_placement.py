@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import build_config
-from tandem.common.config.schema import Config
 from tandem.common.errors import ConfigError
-from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_models
+from tandem.config import build_config
+from tandem.config.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_models
+from tandem.config.schema import Config
 
 
 def config_of(cluster: dict[str, Any], *, backend: str = "vllm", **colocated: Any) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.config.schema import Dpo, Rm
+from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tandem.trainer.packing import MicroBatch

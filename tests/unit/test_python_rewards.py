@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from environment_harness import WAIT_S, results
 
-from tandem.common.config import Config, build_config
 from tandem.common.curve import new_key_pair
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener, Problem, ResponseToScore
+from tandem.config import Config, build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions

@@ -15,17 +15,17 @@ from data_harness import character_tokenizer
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import fetch
 
-from tandem.common import sample_record
-from tandem.common.config import Config
-from tandem.common.config.schema import Replay
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
-from tandem.common.sample_record import RecordedSample
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
+from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples import sample_record
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.tokenizer import load_tokenizer
 from tests.members import MEMBER
 
 RUN_ID = "the replay"

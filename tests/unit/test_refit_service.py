@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from plan_harness import PRIVATE, SHARED
 
-from tandem.common.config import build_config
 from tandem.common.errors import RefitError
 from tandem.common.messages import CommitVersion, Message, PlanTransfers, TransfersPlanned, VersionCommitted
+from tandem.config import build_config
 from tandem.refit import layout
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import Hosts

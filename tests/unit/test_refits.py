@@ -11,8 +11,8 @@ from rich.console import Console
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.refits import print_refits
-from tandem.coordinator.run.journal import Journal, RefitRecord
+from tandem.observe.refits import print_refits
+from tandem.observe.run_folder.journal import Journal, RefitRecord
 
 COPIED = RefitRecord(
     version=0,

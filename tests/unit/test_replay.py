@@ -11,14 +11,15 @@ import msgspec
 import pytest
 from run_harness import Run, record, samples_of_step
 
-from tandem.common.config import Config, build_config, change_config, changed_keys, config_to_json, load_config
 from tandem.common.errors import ConfigError, DamagedCheckpoint, RunFolderError, SamplesError, TandemError
+from tandem.config import Config, build_config, change_config, changed_keys, config_to_json, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.run.comparison import compare
-from tandem.coordinator.run.journal import Journal, StepRecord
-from tandem.coordinator.run.journal_file import RESOLVED_FROM
-from tandem.coordinator.run.replay import begin_replay, continue_replay, origin_of, source_of, steps_in_words
-from tandem.coordinator.run.resuming import Start
+from tandem.coordinator.preparing.comparison import compare
+from tandem.coordinator.preparing.replay import begin_replay, continue_replay, origin_of, source_of
+from tandem.coordinator.preparing.resuming import Start
+from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal_file import RESOLVED_FROM
+from tandem.observe.run_folder.recorded import steps_in_words
 from tests.damage import flip_bit
 
 RUN = Path("run")

@@ -59,9 +59,9 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.run.members import Listening, Pulse, Registry
-from tandem.coordinator.run.replies import Replies
-from tandem.coordinator.run.reply_checks import Limits
+from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.replies import Replies
+from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
 from tests.members import at, dealer_to, open_listening

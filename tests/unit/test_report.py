@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.common.config import build_config, config_to_json
+from tandem.config import build_config, config_to_json
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.charts import ROUNDING, Line, layer_chart, line_chart
-from tandem.coordinator.inspect.figure import _pyplot, _widen, draw_panels
-from tandem.coordinator.inspect.panels import panels_of
-from tandem.coordinator.inspect.report import format_report, write_report
-from tandem.coordinator.inspect.report_page import page
-from tandem.coordinator.inspect.side_by_side import configuration_differences, labels, load_runs
-from tandem.coordinator.run.ending import recorded
-from tandem.coordinator.run.journal import Journal, StepRecord
 from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.report.charts import ROUNDING, Line, layer_chart, line_chart
+from tandem.observe.report.figure import _pyplot, _widen, draw_panels
+from tandem.observe.report.panels import panels_of
+from tandem.observe.report.report import format_report, write_report
+from tandem.observe.report.report_page import page
+from tandem.observe.report.side_by_side import configuration_differences, labels, load_runs
+from tandem.observe.run_folder.ending import recorded
+from tandem.observe.run_folder.journal import Journal, StepRecord
 
 SECONDS = {"total": 2.0, "generation": 0.5, "policy_training": 1.0, "refit": 0.25}
 OF_GRPO = {

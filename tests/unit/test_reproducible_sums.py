@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 _EVERYWHERE = """
-from tandem.common.threads import sum_reproducibly
+from tandem.config.threads import sum_reproducibly
 
 sum_reproducibly()
 import torch

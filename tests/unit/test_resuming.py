@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from run_harness import WEIGHTS, Run, make_config
 
-from tandem.common import manifest
-from tandem.common.config import config_to_json
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, ServiceError
-from tandem.coordinator.run.journal import RefitRecord
-from tandem.coordinator.run.resuming import Start, refuse_other_weights
+from tandem.config import config_to_json
+from tandem.coordinator.preparing.resuming import Start, refuse_other_weights
 from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.run_folder.journal import RefitRecord
+from tandem.samples import manifest
 from tests.damage import flip_bit, flip_in_tensor, replace
 
 

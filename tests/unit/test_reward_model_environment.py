@@ -15,9 +15,9 @@ import psutil
 import pytest
 from environment_harness import WAIT_S, config, results, said
 
-from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import Problem
+from tandem.config import Config
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.making import make_reward_model
 from tandem.rollout.environments.reward_model import RewardModel

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from environment_harness import WAIT_S, config, problem, results, said
 
-from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
+from tandem.config import Config, config_to_json
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.scorer import Scorer, Unscored
@@ -253,7 +253,7 @@ def test_a_worker_that_is_killed_takes_all_that_it_has_started_along(
 
 ROLLOUT = """
 import sys, time
-from tandem.common.config import config_from_json
+from tandem.config import config_from_json
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.messages import Problem
 from tandem.rollout.environments.scorer import Scorer

@@ -16,16 +16,16 @@ from engine_harness import SIZES, make_model, refit, request, run_all
 from numpy.typing import NDArray
 from samples_harness import sample_of
 
-from tandem.common.batch import SampleArrays
-from tandem.common.config.checks.router_replay import ROUTERS
 from tandem.common.errors import ModelError, SamplesError, WireError
 from tandem.common.messages import Problem, PromptGroup
-from tandem.common.routed_experts import COLUMN, DTYPE, RoutedExperts, as_trained_on, experts_in
 from tandem.common.routers import intercept
+from tandem.config.checks.router_replay import ROUTERS
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, as_trained_on, experts_in
 from tandem.trainer.fetching import _most_tokens
 
 SMALL = RoutedExperts(num_layers=3, num_experts=8, top_k=2)

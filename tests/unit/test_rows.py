@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from environment_harness import config
 
-from tandem.common.config.schema import Data
 from tandem.common.errors import DataError
 from tandem.common.messages import ResponseToScore
+from tandem.config.schema import Data
 from tandem.coordinator.api.configuration import of_rows, row_keys
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.api.rows import Rows, rows_of

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
-from tandem.common.config.schema import Logger
 from tandem.common.messages import Purpose
-from tandem.common.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
-from tandem.common.sample_record import UnfinishedFile, steps, table_of, write_shard
-from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder, read_limits
+from tandem.config.schema import Logger
+from tandem.samples.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
+from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits
+from tandem.samples.sample_record import UnfinishedFile, steps, table_of, write_shard
 
 LIMITS = KeptLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
 

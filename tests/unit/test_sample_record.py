@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
-from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, SampleScored
-from tandem.common.routed_experts import COLUMN
-from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.common.sample_record import (
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import COLUMN
+from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
+from tandem.samples.sample_record import (
     SCHEMA,
     RecordedSample,
     UnfinishedFile,

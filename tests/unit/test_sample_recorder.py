@@ -13,11 +13,11 @@ from own_environments import WAIT_S
 from rollout_harness import Rollout, tokens_of
 from samples_harness import RUN_ID, fetch
 
-from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
-from tandem.common.sample_files import STREAM, UNFINISHED, files
-from tandem.common.sample_record import keys_of, read_step, read_unfinished, steps, table_of, write_shard
+from tandem.samples.batch import SampleArrays
+from tandem.samples.sample_files import STREAM, UNFINISHED, files
+from tandem.samples.sample_record import keys_of, read_step, read_unfinished, steps, table_of, write_shard
 
 Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
 

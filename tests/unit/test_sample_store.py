@@ -11,11 +11,11 @@ import pytest
 import zmq
 from samples_harness import RUN_ID, TRAINERS, ask, fetch, sample_of
 
-from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples
-from tandem.common.sample_store import SampleStore
 from tandem.common.wire import encode
+from tandem.samples.batch import SampleArrays
+from tandem.samples.sample_store import SampleStore
 
 
 @pytest.fixture

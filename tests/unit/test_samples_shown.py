@@ -14,17 +14,17 @@ from rich.console import Console
 from run_harness import Run, make_config, record
 from samples_harness import recorded, sample_of, scored
 
-from tandem.common.config import build_config, config_to_json
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import SamplesError
-from tandem.common.sample_files import FOLDER, shard_path
-from tandem.common.sample_record import RecordedSample
 from tandem.common.texts import visible
-from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.config import build_config, config_to_json
+from tandem.config.schema import NewModel
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.samples import SampleQuery, Sort, recorded_steps, search, select
-from tandem.coordinator.inspect.samples_text import chat_text, print_samples
-from tandem.coordinator.run.journal import Journal
+from tandem.observe.run_folder.journal import Journal
+from tandem.observe.samples import SampleQuery, Sort, recorded_steps, search, select
+from tandem.observe.samples_text import chat_text, print_samples
+from tandem.samples.sample_files import FOLDER, shard_path
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.tokenizer import load_tokenizer, write_new_model
 
 CHAT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 

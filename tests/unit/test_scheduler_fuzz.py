@@ -340,7 +340,7 @@ class Harried(Cluster):
         self.is_torn.discard(name)
 
     def begin_term(self) -> None:
-        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.run.terms` does."""
+        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.terms` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
         departed = self.plan.publication.engines.departed

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.assignment import Assignment, data_parallel_ranks, global_batches
-from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
-from tandem.common.config import build_config
 from tandem.common.errors import WireError
-from tandem.coordinator.run.batches import shares_of
+from tandem.config import build_config
+from tandem.coordinator.loop.batches import shares_of
+from tandem.samples.assignment import Assignment, data_parallel_ranks, global_batches
+from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
 
 
 def config_of(trainers: int, **policy: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
-from tandem.common.batch import TrainingBatch
+from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
+from tandem.samples.batch import TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.sharing import Prompts
 

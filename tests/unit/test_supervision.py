@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.common.config.schema import Cluster, Deadlines
+from tandem.config.schema import Cluster, Deadlines
 from tandem.coordinator.commands.arguments import FAILED
 from tandem.coordinator.commands.supervision import Supervisor
 
@@ -28,8 +28,8 @@ BEGINS = f"""
 import os, signal, sys, time
 from pathlib import Path
 import msgspec
-from tandem.common.config.schema import Cluster
-from tandem.coordinator.run.supervision import Supervision
+from tandem.config.schema import Cluster
+from tandem.launch.supervision import Supervision
 
 cluster = msgspec.json.decode({msgspec.json.encode(CLUSTER)!r}, type=Cluster)
 supervision = Supervision(int(sys.argv[-1]), int(sys.argv[-3]), cluster)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.common.errors import ConfigError
-from tandem.common.families import TENSOR_PLANS
+from tandem.config.models.families import TENSOR_PLANS
 from tandem.trainer.backends.tensor_plans import cut, load_plan, plan_of
 
 SIZES = {

@@ -13,12 +13,12 @@ import pytest
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
 from tandem.common.returned import line
 from tandem.common.texts import last_lines, shortened, visible
-from tandem.common.tokenizer import Messages
-from tandem.coordinator.run.members import _readable
+from tandem.coordinator.members.members import _readable
 from tandem.rollout.environments import printing
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.rollout.environments.printing import MOST_OF_CALL, bounded
+from tandem.samples.tokenizer import Messages
 
 ESC = "\x1b"
 LONG = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m" * 500_000

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tandem.common.config import build_config
-from tandem.common.threads import num_threads
+from tandem.config import build_config
+from tandem.config.threads import num_threads
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.config import build_config
 from tandem.common.errors import ConfigError
-from tandem.coordinator.run.time_limit import TimeLimit, seconds_of
+from tandem.config import build_config
+from tandem.coordinator.loop.time_limit import TimeLimit, seconds_of
 
 HOUR = "00:01:00:00"
 

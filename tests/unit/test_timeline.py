@@ -10,11 +10,12 @@ import pytest
 from page_harness import make_run
 
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
-from tandem.coordinator.page.reader import RunReader
-from tandem.coordinator.page.timeline import flame, timeline
-from tandem.coordinator.run import timeline as recording
-from tandem.coordinator.run.timeline import TIMELINE_NAME, Timeline, read_timeline
+from tandem.coordinator.observers import timeline as recording
+from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.observe.page.reader import RunReader
+from tandem.observe.page.timeline import flame, timeline
+from tandem.observe.run_folder.timeline_file import TIMELINE_NAME, read_timeline
 
 MEMORY = MemoryUse(peak=1, held=1)
 SAMPLING = {

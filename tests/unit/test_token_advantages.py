@@ -10,7 +10,7 @@ import pytest
 import torch
 from loss_harness import settings
 
-from tandem.common.batch import Float32s
+from tandem.samples.batch import Float32s
 from tandem.trainer.advantages import minus_kl, whitened
 
 ADVANTAGES_T = np.array([9.0, 1.0, 1.0, -2.0, 9.0, 0.5], dtype=np.float32)

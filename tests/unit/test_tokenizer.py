@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import transformers
 
-from tandem.common import chat_templates
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
 from tandem.common.errors import ConfigError, DataError, ModelError
-from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.samples import chat_templates
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
 
 CHARACTERS = "0123456789+-= "
 SIZES = {
@@ -280,13 +280,13 @@ def test_a_tokenizer_that_merges_characters_has_no_alphabet() -> None:
 
 def test_torch_is_not_imported(tokenizer: Tokenizer) -> None:
     probe = (
-        "import sys; from tandem.common.config import build_config;"
-        "from tandem.common.tokenizer import load_tokenizer; assert 'transformers' not in sys.modules;"
+        "import sys; from tandem.config import build_config;"
+        "from tandem.samples.tokenizer import load_tokenizer; assert 'transformers' not in sys.modules;"
         "c = build_config({'grpo': {}, 'policy': {'model_name': 'model'},"
         " 'data': {'dataset_name': 'reasoning_gym', 'task': 'chain_sum'}});"
         "t = load_tokenizer(c); t.encode_chat([{'role': 'user', 'content': '1 + 2'}], add_generation_prompt=True);"
-        "from tandem.common.config.schema import NewModel; from pathlib import Path;"
-        "from tandem.common.tokenizer import write_new_model;"
+        "from tandem.config.schema import NewModel; from pathlib import Path;"
+        "from tandem.samples.tokenizer import write_new_model;"
         "write_new_model(Path('other'), NewModel(config={'model_type': 'llama'}, characters='01'));"
         "print('torch' in sys.modules)"
     )

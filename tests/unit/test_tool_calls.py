@@ -16,16 +16,16 @@ from rollout_harness import CHARACTERS
 from serving_harness import at, client
 from tools_harness import CALC, CALL, END, QUESTION, VOCABULARY, Scripted, make_tokenizer, spoken
 
-from tandem.common.config import Config, build_config
-from tandem.common.config.schema import NewModel
-from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.messages import Generate, Problem, PromptGroup
-from tandem.common.tokenizer import write_new_model
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.agents.episodes import Episode
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.tool_calls import ToolCalls
+from tandem.samples.tokenizer import write_new_model
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 ADDED = ("add", {"a": 1, "b": [2, "}"]})

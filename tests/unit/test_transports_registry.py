@@ -9,8 +9,8 @@ import pytest
 import torch
 from spool_transport import Spool
 
-from tandem.common.config.schema import LinkRates
 from tandem.common.errors import RefitError
+from tandem.config.schema import LinkRates
 from tandem.refit import program as programs
 from tandem.refit.bound import bind
 from tandem.refit.cost import bucket_memory, cost

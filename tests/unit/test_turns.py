@@ -15,9 +15,9 @@ from engine_harness import reference_logprobs
 from own_environments import WAIT_S, HoldsOne
 from rollout_harness import Rollout, tokens_of
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
+from tandem.samples.batch import SampleArrays
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 import transformers
 from loss_harness import CPU, MASK_BT, micro_batch
 
-from tandem.common.config import build_config
-from tandem.common.config.schema import ValueLossFn
 from tandem.common.errors import ModelError
+from tandem.config import build_config
+from tandem.config.schema import ValueLossFn
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.value import ValueLoss
 from tandem.trainer.models import load_scalar_model, scalar_head

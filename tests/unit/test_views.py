@@ -13,19 +13,20 @@ from cluster_harness import GRPO, Cluster
 from rich.console import Console, Group
 from rich.text import Text
 
-from tandem.common.config import build_config
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
-from tandem.common.telemetry import MetricWriters, TensorBoardWriter
 from tandem.common.wire import Peer
-from tandem.coordinator.inspect.report import format_report, write_report
-from tandem.coordinator.run.display import Display
-from tandem.coordinator.run.journal import Journal, StepRecord
-from tandem.coordinator.run.members import Member, Registry
-from tandem.coordinator.run.metrics import StepMetrics
-from tandem.coordinator.run.progress import Progress, ahead_line, clock, sparkline, step_line
-from tandem.coordinator.run.spec import run_spec
+from tandem.config import build_config
+from tandem.coordinator.loop.metrics import StepMetrics
+from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.members.members import Member, Registry
+from tandem.coordinator.observers.display import Display
+from tandem.coordinator.observers.progress import Progress, ahead_line
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
+from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
+from tandem.observe.lines import clock, sparkline, step_line
+from tandem.observe.report.report import format_report, write_report
+from tandem.observe.run_folder.journal import Journal, StepRecord
 from tests.terminal import Terminal
 
 SETTINGS: dict[str, Any] = {

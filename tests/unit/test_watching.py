@@ -14,17 +14,17 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tandem.common.config.schema import GpuMonitoring, Logger, Prometheus
 from tandem.common.errors import ConfigError
-from tandem.common.gpu_monitor import GpuMonitor
 from tandem.common.messages import Generated, MemoryUse, Trained
-from tandem.common.nvml import GpuUse, Nvml
-from tandem.coordinator.run.journal import StepRecord
-from tandem.coordinator.run.live import Live, LiveEngine
-from tandem.coordinator.run.metrics import StepMetrics
-from tandem.coordinator.run.prometheus import Exporter
-from tandem.coordinator.run.timeline import Span, StepSpans
-from tandem.coordinator.run.tracing import Tracing
+from tandem.config.schema import GpuMonitoring, Logger, Prometheus
+from tandem.coordinator.loop.metrics import StepMetrics
+from tandem.coordinator.observers.prometheus import Exporter
+from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.observe.exporters.nvml import GpuUse, Nvml
+from tandem.observe.exporters.tracing import Tracing
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.live import Live, LiveEngine
+from tandem.observe.run_folder.timeline_file import Span, StepSpans
 
 MEMORY = MemoryUse(peak=1, held=1)
 

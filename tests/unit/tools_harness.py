@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.common.messages import SamplingParameters
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.openai_api.generator import Chunk
+from tandem.samples.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|python_tag|>"]
 """The marks of calls are special here, as in some models: they are to be read nonetheless."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 from engine_harness import request, run_all
 
-from tandem.common.routed_experts import RoutedExperts
 from tandem.common.routers import intercept
 from tandem.rollout.engine import Completion
+from tandem.samples.routed_experts import RoutedExperts
 from tests.vllm.vllm_harness import refit, running, tiny_model, train
 
 EXPERTS = RoutedExperts(num_layers=4, num_experts=4, top_k=2)

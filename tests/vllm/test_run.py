@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tandem.coordinator.run.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.integration.trainer_harness import make_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_harness import reference_logprobs, request, run_all
 
-from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ModelError, RefitError
+from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import insides

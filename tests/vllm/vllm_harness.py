@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from engine_harness import make_model, make_programs, shared_layout
 
-from tandem.common.config.schema.generation import VllmCfg
-from tandem.common.routed_experts import RoutedExperts
+from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
+from tandem.samples.routed_experts import RoutedExperts
 
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 32},

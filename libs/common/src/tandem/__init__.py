@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)  # as tools know it that read this, and import nothing
 
 if TYPE_CHECKING:
-    from tandem.common.config import Config as Config
     from tandem.common.errors import ConfigError as ConfigError
     from tandem.common.errors import DataError as DataError
     from tandem.common.errors import RunFolderError as RunFolderError
     from tandem.common.errors import ServiceError as ServiceError
     from tandem.common.errors import TandemError as TandemError
+    from tandem.config import Config as Config
     from tandem.coordinator.api.callbacks import Callback as Callback
     from tandem.coordinator.api.handle import Run as Run
     from tandem.coordinator.api.handle import load_run as load_run
     from tandem.coordinator.api.samples import Sample as Sample
     from tandem.coordinator.api.training import train as train
-    from tandem.coordinator.run.journal import StepRecord as StepRecord
+    from tandem.observe.run_folder.journal import StepRecord as StepRecord
 
     __version__: str
 
 _WHERE = {
     "Callback": "tandem.coordinator.api.callbacks",
-    "Config": "tandem.common.config",
+    "Config": "tandem.config",
     "ConfigError": "tandem.common.errors",
     "DataError": "tandem.common.errors",
     "Run": "tandem.coordinator.api.handle",
     "RunFolderError": "tandem.common.errors",
     "Sample": "tandem.coordinator.api.samples",
     "ServiceError": "tandem.common.errors",
-    "StepRecord": "tandem.coordinator.run.journal",
+    "StepRecord": "tandem.observe.run_folder.journal",
     "TandemError": "tandem.common.errors",
     "load_run": "tandem.coordinator.api.handle",
     "train": "tandem.coordinator.api.training",

@@ -5,8 +5,8 @@ one tagged union at the bottom of this module; receivers dispatch with ``match``
 ``docs/protocol.md`` is generated from the docstrings here.
 
 The type of a field says what it may be by itself (`Count`, `Seconds`, ...), and decoding refuses anything else. What a
-reply may be as the answer to a certain order is checked in `tandem.coordinator.run.replies`, what an order may be for a
-certain model by the services, and arrays in `tandem.common.batch`.
+reply may be as the answer to a certain order is checked in `tandem.coordinator.members.replies`, what an order may be
+for a certain model by the services, and arrays in `tandem.samples.batch`.
 
 Arrays never enter these structs. A message that carries arrays says so in its docstring (``Frames:``) and they travel
 as raw frames beside the header (`tandem.common.wire`). Layouts and transfer programs are opaque bytes here: only
@@ -114,7 +114,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     ``heartbeat_timeout_s``. Zero: it ends then. One that waits says `Hello` over each new connection, and a `Welcome`
     with its own name tells it that it is taken up: it keeps its memory, and what it was asked for before is over."""
     config_json: bytes
-    """The resolved configuration: `tandem.common.config.Config` as JSON."""
+    """The resolved configuration: `tandem.config.Config` as JSON."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
@@ -239,8 +239,8 @@ class Listener(Message, frozen=True, kw_only=True):
 class Train(Command, frozen=True, kw_only=True, tag=True):
     """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
 
-    Frames: a `tandem.common.batch.BatchTable`; where `sources` is empty, this rank's `tandem.common.batch.GivenTokens`
-    as well.
+    Frames: a `tandem.samples.batch.BatchTable`; where `sources` is empty, this rank's
+    `tandem.samples.batch.GivenTokens` as well.
     """
 
     step: Count
@@ -270,7 +270,7 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
     memory: MemoryUse
     gpus: Metrics = {}
-    """Means of what the rank's GPU did since its last answer, by the names of `tandem.common.nvml.GpuUse`."""
+    """The rank's GPU since its last answer: means by the names of `tandem.observe.exporters.nvml.GpuUse`."""
     notes: Notes = ()
     """Which samples were set aside, and why; which metrics are missing because they are no finite numbers."""
 
@@ -542,7 +542,7 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     """Seconds by phase: ``generation``, ``rewards``."""
     memory: MemoryUse
     gpus: Metrics = {}
-    """Means of what the engine's GPUs did since its last answer, by the names of `tandem.common.nvml.GpuUse`."""
+    """The engine's GPUs since its last answer: means by the names of `tandem.observe.exporters.nvml.GpuUse`."""
 
 
 class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
@@ -639,7 +639,7 @@ class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
 class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
     """The samples.
 
-    Frames: a `tandem.common.batch.SampleArrays`, in the order of the keys.
+    Frames: a `tandem.samples.batch.SampleArrays`, in the order of the keys.
     """
 
     request_id: Count

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.common.config.schema import LinkRates
+from tandem.config.schema import LinkRates
 from tandem.refit.layout import Layout
 from tandem.refit.planning.flows import Link
 from tandem.refit.transports import registry

@@ -32,8 +32,8 @@ from tandem.common.messages import (
     Refit,
     Refitted,
 )
-from tandem.common.service import Member
 from tandem.common.worker_shards import process_of
+from tandem.launch.service import Member
 from tandem.refit import program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison

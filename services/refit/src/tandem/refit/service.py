@@ -19,9 +19,9 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
-from tandem.common.service import Member
 from tandem.common.wire import Arrays
 from tandem.common.worker_shards import process_of
+from tandem.launch.service import Member
 from tandem.refit import layout, planner, program
 from tandem.refit.cost import cost
 from tandem.refit.digests import comparison

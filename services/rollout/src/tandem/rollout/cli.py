@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
-from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
-from tandem.common.service import Member, Service, run_service
-from tandem.common.threads import num_threads
+from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
+from tandem.config.threads import num_threads
+from tandem.launch.service import Member, Service, run_service
 from tandem.rollout.engines.vllm import insides
 
 

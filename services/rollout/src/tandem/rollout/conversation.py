@@ -13,13 +13,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
-from tandem.common.routed_experts import COLUMN, RoutedExperts
-from tandem.common.tokenizer import Messages
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import COLUMN, RoutedExperts
+from tandem.samples.tokenizer import Messages
 
 FinishReason = Literal["stop", "length", "turns"]
 

@@ -48,7 +48,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version that made each token."""
     finish_reason: Literal["stop", "length", "abort"]
     routed_experts_TX: NDArray[np.uint8] | None = None
-    """Where tokens went (`tandem.common.routed_experts`), those of the prompt first, all but the last: what the engine
+    """Where tokens went (`tandem.samples.routed_experts`), those of the prompt first, all but the last: what the engine
     has computed. None unless it was asked to say so, and of guests."""
     alternatives: list[Alternatives] | None = None
     """To each token; None unless the request asked for them."""

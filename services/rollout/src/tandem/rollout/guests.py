@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tandem.common.config import Config
 from tandem.common.messages import GuestServer
-from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import is_loopback
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.samples.tokenizer import Tokenizer
 
 MODEL = "policy"
 """What guests call the model; by the run's folder and by the model that it began with as well."""

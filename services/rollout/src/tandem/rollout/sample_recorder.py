@@ -1,6 +1,6 @@
 """The recorder of finished samples, and the thread that writes them to the record.
 
-The record is `tandem.common.sample_record`. The service says which samples have finished (`add`) and hands on orders
+The record is `tandem.samples.sample_record`. The service says which samples have finished (`add`) and hands on orders
 that concern the record (`order`); neither waits. The thread consumes both in the order in which they came. It writes
 samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, or was
 validated by, and for `RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing
@@ -24,7 +24,6 @@ from typing import NamedTuple, assert_never
 import msgspec
 import pyarrow as pa
 
-from tandem.common.batch import SampleArrays
 from tandem.common.bounds import bounded
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import (
@@ -38,9 +37,11 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesRecorded,
 )
-from tandem.common.routed_experts import RoutedExperts, as_trained_on
-from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.common.sample_record import (
+from tandem.launch.service import Member
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import RoutedExperts, as_trained_on
+from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
+from tandem.samples.sample_record import (
     RecordedSample,
     UnfinishedFile,
     keys_of,
@@ -49,9 +50,8 @@ from tandem.common.sample_record import (
     samples_of,
     write_shard,
 )
-from tandem.common.sample_store import SampleStore
-from tandem.common.service import Member
-from tandem.common.tokenizer import Tokenizer
+from tandem.samples.sample_store import SampleStore
+from tandem.samples.tokenizer import Tokenizer
 
 _MOST_WAITING = 10_000
 """Times that samples have finished which may wait for the disk; those that come meanwhile are not recorded."""

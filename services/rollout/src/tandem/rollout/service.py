@@ -2,7 +2,7 @@
 
 It consumes `Generate` orders and weight versions, and produces samples as they finish. What is known of one, such as
 its reward, goes to the coordinator; its arrays (token ids, the log-probabilities of the distribution each was drawn
-from, the weight version that made it) stay here for trainers to fetch (`tandem.common.sample_store`). An environment
+from, the weight version that made it) stay here for trainers to fetch (`tandem.samples.sample_store`). An environment
 may answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it
 looks for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes
 turns with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
@@ -24,10 +24,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 import msgspec
 
 from tandem.common import gc_tuning
-from tandem.common.batch import SampleArrays
-from tandem.common.config import Config
 from tandem.common.errors import DataError, WireError
-from tandem.common.gpu_monitor import GpuMonitor
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -49,15 +46,14 @@ from tandem.common.messages import (
     SampleScored,
     SamplesFinished,
 )
-from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards
-from tandem.common.placement import gpus_per_engine
-from tandem.common.routed_experts import RoutedExperts, replayed_experts
-from tandem.common.sample_store import SampleStore
-from tandem.common.service import Member
-from tandem.common.threads import limit_threads
-from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.common.wire import Arrays
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.placement import gpus_per_engine
+from tandem.config.threads import limit_threads
+from tandem.launch.service import Member
+from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
@@ -67,6 +63,10 @@ from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
 from tandem.rollout.environments.scorer import Unscored
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import RoutedExperts, replayed_experts
+from tandem.samples.sample_store import SampleStore
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents

@@ -1,6 +1,6 @@
 """A server of one model, which answers OpenAI's API until it is asked to end.
 
-The command line starts it (`tandem.common.serving`). The main thread drives the engine; HTTP has a thread of its own.
+The command line starts it (`tandem.serving.handover`). The main thread drives the engine; HTTP has a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
-from tandem.common.serving import Serving, take
-from tandem.common.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.serving.handover import Serving, take
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import Engine

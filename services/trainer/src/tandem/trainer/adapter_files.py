@@ -1,6 +1,7 @@
 """Adapters as PEFT's files: ``adapter_model.safetensors`` beside ``adapter_config.json``.
 
-``PeftModel.from_pretrained(base, folder)`` reads them. The tensors are those of `tandem.common.lora`, after a prefix.
+``PeftModel.from_pretrained(base, folder)`` reads them. The tensors are those of `tandem.config.models.lora`, after a
+prefix.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tandem.common import hub
-from tandem.common.config.schema.adapters import Adapters, LoraCfg, Peft
 from tandem.common.errors import CheckpointError
-from tandem.common.lora import CONFIG, A, layer_of
+from tandem.config.models import hub
+from tandem.config.models.lora import CONFIG, A, layer_of
+from tandem.config.schema.adapters import Adapters, LoraCfg, Peft
 from tandem.trainer.backends.shards import whole_of
 from tandem.trainer.box_files import digests_of
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.batch import Float32s, TrainingBatch
-from tandem.common.columns import ADVANTAGES, RETURNS, Column, Source
-from tandem.common.config import Config
-from tandem.common.config.schema import LossFn
+from tandem.config import Config
+from tandem.config.schema import LossFn
+from tandem.config.schema.columns import ADVANTAGES, RETURNS, Column, Source
+from tandem.samples.batch import Float32s, TrainingBatch
 from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
-from tandem.common.columns import Model
+from tandem.config.schema.columns import Model
 from tandem.refit.endpoint import Weights
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores

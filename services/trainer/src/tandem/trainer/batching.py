@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.assignment import EMPTY_ROW, Ints
-from tandem.common.config.schema import DynamicBatching, Model, SequencePacking
+from tandem.config.schema import DynamicBatching, Model, SequencePacking
+from tandem.samples.assignment import EMPTY_ROW, Ints
 from tandem.trainer import bins, packing
 
 Groups = list[tuple[int, ...]]
@@ -27,7 +27,7 @@ class Batching:
     Args:
         settings: of the model; they say how many sequences or tokens a micro-batch has.
         lengths_S: tokens of each sequence.
-        rank_S: the data-parallel rank that each sequence is assigned to (`tandem.common.assignment`).
+        rank_S: the data-parallel rank that each sequence is assigned to (`tandem.samples.assignment`).
         rank: of the data-parallel ranks.
         num_ranks: data-parallel ranks.
         sequence_divisor: see `tandem.trainer.backend.Backend`.

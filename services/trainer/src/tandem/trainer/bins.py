@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.common.config.schema import PackingAlgorithm
+from tandem.config.schema import PackingAlgorithm
 
 
 def pack(lengths: Sequence[int], capacity: int, algorithm: PackingAlgorithm) -> list[list[int]]:

@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tandem.common import manifest
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box
+from tandem.samples import manifest
 
 _FILES = "boxes-*.safetensors"
 _SHAPES = "shapes"

@@ -22,14 +22,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from tandem.common import manifest
-from tandem.common.columns import Model
-from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, DamagedCheckpoint
-from tandem.common.manifest import FileRecord
 from tandem.common.memory import available_bytes
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
+from tandem.config.schema.columns import Model
 from tandem.refit.endpoint import host_name
+from tandem.samples import manifest
+from tandem.samples.manifest import FileRecord
+from tandem.samples.tokenizer import load_tokenizer
 from tandem.trainer import adapter_files, box_files, policy_files
 from tandem.trainer.backend import Writing
 from tandem.trainer.box_files import BoxFiles, Part

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToTrainer
-from tandem.common.service import Member, Service, run_service
+from tandem.launch.service import Member, Service, run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """What passes between trainers that hold different models: tokens there, and what is said of them back.
 
-Where some models have processes of their own (`tandem.common.worlds`), one group spans all trainers of the run. Each
+Where some models have processes of their own (`tandem.config.worlds`), one group spans all trainers of the run. Each
 does first what it can by itself, so that all models score at the same time, and then all call the same methods of
 `BatchExchange` in the same order. They wait there for each other, at most for the group's time-out. Numbers travel as
 they are, from the one process that speaks for its replica to all others, each of which keeps what it needs.
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.common.batch import BatchTable, TrainingBatch
-from tandem.common.columns import Column, Model
-from tandem.common.config import Config
-from tandem.common.worlds import World, world_at, worlds_of
+from tandem.config import Config
+from tandem.config.schema.columns import Column, Model
+from tandem.config.worlds import World, world_at, worlds_of
+from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
+from tandem.samples.batch import BatchTable, TrainingBatch
 from tandem.trainer.backend import Backend
 from tandem.trainer.portions import Portion, batch_of, divided, tokens_of
 

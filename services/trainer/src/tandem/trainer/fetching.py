@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
 from tandem.common.errors import WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import (
@@ -26,8 +24,10 @@ from tandem.common.messages import (
     SamplesGone,
     SequenceKey,
 )
-from tandem.common.routed_experts import COLUMN, DTYPE, RoutedExperts
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
+from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts
 
 _PATIENCE_S = 5.0
 """How long there may be no connection to a rollout."""

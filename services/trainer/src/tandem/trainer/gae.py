@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.batch import Float32s
-from tandem.common.config.schema import GaeEstimator
+from tandem.config.schema import GaeEstimator
+from tandem.samples.batch import Float32s
 
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]

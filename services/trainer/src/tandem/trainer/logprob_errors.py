@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.batch import Float32s, TrainingBatch
+from tandem.samples.batch import Float32s, TrainingBatch
 
 _LARGEST = 600.0
 """Difference of log-probabilities; what is further apart is above any threshold as well, and has no finite error."""

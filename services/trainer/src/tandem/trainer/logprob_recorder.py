@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.common.batch import Float32s, Int32s
-from tandem.common.sample_record import write_logprobs
+from tandem.samples.batch import Float32s, Int32s
+from tandem.samples.sample_record import write_logprobs
 
 _MOST_WAITING = 4
 """Steps that may wait for the disk; of those that come meanwhile nothing is written."""

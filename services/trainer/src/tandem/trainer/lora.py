@@ -1,6 +1,6 @@
 """Low-rank adapters within a model of Transformers, through PEFT.
 
-Its layers take the places of those they adapt; the tensors' names elsewhere are those of `tandem.common.lora`.
+Its layers take the places of those they adapt; the tensors' names elsewhere are those of `tandem.config.models.lora`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import ModelError
-from tandem.common.lora import chosen, is_adapter, tensor_name
+from tandem.config.models.lora import chosen, is_adapter, tensor_name
+from tandem.config.schema.adapters import LoraCfg
 from tandem.trainer.adapter_files import first_values, settings_of
 from tandem.trainer.dropout import Dropout, Place
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tandem.common import hub, manifest
 from tandem.common.errors import CheckpointError, ModelError, TandemError
-from tandem.common.lora import CONFIG
+from tandem.config.models import hub
+from tandem.config.models.lora import CONFIG
+from tandem.samples import manifest
 from tandem.trainer import adapter_files
 
 _NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}

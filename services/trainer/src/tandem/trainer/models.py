@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from tandem.common.columns import Head
-from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
-from tandem.common.hf_config import load_config
-from tandem.common.lora import why_no_model
+from tandem.config.models.hf_config import load_config
+from tandem.config.models.lora import why_no_model
+from tandem.config.schema import Model
+from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch

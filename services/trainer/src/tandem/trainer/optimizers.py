@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from tandem.common.config.schema import Optimizer, SchedulerEntry
 from tandem.common.errors import ConfigError, nearest
+from tandem.config.schema import Optimizer, SchedulerEntry
 
 Built = TypeVar("Built")
 

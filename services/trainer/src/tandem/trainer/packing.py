@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from tandem.common.assignment import EMPTY_ROW, Ints, by_prompt
-from tandem.common.batch import TrainingBatch
-from tandem.common.columns import (
+from tandem.config.schema.columns import (
     ADVANTAGES,
     GENERATION_LOGPROBS,
     PREVIOUS_LOGPROBS,
@@ -28,7 +26,9 @@ from tandem.common.columns import (
     VALUES,
     Column,
 )
-from tandem.common.routed_experts import COLUMN, FILL, RoutedExperts
+from tandem.samples.assignment import EMPTY_ROW, Ints, by_prompt
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
@@ -53,15 +53,15 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask_BT: torch.Tensor
     """True where the token counts in the loss; never at position 0, which nothing predicts."""
     columns: Mapping[str, torch.Tensor] = {}
-    """What the loss reads of each token, by the name of its declaration (`tandem.common.columns`): ``[B, T]``, or
-    ``[B, T, N]`` where it is several numbers."""
+    """What the loss reads of each token, by the name of its declaration (`tandem.config.schema.columns`): ``[B, T]``,
+    or ``[B, T, N]`` where it is several numbers."""
     shared_prompts: SharedPrompts | None = None
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
     packed: PackedRow | None = None
     """The same sequences end to end in one row, for the model; None where it takes the padded rows."""
     routed_experts_BTLK: torch.Tensor | None = None
     """int16; where the engine sent each token in each layer, -1 where that is not known; None where nothing is replayed
-    (`tandem.common.routed_experts`)."""
+    (`tandem.samples.routed_experts`)."""
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:

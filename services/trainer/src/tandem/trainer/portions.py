@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import EMPTY_ROW, Assignment
-from tandem.common.batch import BatchTable, TrainingBatch
-from tandem.common.columns import Model
-from tandem.common.config import Config
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.samples.assignment import EMPTY_ROW, Assignment
+from tandem.samples.batch import BatchTable, TrainingBatch
 from tandem.trainer.backend import Replicas
 
 

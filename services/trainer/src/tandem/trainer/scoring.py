@@ -68,7 +68,7 @@ class TopTokens(NamedTuple):
 
 
 Scores = TokenScores | TokenValues | StudentScores | TopTokens
-"""What any model says of tokens; a column of its scores has one of these (`tandem.common.columns.Column.number`)."""
+"""A model's scores of tokens; a column of them has one of these (`tandem.config.schema.columns.Column.number`)."""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):

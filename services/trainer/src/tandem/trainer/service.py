@@ -26,11 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
-from tandem.common.config import Config
 from tandem.common.errors import WireError
-from tandem.common.gpu_monitor import GpuMonitor
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -54,15 +50,19 @@ from tandem.common.messages import (
     TrainerOrder,
     WeightsCopied,
 )
-from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards, keep_to_interface
-from tandem.common.routed_experts import replayed_experts
-from tandem.common.service import Member
-from tandem.common.threads import limit_threads
 from tandem.common.wire import Arrays
-from tandem.common.worlds import world_at
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.threads import limit_threads
+from tandem.config.worlds import world_at
+from tandem.launch.service import Member
+from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
+from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
+from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend, shards

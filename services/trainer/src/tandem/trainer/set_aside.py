@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import EMPTY_ROW
-from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.returned import line
+from tandem.samples.assignment import EMPTY_ROW
+from tandem.samples.batch import BatchTable, Float32s, TrainingBatch
 from tandem.trainer.losses.aggregate import Loss
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import batches_of_samples
-from tandem.common.batch import BatchTable, Float32s, TrainingBatch
-from tandem.common.columns import TEACHER, Column, Model, Source
-from tandem.common.config import Config
 from tandem.common.dotted import named
-from tandem.common.routed_experts import RoutedExperts, replayed_experts
+from tandem.config import Config
+from tandem.config.schema.columns import TEACHER, Column, Model, Source
+from tandem.samples.assignment import batches_of_samples
+from tandem.samples.batch import BatchTable, Float32s, TrainingBatch
+from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.trainer import packing
 from tandem.trainer.advantages import Finisher, Scored
 from tandem.trainer.backend import Backend

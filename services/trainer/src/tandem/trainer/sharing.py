@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import BatchTable
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import torch
 
-from tandem.common.assignment import NO_RANK
-from tandem.common.batch import BatchTable, Float32s, TrainingBatch
-from tandem.common.columns import Model
-from tandem.common.config import Config
 from tandem.common.errors import NotFiniteError
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.samples.assignment import NO_RANK
+from tandem.samples.batch import BatchTable, Float32s, TrainingBatch
 from tandem.trainer import packing
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.exchange import Exchange

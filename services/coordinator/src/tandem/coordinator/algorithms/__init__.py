@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.common.config import Config
 from tandem.common.dotted import named
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.samples.tokenizer import Tokenizer
 
 __all__ = ["make_algorithm"]
 

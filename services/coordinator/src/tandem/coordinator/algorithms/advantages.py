@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import AdvEstimator
+from tandem.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
 """Keeps a spread that is nothing but rounding from being blown up."""

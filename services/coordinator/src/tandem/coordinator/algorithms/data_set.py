@@ -8,10 +8,9 @@ from typing import NamedTuple, Never
 
 import numpy as np
 
-from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
 from tandem.common.messages import Purpose, SampleScored
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
+from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.data import (
     ChatEncoder,
     Conversation,
@@ -25,8 +24,9 @@ from tandem.coordinator.data import (
 )
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.batch import TrainingBatch
+from tandem.samples.tokenizer import Tokenizer
 
 
 class EncodedSequence(NamedTuple):

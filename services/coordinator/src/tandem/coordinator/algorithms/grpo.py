@@ -12,16 +12,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
 from tandem.common.bounds import within
-from tandem.common.columns import TEACHER
-from tandem.common.config import Config
-from tandem.common.config.schema import Rollouts
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.returned import beyond
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
+from tandem.config.schema import Rollouts
+from tandem.config.schema.columns import TEACHER
 from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
 from tandem.coordinator.algorithms.rewards import (
     component_names,
@@ -30,6 +27,7 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
+from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.data import (
     EncodedProblem,
     LazyDataset,
@@ -42,8 +40,10 @@ from tandem.coordinator.data import (
     steps_capped,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import BatchTable
+from tandem.samples.tokenizer import Tokenizer
 
 
 class _Sequence(NamedTuple):

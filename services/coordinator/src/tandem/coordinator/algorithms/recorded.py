@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import urlsplit
 
-from tandem.common import sample_files, sample_record
 from tandem.common.bounds import bounded
-from tandem.common.config import Config
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
-from tandem.common.routed_experts import as_trained_on, replayed_experts
-from tandem.common.sample_record import RecordedSample
-from tandem.common.sample_store import SampleStore
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.run.step_batch import StepBatch
+from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples import sample_files, sample_record
+from tandem.samples.routed_experts import as_trained_on, replayed_experts
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.sample_store import SampleStore
+from tandem.samples.tokenizer import Tokenizer
 
 SOURCE = "record"
 """What trainers call the store."""

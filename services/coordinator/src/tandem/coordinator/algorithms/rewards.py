@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import RewardScaling, RewardShaping, Rollouts
 from tandem.common.messages import SampleScored
+from tandem.config.schema import RewardScaling, RewardShaping, Rollouts
 
 Float64s = NDArray[np.float64]
 

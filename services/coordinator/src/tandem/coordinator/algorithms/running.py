@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
-from tandem.coordinator.run.step_batch import StepBatch
+from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 from tandem.coordinator.scheduler.groups import SampleRecord
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.returned import shown
-from tandem.coordinator.run.journal import StepRecord
-from tandem.coordinator.run.progress import step_line
+from tandem.observe.lines import step_line
+from tandem.observe.run_folder.journal import StepRecord
 
 if TYPE_CHECKING:
     from tandem.coordinator.api.handle import Run

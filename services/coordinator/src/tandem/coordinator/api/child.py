@@ -30,8 +30,8 @@ def _run(order_fd: int, reports_fd: int) -> int:
     import msgspec
 
     from tandem.common import gc_tuning
-    from tandem.common.config import config_from_json
     from tandem.common.errors import TandemError
+    from tandem.config import config_from_json
     from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, failure
     from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
     from tandem.coordinator.commands.running import run_to_outcome

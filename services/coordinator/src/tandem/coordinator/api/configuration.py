@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.checks.data import PYTHON_REWARDS
-from tandem.common.config.derive import GENERATED
-from tandem.common.config.layers import Layers
-from tandem.common.config.load import build, laid_over, layers_of
 from tandem.common.errors import ConfigError
 from tandem.common.returned import shown
+from tandem.config import Config
+from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.config.derive import GENERATED
+from tandem.config.layers import Layers
+from tandem.config.load import build, laid_over, layers_of
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.coordinator.api.rows import ANSWER, QUESTION
 

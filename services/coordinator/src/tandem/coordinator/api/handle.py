@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from tandem.common.config import Config
 from tandem.common.errors import RunFolderError, TandemError, nearest
-from tandem.coordinator.run.ending import outcome_in
-from tandem.coordinator.run.journal_file import JOURNAL_NAME, is_taken
-from tandem.coordinator.run.progress import sparkline
+from tandem.config import Config
+from tandem.observe.lines import sparkline
+from tandem.observe.run_folder.ending import outcome_in
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME, is_taken
 
 if TYPE_CHECKING:
     import pandas
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tandem.coordinator.api.callbacks import Callback, Observation
     from tandem.coordinator.api.process import RunProcess
     from tandem.coordinator.api.samples import Sample
-    from tandem.coordinator.run.journal import JournalReader, StepRecord
+    from tandem.observe.run_folder.journal import JournalReader, StepRecord
 
 State = Literal["starting", "running", "finished", "interrupted", "failed", "ended"]
 _LOOK_S = 0.1
@@ -73,7 +73,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The configuration that the run goes by."""
-        from tandem.coordinator.run.replay import config_of
+        from tandem.observe.run_folder.recorded import config_of
 
         with self._journal() as journal:
             return config_of(journal)
@@ -154,7 +154,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """Folders of the checkpoints that there are, by step. The model is in the folder ``policy`` of each."""
-        from tandem.coordinator.run.replay import checkpoints_of
+        from tandem.observe.run_folder.recorded import checkpoints_of
 
         if not self._has_journal():
             return {}
@@ -292,7 +292,7 @@ class Run:
         return (self.folder / JOURNAL_NAME).exists()
 
     def _journal(self) -> JournalReader:
-        from tandem.coordinator.run.journal import read_journal
+        from tandem.observe.run_folder.journal import read_journal
 
         return read_journal(self.folder)
 

@@ -26,13 +26,13 @@ from typing import Any
 import msgspec
 
 from tandem.common import messages
-from tandem.common.config import Config
-from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import ResponsesScored, ResponseToScore, ScoredResponse, ScoreResponses, StillScoring
 from tandem.common.returned import line, raised_at, sayable
 from tandem.common.wire import Codec, Hub, Peer, encode
+from tandem.config import Config
+from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.configuration import SOLVED_AT, row_keys
 from tandem.coordinator.api.rewards import RewardFunction, total
 

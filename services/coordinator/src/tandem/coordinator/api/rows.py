@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config.schema import Data
 from tandem.common.errors import DataError, nearest
 from tandem.common.returned import shown
+from tandem.config.schema import Data
 from tandem.coordinator.data import sources
 
 FOLDER = "data"

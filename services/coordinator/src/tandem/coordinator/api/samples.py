@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import sample_record
 from tandem.common.messages import Purpose
-from tandem.common.sample_files import FOLDER
+from tandem.samples import sample_record
+from tandem.samples.sample_files import FOLDER
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

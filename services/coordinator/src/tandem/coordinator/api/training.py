@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.common.config import Config, config_to_json
-from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.errors import ConfigError, RunFolderError
+from tandem.config import Config, config_to_json
+from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, checked_callbacks
 from tandem.coordinator.api.configuration import Settings, of_rewards, of_rows, settings_of, without_rows
 from tandem.coordinator.api.handle import Run
@@ -20,10 +20,10 @@ from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
 from tandem.coordinator.api.rows import QUESTION, Rows, rows_of
 from tandem.coordinator.data.split import share_held_out
-from tandem.coordinator.run.journal import read_journal
-from tandem.coordinator.run.journal_file import JOURNAL_NAME
-from tandem.coordinator.run.replay import config_of
-from tandem.coordinator.run.resuming import refuse_changes
+from tandem.coordinator.preparing.resuming import refuse_changes
+from tandem.observe.run_folder.journal import read_journal
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.recorded import config_of
 
 if TYPE_CHECKING:
     import datasets

@@ -15,7 +15,7 @@ from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_e
 from tandem.coordinator.commands.tokens import add_token, token_of
 
 if TYPE_CHECKING:
-    from tandem.coordinator.serving.client import ChatServer
+    from tandem.serving.client import ChatServer
 
 
 def add(commands: Commands) -> None:
@@ -43,14 +43,14 @@ def _chat(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         return _talk_to(arguments, arguments.url, token_of(arguments))
     if is_answered_by_the_run(arguments):
-        from tandem.coordinator.serving.live_run import LiveRun
+        from tandem.serving.live_run import LiveRun
 
         return _talk(arguments, LiveRun(arguments.folder).server)
     import msgspec
 
     from tandem.common.network import url_of
-    from tandem.coordinator.serving.server_process import launched
-    from tandem.coordinator.serving.settings import open_port, settings_of
+    from tandem.coordinator.preparing.serving_settings import open_port, settings_of
+    from tandem.serving.server_process import launched
 
     token = secrets.token_hex()
     serving = settings_of(arguments, token)
@@ -61,14 +61,14 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _talk_to(arguments: argparse.Namespace, url: str, token: str | None) -> int:
-    from tandem.coordinator.serving.client import ChatServer
+    from tandem.serving.client import ChatServer
 
     server = ChatServer(url, token)
     return _talk(arguments, lambda: server)
 
 
 def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer]) -> int:
-    from tandem.coordinator.serving.conversation import HELP, Conversation
+    from tandem.serving.conversation import HELP, Conversation
 
     model = find_server().choose_model(arguments.model)
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")

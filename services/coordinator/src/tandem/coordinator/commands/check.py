@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tandem.common import hub
-from tandem.common.config import dump_yaml, load_evaluation, notices
+from tandem.config import dump_yaml, load_evaluation, notices
+from tandem.config.models import hub
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
 if TYPE_CHECKING:
-    from tandem.coordinator.run.prerequisite import Ready
+    from tandem.coordinator.preparing.prerequisite import Ready
 
 
 def add(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(dump_yaml(config), end="")
     for notice in notices(config):
         print(f"note: {notice}", file=sys.stderr)
-    from tandem.coordinator.run.preflight import preflight
+    from tandem.coordinator.preparing.preflight import preflight
 
     ready = preflight(arguments.config, config, "new")
     for note in [*ready.notices, *_earlier(ready)]:
@@ -40,7 +40,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _earlier(ready: Ready) -> Iterator[str]:
     """Yield what there is already of a run, and of the one before it."""
-    from tandem.coordinator.run.prerequisite import differences, has_begun, model_differences
+    from tandem.coordinator.preparing.prerequisite import differences, has_begun, model_differences
 
     config = ready.config
     if changed := model_differences(config):
@@ -53,7 +53,7 @@ def _earlier(ready: Ready) -> Iterator[str]:
 
 def _summary(ready: Ready) -> str:
     """Say on one line what a run will be."""
-    from tandem.coordinator.run.spec import expected_processes
+    from tandem.launch.expected import expected_processes
 
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
     counts = expected_processes(config).items()

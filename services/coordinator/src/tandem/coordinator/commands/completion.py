@@ -163,8 +163,8 @@ def _preamble(shell: str) -> str:
 
 def _settings() -> tuple[list[str], dict[str, list[str]]]:
     """Return the keys that have a value of their own, and the values of those that have few."""
-    from tandem.common.config.conform import choices_of_keys
-    from tandem.common.config.unsupported import NOT_SUPPORTED_YET
+    from tandem.config.conform import choices_of_keys
+    from tandem.config.unsupported import NOT_SUPPORTED_YET
 
     found = dict(choices_of_keys())
     for row in NOT_SUPPORTED_YET:  # what would be refused is not offered

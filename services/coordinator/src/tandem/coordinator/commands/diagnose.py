@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 def _diagnose(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from tandem.coordinator.inspect.diagnosis import diagnose, format_diagnosis
+    from tandem.observe.diagnosis import diagnose, format_diagnosis
 
     found = [diagnose(folder) for folder in arguments.runs]
     if arguments.json:

@@ -43,7 +43,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     import msgspec
 
-    from tandem.common.config import load_config
+    from tandem.config import load_config
     from tandem.coordinator.doctor.findings import line_of, links_section, report_of
     from tandem.coordinator.doctor.look import look, needed_by
     from tandem.coordinator.doctor.network import parse_address

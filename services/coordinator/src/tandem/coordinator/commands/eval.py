@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
-from tandem.common.config import load_evaluation, notices
+from tandem.config import load_evaluation, notices
 from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK, Commands, add_config
 
 
@@ -60,9 +60,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from tandem.coordinator.evaluation.evaluate import evaluate, evaluation_config, prepare, prepare_folder
     from tandem.coordinator.evaluation.table import print_table
-    from tandem.coordinator.run.fork_server import ForkServer
-    from tandem.coordinator.run.launch import preload
-    from tandem.coordinator.run.spec import launched_processes
+    from tandem.launch.expected import launched_processes
+    from tandem.launch.fork_server import ForkServer
+    from tandem.launch.launch import preload
 
     say = partial(print, flush=True)
     kinds = [k for k, count in launched_processes(evaluation_config(config, found[0].folder, folder)).items() if count]

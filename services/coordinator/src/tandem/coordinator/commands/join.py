@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
-from tandem.common.config import load_config
 from tandem.common.keys import key_file, read_key_file
+from tandem.config import load_config
 from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, number
 
 
@@ -50,10 +50,10 @@ def add(commands: Commands) -> None:
 
 def _join(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.coordinator.clusters.join import ByKeyFile, Limits, NodeProcesses, wait_for_key_file
-    from tandem.coordinator.clusters.nodes import node_of
-    from tandem.coordinator.run.fork_server import ForkServer
-    from tandem.coordinator.run.launch import LocalProcesses, make_importable, preload
+    from tandem.launch.fork_server import ForkServer
+    from tandem.launch.join import ByKeyFile, Limits, NodeProcesses, wait_for_key_file
+    from tandem.launch.launch import LocalProcesses, make_importable, preload
+    from tandem.launch.nodes import node_of
 
     node = node_of(config, arguments.node)
     kinds = {kind for kind, _ in node.processes}

@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from tandem.common.config import load_config
 from tandem.common.errors import ConfigError
+from tandem.config import load_config
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
 
@@ -41,8 +41,8 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # with what a pod's name adds it has 63 at most
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.coordinator.clusters.kubernetes import PodNeeds, manifests, to_yaml
-    from tandem.coordinator.run.members import new_run_keys
+    from tandem.coordinator.members.members import new_run_keys
+    from tandem.launch.kubernetes import PodNeeds, manifests, to_yaml
 
     needs = PodNeeds(
         name=name,

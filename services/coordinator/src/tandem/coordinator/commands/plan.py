@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from tandem.common.config import load_config
 from tandem.common.errors import TandemError
+from tandem.config import load_config
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
 
 
@@ -34,9 +34,9 @@ def add(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.inspect.plan import explain
-    from tandem.coordinator.inspect.plan_ages import GivenRates
-    from tandem.coordinator.run.hub_models import find_on_hub
+    from tandem.coordinator.planning.plan import explain
+    from tandem.coordinator.planning.plan_ages import GivenRates
+    from tandem.coordinator.preparing.hub_models import find_on_hub
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)

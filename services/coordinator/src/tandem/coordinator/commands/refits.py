@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
 def _refits(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.inspect.refits import print_refits
+    from tandem.observe.refits import print_refits
 
     print_refits(arguments.run, Console())
     return OK

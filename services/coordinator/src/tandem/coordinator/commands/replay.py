@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.run.replay import begin_replay, continue_replay, describe_start, source_of
+    from tandem.coordinator.preparing.replay import begin_replay, continue_replay, describe_start, source_of
 
     run: Path = arguments.run
     if arguments.resume:

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.inspect.report import format_report, write_report
+    from tandem.observe.report.report import format_report, write_report
 
     out: Path = arguments.out or arguments.runs[0]
     print(format_report(write_report(arguments.runs, out), out))

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
-from tandem.common.config import notices
+from tandem.config import notices
 from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
-    from tandem.common.config import Config
     from tandem.common.messages import RewardServer
-    from tandem.coordinator.run.prerequisite import Mode
-    from tandem.coordinator.run.supervision import Supervision
+    from tandem.config import Config
+    from tandem.coordinator.preparing.prerequisite import Mode
     from tandem.coordinator.scheduler.events import Finish
+    from tandem.launch.supervision import Supervision
 
 
 def run_to_end(
@@ -42,7 +42,7 @@ def run_to_end(
         case "finished":
             return OK
         case "interrupted":
-            from tandem.coordinator.run.journal_file import JOURNAL_NAME
+            from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
             if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)
@@ -75,10 +75,10 @@ def run_to_outcome(
     """
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.run.fork_server import ForkServer
-    from tandem.coordinator.run.launch import preload
-    from tandem.coordinator.run.spec import launched_processes
     from tandem.coordinator.scheduler.events import Finish
+    from tandem.launch.expected import launched_processes
+    from tandem.launch.fork_server import ForkServer
+    from tandem.launch.launch import preload
 
     signals.interrupt_when_asked()
     try:
@@ -88,9 +88,9 @@ def run_to_outcome(
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             if supervision is not None:
                 supervision.start()  # not before: what is forked had better have no threads
-            from tandem.coordinator.run.invocation import Invocation
-            from tandem.coordinator.run.preflight import preflight
-            from tandem.coordinator.run.run import run
+            from tandem.coordinator.loop.invocation import Invocation
+            from tandem.coordinator.loop.run import run
+            from tandem.coordinator.preparing.preflight import preflight
 
             ready = preflight(source, config, mode, has_rewards=reward_server is not None)
             begun()
@@ -114,13 +114,13 @@ def run_to_outcome(
 
 def _report(config: Config, folder: Path) -> str:
     """Write the report of a run that finished; return what to say of it."""
-    from tandem.coordinator.inspect.report import format_report, write_report
+    from tandem.observe.report.report import format_report, write_report
 
     beside = [] if config.replay is None else [Path(config.replay.run)]
     runs = write_report([folder, *beside], folder, is_brief=True)
     said = format_report(runs[:1], folder)
     if config.replay is not None:
-        from tandem.coordinator.run.comparison import compare
+        from tandem.coordinator.preparing.comparison import compare
 
         return f"{said}\n{compare(config)}"
     return f"{said}{_what_next(config, folder)}"
@@ -128,8 +128,8 @@ def _report(config: Config, folder: Path) -> str:
 
 def _what_next(config: Config, folder: Path) -> str:
     """Say where the model is, and what to type to talk to it, or to make one of adapters."""
-    from tandem.common import lora
-    from tandem.coordinator.run.replay import checkpoints_of
+    from tandem.config.models import lora
+    from tandem.observe.run_folder.recorded import checkpoints_of
 
     checkpoints = checkpoints_of(folder, config)
     steps = checkpoints.steps()
@@ -145,7 +145,7 @@ def _what_next(config: Config, folder: Path) -> str:
 
 def _evaluated(folder: Path) -> str:
     """Say what the validation of a run's model has found."""
-    from tandem.coordinator.run.journal import read_journal
+    from tandem.observe.run_folder.journal import read_journal
 
     with read_journal(folder) as journal:
         record = journal.steps()[-1]

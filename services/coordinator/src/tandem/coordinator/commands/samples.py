@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from tandem.coordinator.commands.arguments import OK, Commands, add_run
 
 if TYPE_CHECKING:
-    from tandem.common.config import Config
-    from tandem.common.tokenizer import Tokenizer
+    from tandem.config import Config
+    from tandem.samples.tokenizer import Tokenizer
 
 _LIMIT = 10
 
@@ -44,10 +44,10 @@ def _samples(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.common.errors import RunFolderError, SamplesError
-    from tandem.coordinator.inspect.samples import SampleQuery, search, trainer_logprobs
-    from tandem.coordinator.inspect.samples_text import print_samples
-    from tandem.coordinator.run.journal import read_journal
-    from tandem.coordinator.run.replay import config_of
+    from tandem.observe.run_folder.journal import read_journal
+    from tandem.observe.run_folder.recorded import config_of
+    from tandem.observe.samples import SampleQuery, search, trainer_logprobs
+    from tandem.observe.samples_text import print_samples
 
     run: Path = arguments.run
     with read_journal(run) as journal:
@@ -87,8 +87,8 @@ def _range(groups: tuple[int, ...]) -> str:
 def _tokenizer_of(run: Path, config: Config) -> Tokenizer | None:
     """Return the tokenizer of a run, which a checkpoint has as well; None if it is not on this machine any more."""
     from tandem.common.errors import ModelError
-    from tandem.common.tokenizer import load_tokenizer
-    from tandem.coordinator.run.replay import checkpoints_of
+    from tandem.observe.run_folder.recorded import checkpoints_of
+    from tandem.samples.tokenizer import load_tokenizer
 
     checkpoints = checkpoints_of(run, config)
     folders = [checkpoints.folder_of(step) / "policy" for step in reversed(checkpoints.steps())]

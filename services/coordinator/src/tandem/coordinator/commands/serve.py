@@ -7,13 +7,13 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.errors import ConfigError
+from tandem.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
 from tandem.coordinator.commands.tokens import add_token, token_of
 
 if TYPE_CHECKING:
-    from tandem.common.serving import Serving
+    from tandem.serving.handover import Serving
 
 
 def add(commands: Commands) -> None:
@@ -57,7 +57,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
     """Tell whether the folder is that of a run whose rollouts answer. Raises `TandemError`."""
-    from tandem.coordinator.serving.live_run import answers_itself
+    from tandem.serving.live_run import answers_itself
 
     if arguments.checkpoint or not answers_itself(arguments.folder):
         return False
@@ -106,8 +106,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tandem.common.network import url_of
-    from tandem.coordinator.serving.server_process import become
-    from tandem.coordinator.serving.settings import open_port, settings_of
+    from tandem.coordinator.preparing.serving_settings import open_port, settings_of
+    from tandem.serving.server_process import become
 
     token = token_of(arguments)
     serving = settings_of(arguments, token)
@@ -120,8 +120,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _serve_run(arguments: argparse.Namespace) -> int:
     from tandem.common.network import url_of
-    from tandem.coordinator.serving.proxy import serve_run
-    from tandem.coordinator.serving.settings import open_port
+    from tandem.coordinator.preparing.serving_settings import open_port
+    from tandem.serving.proxy import serve_run
 
     run, token = arguments.folder, token_of(arguments)
     with open_port(arguments.host, arguments.port, token) as listening:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tandem.common.config import load_config
 from tandem.common.errors import TandemError
+from tandem.config import load_config
 from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, count
 
 _SUBMIT_S = 60.0
@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
 
 def _slurm(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.coordinator.clusters.slurm import SlurmJob, batch_script
+    from tandem.launch.slurm import SlurmJob, batch_script
 
     source = Path(arguments.config)
     job = SlurmJob(

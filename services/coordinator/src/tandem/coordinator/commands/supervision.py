@@ -38,8 +38,8 @@ from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED
 if TYPE_CHECKING:
     import socket
 
-    from tandem.common.config.schema import Cluster
     from tandem.common.wire import Stalls
+    from tandem.config.schema import Cluster
 
 _COORDINATOR = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _GONE_S = 20.0
@@ -101,7 +101,7 @@ class Supervisor:
 
     def run(self, how: Sequence[str]) -> int:
         """Bring the run to its end; `how` are the words that say how it begins. Return the exit code."""
-        from tandem.coordinator.scheduler.replacements import within
+        from tandem.launch.restarts import within
 
         before, why = self._run_id(), ""
         adopt_orphans()
@@ -164,7 +164,7 @@ class Supervisor:
     def _run_once(self, how: Sequence[str], why: str) -> int:
         """Run a coordinator to its end; `why` the one before is lost. Return the exit code, negative for a signal."""
         from tandem.common.wire import Stalls
-        from tandem.coordinator.run.supervision import Begun, say, socket_pair
+        from tandem.launch.supervision import Begun, say, socket_pair
 
         ours, theirs = socket_pair()
         with ours:
@@ -189,7 +189,7 @@ class Supervisor:
 
     def _look(self, coordinator: socket.socket, stalls: Stalls) -> None:
         """Wait for what happens next."""
-        from tandem.coordinator.run.supervision import Ended, say
+        from tandem.launch.supervision import Ended, say
 
         select.select([coordinator], [], [], _LOOK_S)
         heard_of = time.monotonic()
@@ -206,7 +206,7 @@ class Supervisor:
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take what the coordinator has said."""
-        from tandem.coordinator.run.supervision import Alive, Ended, Final, GoBack, Replaced, hear, say, to_supervisor
+        from tandem.launch.supervision import Alive, Ended, Final, GoBack, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
             said = to_supervisor.decode(message)
@@ -248,7 +248,7 @@ class Supervisor:
 
     def _run_id(self) -> str | None:
         """Return the name of the run in the folder; None if there is none."""
-        from tandem.coordinator.run.journal import read_journal
+        from tandem.observe.run_folder.journal import read_journal
 
         with contextlib.suppress(RunFolderError), read_journal(self._folder) as journal:
             return journal.run_id

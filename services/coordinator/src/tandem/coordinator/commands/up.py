@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.config import load_config
 from tandem.common.errors import DamagedCheckpoint, TandemError
 from tandem.common.process_lifetime import die_with
+from tandem.config import load_config
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 from tandem.coordinator.commands.running import run_to_end
 from tandem.coordinator.commands.supervision import Supervisor
 
 if TYPE_CHECKING:
-    from tandem.coordinator.run.prerequisite import Mode
+    from tandem.coordinator.preparing.prerequisite import Mode
 
 
 def add(commands: Commands) -> None:
@@ -61,7 +61,7 @@ def _up(arguments: argparse.Namespace) -> int:
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
     supervision = None
     if arguments.supervision_fd is not None:
-        from tandem.coordinator.run.supervision import Supervision
+        from tandem.launch.supervision import Supervision
 
         supervision = Supervision(arguments.supervision_fd, arguments.supervised_by, config.cluster)
     try:

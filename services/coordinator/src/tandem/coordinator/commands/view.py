@@ -23,10 +23,10 @@ def add(commands: Commands) -> None:
 
 def _view(arguments: argparse.Namespace) -> int:
     from tandem.common.network import is_loopback
-    from tandem.coordinator.page.address import listen, url_of
-    from tandem.coordinator.page.program import serve
-    from tandem.coordinator.page.reader import RunReader
-    from tandem.coordinator.page.security import new_token
+    from tandem.observe.page.address import listen, url_of
+    from tandem.observe.page.program import serve
+    from tandem.observe.page.reader import RunReader
+    from tandem.observe.page.security import new_token
 
     for run in arguments.runs:
         RunReader(run)

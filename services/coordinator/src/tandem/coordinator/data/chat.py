@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.common.chat_templates import memory_limit
-from tandem.common.config import Config
-from tandem.common.config.derive import GENERATED
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.tokenizer import Messages, Tokenizer
+from tandem.config import Config
+from tandem.config.derive import GENERATED
+from tandem.samples.chat_templates import memory_limit
+from tandem.samples.tokenizer import Messages, Tokenizer
 
 
 class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,18 +10,18 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.derive import GENERATED
-from tandem.common.config.schema import Data
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.returned import beyond
-from tandem.common.tokenizer import Messages
+from tandem.config import Config
+from tandem.config.derive import GENERATED
+from tandem.config.schema import Data
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
 from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
 from tandem.coordinator.data.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.coordinator.data.trees import threads
+from tandem.samples.tokenizer import Messages
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

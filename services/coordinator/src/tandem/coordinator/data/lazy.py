@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from tandem.common.config import Config
-from tandem.common.config.derive import GENERATED
 from tandem.common.errors import DataError
+from tandem.config import Config
+from tandem.config.derive import GENERATED
 from tandem.coordinator.data.order import DataOrder
 
 Item = TypeVar("Item")

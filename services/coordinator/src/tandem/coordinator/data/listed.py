@@ -7,9 +7,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.schema import Data
-from tandem.common.config.schema.data import DataSet, name_apart, set_names
+from tandem.config import Config
+from tandem.config.schema import Data
+from tandem.config.schema.data import DataSet, name_apart, set_names
 
 Item = TypeVar("Item")
 

@@ -12,12 +12,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config import Config
-from tandem.common.config.schema import Data
-from tandem.common.config.schema.data import set_names
 from tandem.common.dotted import named
 from tandem.common.errors import DataError
 from tandem.common.returned import line, shown
+from tandem.config import Config
+from tandem.config.schema import Data
+from tandem.config.schema.data import set_names
 
 _KEY = "data.custom_dataloader"
 _FINEST = 1000

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.named import MULTIPLE_CHOICE
-from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
 from tandem.common.regular_files import irregular
 from tandem.common.templates import fill_template
-from tandem.common.tokenizer import Messages, Tokenizer
+from tandem.config import Config
+from tandem.config.named import MULTIPLE_CHOICE
+from tandem.config.schema import Data
 from tandem.coordinator.data.chat import ChatEncoder
+from tandem.samples.tokenizer import Messages, Tokenizer
 
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 

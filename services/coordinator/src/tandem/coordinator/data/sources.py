@@ -16,14 +16,14 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from tandem.common.config.named import MULTIPLE_CHOICE, NAMED, is_local
-from tandem.common.config.problem import MAX_SHOWN
-from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
-from tandem.common.hub import Reference, as_one_line, only_the_cache, why_unreachable
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.sliding_puzzle import render, shuffled, solved
+from tandem.config.models.hub import Reference, as_one_line, only_the_cache, why_unreachable
+from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
+from tandem.config.problem import MAX_SHOWN
+from tandem.config.schema import Data
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]

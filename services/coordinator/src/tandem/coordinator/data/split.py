@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.schema import Data
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
+from tandem.config import Config
+from tandem.config.schema import Data
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
 from tandem.coordinator.data.prompts import Asked

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.common.config import Config
 from tandem.common.errors import ConfigError
+from tandem.config import Config
 
 MAX_SEQUENCES = 1 << 20
 """Sequences of one step. The coordinator has a record of each, and the largest runs that are known of have a tenth."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common.config.schema import LinkRates
+from tandem.config.schema import LinkRates
 
 Status = Literal["ok", "warning", "missing", "skipped"]
 """Skipped is what there is nothing to try on: without a GPU, that is all that is about GPUs."""

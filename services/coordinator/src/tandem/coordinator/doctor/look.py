@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.common.config import Config
+from tandem.config import Config
 from tandem.coordinator.doctor.child import outcomes
 from tandem.coordinator.doctor.findings import Finding, Outcome
 from tandem.coordinator.doctor.machine import look_at_machine

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.common.distribution import install_command, requirements
-from tandem.common.nvml import GpuLinks, opened_nvml
 from tandem.coordinator.doctor.findings import Finding, Outcome
+from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
 
 _NO_GPU = "no GPU"
 _MEMORY_BYTES = 256 << 20

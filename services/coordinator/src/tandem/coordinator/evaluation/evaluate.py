@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import Config, change_config
 from tandem.common.errors import ConfigError, DataError, RunFolderError
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import Model
 from tandem.coordinator.evaluation.results import Asked, results_of, scores_of, write_results
 from tandem.coordinator.evaluation.table import INTERVAL, Evaluation, write_table
-from tandem.coordinator.run.fork_server import ForkServer
-from tandem.coordinator.run.invocation import Invocation
-from tandem.coordinator.run.model_folder import model_vocabulary
-from tandem.coordinator.run.preflight import preflight
-from tandem.coordinator.run.prerequisite import Ready, set_aside
-from tandem.coordinator.run.run import run
+from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.loop.run import run
+from tandem.coordinator.preparing.model_folder import model_vocabulary
+from tandem.coordinator.preparing.preflight import preflight
+from tandem.coordinator.preparing.prerequisite import Ready, set_aside
 from tandem.coordinator.scheduler.events import Finish
+from tandem.launch.fork_server import ForkServer
+from tandem.samples.tokenizer import load_tokenizer
 
 RUNS = "runs"
 """Folder, among the results, of the runs: their journals, and the logs of their processes."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import hub
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
-from tandem.coordinator.run.found_models import Which, models_in
-from tandem.coordinator.run.model_folder import read_json, refuse_unknown_type
+from tandem.config.models import hub
+from tandem.coordinator.preparing.found_models import Which, models_in
+from tandem.coordinator.preparing.model_folder import read_json, refuse_unknown_type
 
 _CONFIG = "config.json"
 

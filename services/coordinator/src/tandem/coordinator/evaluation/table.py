@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.common.config import Config
+from tandem.config import Config
 from tandem.coordinator.evaluation.results import ModelScores
 from tandem.coordinator.evaluation.scores import Estimate
 

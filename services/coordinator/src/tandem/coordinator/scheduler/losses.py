@@ -15,7 +15,7 @@ not use several times in a row, is lost like one that died: it is shut out, and 
 fails alike, so would all, and the run ends.
 
 So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
-(`tandem.coordinator.run.terms`): trainers are started again, and there is a new one.
+(`tandem.coordinator.loop.terms`): trainers are started again, and there is a new one.
 
 What an order leads to that its process could not carry out depends on what it was for (`take_failure`). An error that
 is raised here ends the run (`ending.fail`).

@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.common.errors import ServiceLost
-
-
-def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
-    """Return the times that lie at most `window_s` before `now`; all are of `time.monotonic`."""
-    return [at for at in times if now - at <= window_s]
+from tandem.launch.restarts import within
 
 
 class Failures:

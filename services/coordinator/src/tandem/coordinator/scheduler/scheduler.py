@@ -3,7 +3,7 @@
 `Scheduler.handle` takes one event and returns the actions it leads to: it gives the event to whom it concerns, and then
 runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no file and
 knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
-`tandem.coordinator.run.run.loop` carries the actions out.
+`tandem.coordinator.loop.run.loop` carries the actions out.
 
     event ─▶ applied: `losses`, `generation`, `publication`, ... ─▶ `rules`, until none fires ─▶ actions
                                └──────────── `tables` ────────────────┘

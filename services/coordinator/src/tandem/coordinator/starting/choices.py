@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config import build_config
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, nearest
-from tandem.common.sources import package_folder
+from tandem.config import build_config
+from tandem.config.installed.sources import package_folder
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.split import share_held_out
 

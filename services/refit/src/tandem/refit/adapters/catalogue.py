@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common import lora
 from tandem.common.errors import ModelError
+from tandem.config.models import lora
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.geometry import (
     BIAS,
@@ -123,7 +123,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ModelShape(tuple(tensors), msgspec.structs.replace(self.known, is_tied=False))
 
     def with_adapters(self, layers: Iterable[str], rank: int, dtype: str | None = None) -> ModelShape:
-        """Return the model with low-rank adapters of these layers behind its own tensors (`tandem.common.lora`).
+        """Return the model with low-rank adapters of these layers behind its own tensors (`tandem.config.models.lora`).
 
         Their element type is that of the layers unless another is given.
         """

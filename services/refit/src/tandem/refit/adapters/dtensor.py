@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
-from tandem.common import lora
 from tandem.common.errors import RefitError
+from tandem.config.models import lora
 from tandem.refit.adapters import huggingface
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment

@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common import lora
 from tandem.common.errors import RefitError
-from tandem.common.families import MEGATRON
+from tandem.config.models import lora
+from tandem.config.models.families import MEGATRON
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 import msgspec
 
 from tandem.common.errors import RefitError
-from tandem.common.families import VLLM_PLANNED
+from tandem.config.models.families import VLLM_PLANNED
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment

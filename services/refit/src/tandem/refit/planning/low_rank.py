@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from tandem.common import lora
 from tandem.common.errors import CoverageError, RefitError
+from tandem.config.models import lora
 from tandem.refit.columns import pad_dims
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout, LayoutBuilder, Pieces, Tensor, contiguous_strides
 from tandem.refit.planning.names import CONVERTIBLE

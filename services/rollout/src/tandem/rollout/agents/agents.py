@@ -21,10 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.common.config import Config
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, PromptGroup
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
 from tandem.rollout.agents.programs import Launcher
@@ -37,6 +36,7 @@ from tandem.rollout.openai_api.app import api_routes, read_body
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.samples.tokenizer import Tokenizer
 
 _WAIT_S = 0.005
 """For a request, where there is nothing to generate."""

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tandem.common.config import Config
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, PromptGroup, SamplingParameters
-from tandem.common.model_sizes import vocabulary_size
 from tandem.common.returned import line
-from tandem.common.routed_experts import replayed_experts
-from tandem.common.tokenizer import Tokenizer
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
 from tandem.rollout.agents.session import ChatMessages, Session
 from tandem.rollout.conversation import turn_seed
 from tandem.rollout.engine import Completion
@@ -29,6 +27,8 @@ from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
 from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.tokenizer import Tokenizer
 
 MODEL = "policy"
 """What agents call the model."""

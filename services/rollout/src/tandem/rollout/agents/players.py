@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import h11
 import msgspec
 
-from tandem.common.config.schema import Environment
 from tandem.common.errors import RewardError
 from tandem.common.programs import search_path
 from tandem.common.returned import line
+from tandem.config.schema import Environment
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
 from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
 from tandem.rollout.environments import Score

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.common.batch import SampleArrays
 from tandem.common.messages import Branch, PromptGroup, SampleScored
-from tandem.common.routed_experts import COLUMN, RoutedExperts
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
+from tandem.samples.batch import SampleArrays
+from tandem.samples.routed_experts import COLUMN, RoutedExperts
+from tandem.samples.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, Any]]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.routed_experts import Bytes, RoutedExperts
 from tandem.common.routers import intercept
+from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 
 class RoutingRecord:

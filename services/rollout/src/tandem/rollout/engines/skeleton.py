@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
-from tandem.common.hf_config import load_config
 from tandem.common.segments import unstable_rotation
+from tandem.config.models.hf_config import load_config
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import LayoutBuilder, whole

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.routed_experts import RoutedExperts
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import Prompt
 from tandem.rollout.engines.stopping import StopStrings
+from tandem.samples.routed_experts import RoutedExperts
 
 NO_TOKEN = -1
 

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.common.routed_experts import RoutedExperts
 from tandem.common.segments import sliding_windows
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
@@ -22,6 +21,7 @@ from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.served import Served, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
+from tandem.samples.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192
 """Prompt tokens that join in one step, unless a single prompt is longer: bounds the memory of a step."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from tandem.common.messages import Problem
-from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.answers import answer_in, reference
 from tandem.rollout.environments.environment import Score, Turn
+from tandem.samples.tokenizer import Messages
 
 _CALL = re.compile(r"calc\((.*)\)")
 _EXPRESSION = re.compile(r"[\d+\-*/(). ]{1,100}")

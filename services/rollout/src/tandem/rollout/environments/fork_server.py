@@ -23,10 +23,10 @@ from pathlib import Path
 import msgspec
 from setproctitle import setproctitle
 
-from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
+from tandem.config import Config, config_from_json
 from tandem.rollout.environments.batches import answer_in_batches
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, step_of

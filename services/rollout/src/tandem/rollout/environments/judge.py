@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import openai
 
-from tandem.common.config.schema import Judge as Settings
 from tandem.common.errors import ConfigError
 from tandem.common.messages import GuestServer, Problem
 from tandem.common.templates import fill_template
+from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
 
 _OWN_MODEL = "policy"

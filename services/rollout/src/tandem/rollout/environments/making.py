@@ -9,13 +9,13 @@ from typing import get_args
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
-from tandem.common.config.schema import Environment as Settings
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import GuestServer
-from tandem.common.threads import num_threads
+from tandem.config import Config
+from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
+from tandem.config.schema import Environment as Settings
+from tandem.config.threads import num_threads
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
     ConversingEnvironment,

@@ -15,9 +15,9 @@ from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
 from tandem.common.texts import visible
-from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import Score, Turn
 from tandem.rollout.environments.printing import bounded
+from tandem.samples.tokenizer import Messages
 
 _LONGEST_TRACE = 20_000
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tandem.common.config import Config
 from tandem.common.errors import RewardError, TandemError, WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import (
@@ -27,6 +26,7 @@ from tandem.common.messages import (
 )
 from tandem.common.returned import line
 from tandem.common.wire import Callers, Codec, encode
+from tandem.config import Config
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Failure, Job, Outcome
 

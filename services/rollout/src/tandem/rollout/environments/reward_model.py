@@ -17,14 +17,14 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tandem.common.config.schema import Environment as Settings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
-from tandem.common.model_sizes import local_folder, max_positions_in
-from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
 from tandem.common.returned import line
-from tandem.common.tokenizer import Messages, load_reward_model_tokenizer
+from tandem.config.models.model_sizes import local_folder, max_positions_in
+from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
+from tandem.config.schema import Environment as Settings
 from tandem.rollout.environments.environment import Score
+from tandem.samples.tokenizer import Messages, load_reward_model_tokenizer
 
 _SHORTEST = 16
 """Lengths are padded to a multiple of this at least, and of an eighth of the next power of two."""

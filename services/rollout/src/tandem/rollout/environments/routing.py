@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.common.config import Config
-from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.messages import GuestServer, PromptGroup
-from tandem.common.tokenizer import Messages
+from tandem.config import Config
+from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import Score, Turn
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.samples.tokenizer import Messages
 
 
 class Environments:

@@ -13,19 +13,19 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tandem.common.config import Config
-from tandem.common.config.checks.data import on_error
 from tandem.common.errors import RewardError
 from tandem.common.messages import GuestServer, Problem
 from tandem.common.returned import sayable
 from tandem.common.texts import visible
-from tandem.common.tokenizer import Messages
+from tandem.config import Config
+from tandem.config.checks.data import on_error
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
 from tandem.rollout.environments.making import runs_in
 from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome
 from tandem.rollout.environments.program import Program, ProgramPool
 from tandem.rollout.environments.threads import ThreadPool
 from tandem.rollout.environments.workers import ForkServer, WorkerPool
+from tandem.samples.tokenizer import Messages
 
 
 class Unscored(msgspec.Struct, frozen=True):

@@ -11,12 +11,12 @@ import queue
 import threading
 import time
 
-from tandem.common.config import Config
 from tandem.common.messages import Problem
-from tandem.common.tokenizer import Messages
+from tandem.config import Config
 from tandem.rollout.environments.environment import converses, step_of
 from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
+from tandem.samples.tokenizer import Messages
 
 
 class ThreadPool:

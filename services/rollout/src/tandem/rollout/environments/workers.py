@@ -21,11 +21,11 @@ from collections import deque
 
 import msgspec
 
-from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import GuestServer
 from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
+from tandem.config import Config, config_to_json
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.outcomes import (

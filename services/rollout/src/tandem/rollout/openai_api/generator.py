@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.messages import SamplingParameters
-from tandem.common.tokenizer import Tokenizer
+from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.engine import Alternatives
 from tandem.rollout.engines.served import Grammar
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.tokenizer import Tokenizer
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

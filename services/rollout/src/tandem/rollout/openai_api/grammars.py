@@ -10,8 +10,8 @@ import llguidance.hf
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.tokenizer import Tokenizer
 
 FIELD = "response_format"
 

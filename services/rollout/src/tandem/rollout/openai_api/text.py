@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.tokenizer import Tokenizer
+from tandem.samples.tokenizer import Tokenizer
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 """What a decoder makes of bytes that are no character, or not yet."""

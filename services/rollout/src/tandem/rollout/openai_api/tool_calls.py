@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.common.config.schema.generation import ToolCallParser
+from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.openai_api.protocol import CalledFunction, ToolCall
 from tandem.rollout.openai_api.text import beginning
 

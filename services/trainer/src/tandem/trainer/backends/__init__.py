@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tandem.common.config import Config
-from tandem.common.worlds import World
+from tandem.config import Config
+from tandem.config.worlds import World
 from tandem.trainer.backend import Backend
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
-from tandem.common.worlds import World
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.config.worlds import World
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import Replicas

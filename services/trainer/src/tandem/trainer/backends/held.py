@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from tandem.common import columns
-from tandem.common.config import Config
-from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, NotFiniteError
-from tandem.common.lora import is_adapter, tensor_name
-from tandem.common.routed_experts import replayed_experts
 from tandem.common.segments import sliding_windows
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
+from tandem.config.models.lora import is_adapter, tensor_name
+from tandem.config.schema import columns
+from tandem.config.schema.adapters import LoraCfg
+from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.tokenizer import load_tokenizer
 from tandem.trainer import adapter_files, checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep

@@ -8,9 +8,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
-from tandem.common.worlds import World
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.config.worlds import World
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends.devices import device_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.common import lora
-from tandem.common.config.schema.adapters import Adapters
 from tandem.common.errors import ModelError
+from tandem.config.models import lora
+from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tandem.common.errors import ConfigError, nearest
-from tandem.common.families import FUSED_HEADS, TENSOR_PLANS
+from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
 from tandem.common.dotted import named
+from tandem.config import Config
+from tandem.config.schema.columns import Model
 from tandem.trainer.losses.aggregate import Counts, Loss, LossClass, Report, aggregate
 from tandem.trainer.losses.own import OwnLoss
 

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from tandem.common.config.schema import LossFn
+from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import StudentScores

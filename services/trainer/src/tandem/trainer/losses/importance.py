@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.config.schema import LossFn
+from tandem.config.schema import LossFn
 from tandem.trainer.losses.kl import finite_ratio
 
 

@@ -10,8 +10,8 @@ from typing import assert_never
 
 import torch
 
-from tandem.common.config.schema import LossFn
-from tandem.common.config.schema.loss import KlType
+from tandem.config.schema import LossFn
+from tandem.config.schema.loss import KlType
 
 
 def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: KlType) -> torch.Tensor:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from tandem.common.columns import GENERATION_LOGPROBS, Column
-from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
+from tandem.config import Config
+from tandem.config.schema.columns import GENERATION_LOGPROBS, Column
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores, StudentScores, TokenScores, TokenValues

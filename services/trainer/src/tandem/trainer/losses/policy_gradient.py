@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tandem.common.bounds import LARGEST_LOG_RATIO
-from tandem.common.config.schema import LossFn
+from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.importance import importance_weights, sequence_means
 from tandem.trainer.losses.kl import kl_divergence, weighted_kl_penalty

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.config.schema import Dpo, Rm
+from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores, TokenValues

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.config.schema import ValueLossFn
+from tandem.config.schema import ValueLossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenValues

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import DataError, ModelError, TandemError
-from tandem.common.routed_experts import Bytes, RoutedExperts
-from tandem.common.vllm_arguments import forwarded
+from tandem.config.installed.vllm_arguments import forwarded
+from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
 from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
@@ -20,6 +19,7 @@ from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.workers import Workers
+from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 _CACHE_BYTES = 2**30
 """Of the key-value cache on a CPU, unless ``vllm_kwargs.kv_cache_memory_bytes`` says otherwise."""

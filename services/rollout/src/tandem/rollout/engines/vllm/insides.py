@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_HOST_IP": "127.0.0.1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "MKL_CBWR": "AUTO",  # see tandem.common.threads.sum_reproducibly
+    "MKL_CBWR": "AUTO",  # see tandem.config.threads.sum_reproducibly
     # Workers are called over sockets. These have no file, so that none is left of a process that is killed.
     "VLLM_RPC_BASE_PATH": "@vllm",
 }

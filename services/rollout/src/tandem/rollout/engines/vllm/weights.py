@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.common.errors import ModelError
-from tandem.common.families import VLLM
+from tandem.config.models.families import VLLM
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 
-from tandem.common.config.schema.adapters import Peft
 from tandem.common.errors import CheckpointError, ModelError
-from tandem.common.lora import A, B, chosen
+from tandem.config.models.lora import A, B, chosen
+from tandem.config.schema.adapters import Peft
 from tandem.refit.adapters import megatron
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import LatentAttention

@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from tandem.common.errors import ModelError
-from tandem.common.families import MEGATRON
+from tandem.config.models.families import MEGATRON
 from tandem.refit.adapters.geometry import (
     Attention,
     Experts,

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
-from tandem.common.worlds import World
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.config.worlds import World
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import Replicas

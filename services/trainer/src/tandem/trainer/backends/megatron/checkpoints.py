@@ -17,8 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tandem.common.columns import Model
 from tandem.common.errors import CheckpointError, ModelError
+from tandem.config.schema.columns import Model
 from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder

@@ -33,16 +33,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from tandem.common import manifest
-from tandem.common.columns import Model
-from tandem.common.config import Config, schema
 from tandem.common.errors import DamagedCheckpoint, ModelError
-from tandem.common.manifest import FileRecord
+from tandem.config import Config, schema
+from tandem.config.schema.columns import Model
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
+from tandem.samples import manifest
+from tandem.samples.manifest import FileRecord
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, require_shape
 from tandem.trainer.backends.megatron.weights import Tensors, view_of
 from tandem.trainer.box_files import digests_of

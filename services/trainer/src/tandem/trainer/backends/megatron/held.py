@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from tandem.common.columns import Model
-from tandem.common.config import Config
-from tandem.common.config.schema.adapters import Peft
 from tandem.common.errors import NotFiniteError
-from tandem.common.tokenizer import load_tokenizer
+from tandem.config import Config
+from tandem.config.schema.adapters import Peft
+from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
+from tandem.samples.tokenizer import load_tokenizer
 from tandem.trainer import adapter_files
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state

@@ -13,8 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 
-from tandem.common.columns import Head
-from tandem.common.config.schema import Model
+from tandem.config.schema import Model
+from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD, biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.layers import layers_of

@@ -10,7 +10,7 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from tandem.common.config import Config, schema
+from tandem.config import Config, schema
 from tandem.trainer.backends.megatron.settings import Settings
 
 

@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from tandem.common.columns import Model
-from tandem.common.config import Config, schema
+from tandem.config import Config, schema
+from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, has_kernels

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tandem.common import lora
-from tandem.common.config.schema.adapters import Adapters
 from tandem.common.errors import ModelError
+from tandem.config.models import lora
+from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.endpoint import Weights, device_name, host_name

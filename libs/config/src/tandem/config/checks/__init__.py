@@ -1,0 +1,64 @@
+"""Checks that no single key can fail: one function a rule, one module a topic."""
+
+from __future__ import annotations
+
+from tandem.common.dotted import named
+from tandem.config.checks import (
+    adapters,
+    batches,
+    cluster,
+    data,
+    dtensor,
+    generation,
+    loss,
+    megatron,
+    model,
+    numbers,
+    parallelism,
+    paths,
+    processes,
+    reward_model,
+    router_replay,
+    run,
+)
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid, Problems
+from tandem.config.schema import Config
+
+RULES: tuple[Rule, ...] = (
+    *paths.RULES,
+    *model.RULES,
+    *megatron.RULES,
+    *parallelism.RULES,
+    *dtensor.RULES,
+    *adapters.RULES,
+    *batches.RULES,
+    *loss.RULES,
+    *data.RULES,
+    *reward_model.RULES,
+    *run.RULES,
+    *processes.RULES,
+    *cluster.RULES,
+    *generation.RULES,
+    *router_replay.RULES,
+    *numbers.RULES,
+)
+"""Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
+
+
+def broken_rules(config: Config) -> Problems:
+    """Return what the rules say that the configuration breaks, a line a key: the first often explains the others."""
+    problems = Problems()
+    own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
+    for rule in (*RULES, *own):
+        try:
+            with problems.collected():
+                rule(config)
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
+            if not problems.found:  # else it counts on what an earlier rule has found broken
+                raise
+    by_key: dict[str, Invalid] = {}
+    for problem in problems.found:
+        by_key.setdefault(problem.key, problem)
+    problems.found = [*by_key.values()]
+    return problems

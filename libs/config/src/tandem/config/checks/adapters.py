@@ -1,0 +1,118 @@
+"""Rules for low-rank adapters, whose settings both backends have under names of their own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tandem.config.checks.rule import Rule
+from tandem.config.models.families import MEGATRON_ADAPTERS
+from tandem.config.models.lora import CONFIG, matches, why_no_model
+from tandem.config.models.model_sizes import expert_sizes, model_config
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config
+
+_LATENT = "deepseek_v3"
+_ROUTED = re.compile("(?<!shared_)experts")
+DTENSOR, MEGATRON = "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"
+
+
+def restored_adapters_exist(config: Config) -> None:
+    """A folder to begin with is in PEFT's format."""
+    adapters = config.policy.adapters
+    if adapters is None or adapters.restore_from is None:
+        return
+    key = f"{MEGATRON if config.policy.megatron_cfg.enabled else DTENSOR}.restore_from"
+    if not Path(adapters.restore_from, CONFIG).is_file():
+        raise Invalid(key, f"{shown(adapters.restore_from)} is no folder of adapters: it has no {CONFIG}")
+
+
+def adapters_have_the_type_of_the_weights(config: Config) -> None:
+    """Megatron-Core's optimizer keeps what it steps in float32 beside parameters of another type."""
+    policy, dtype = config.policy, config.policy.megatron_cfg.peft.lora_dtype
+    if policy.megatron_cfg.enabled and policy.adapters and dtype not in (None, "None", policy.precision):
+        raise Invalid(f"{MEGATRON}.lora_dtype", f"{shown(dtype)} is not policy.precision ({policy.precision})")
+
+
+def adapters_are_of_a_language_model(config: Config) -> None:
+    """A head that gives a number is new, and has to be trained whole."""
+    policy = config.policy
+    if policy.adapters and config.declaration.head_of("policy") != "vocabulary":
+        key = f"{MEGATRON if policy.megatron_cfg.enabled else DTENSOR}.enabled"
+        raise Invalid(key, f"true, but {config.algorithm} trains a head: adapters leave it as it is")
+
+
+def engines_can_merge_adapters(config: Config) -> None:
+    """Weights in float8 with block scales are made from those that come; there are none to add a product to."""
+    policy = config.policy
+    if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
+        what = "'fp8', where adapters are trained: engines merge them into bfloat16, float16 or float32"
+        raise Invalid("policy.generation.vllm_cfg.precision", what)
+
+
+def megatron_has_adapters_of_the_family(config: Config) -> None:
+    """Latent attention has layers that no adapter is built for."""
+    policy, model = config.policy, model_config(config.policy) or {}
+    if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
+        known = ", ".join(MEGATRON_ADAPTERS)
+        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT}, whose attention is latent"
+        raise Invalid(f"{MEGATRON}.enabled", what)
+
+
+def routed_experts_have_no_adapters(config: Config) -> None:
+    """Nothing is left as it is that the configuration says has adapters.
+
+    Trainers know which layers have experts, and refuse what fits those of some layers only.
+    """
+    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
+    adapters, model = policy.adapters, model_config(policy)
+    if adapters is None:
+        return
+    if not policy.megatron_cfg.enabled:
+        named = [each for each in lora.target_modules if _ROUTED.search(each) and not lora.match_all_linear]
+        if named:
+            what = f"{shown(named[0])} names routed experts, and adapters of them are not built"
+            raise Invalid(f"{DTENSOR}.target_modules", f"{what}: those of a layer are one parameter, no linear layers")
+        return
+    experts = None if model is None else expert_sizes(model)
+    layers = range(experts.num_layers) if experts is not None else ()
+    for each in ("linear_fc1", "linear_fc2"):
+        names = [f"decoder.layers.{layer}.mlp.experts.{each}" for layer in layers]
+        has_some = [matches(name, adapters.patterns) and not matches(name, adapters.exclude_modules) for name in names]
+        if names and all(has_some):
+            what = f"{shown(list(adapters.exclude_modules))}, but adapters of routed experts are not built"
+            raise Invalid(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
+
+
+def all_layers_are_not_a_name(config: Config) -> None:
+    """PEFT has a word for them, which neither backend takes."""
+    policy, adapters = config.policy, config.policy.adapters
+    if adapters is None or "all-linear" not in adapters.target_modules:
+        return
+    if policy.megatron_cfg.enabled:
+        what = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
+        raise Invalid(f"{MEGATRON}.target_modules", what)
+    if not policy.dtensor_cfg.lora_cfg.match_all_linear:
+        raise Invalid(f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all")
+
+
+def models_beside_the_policy_are_no_adapters(config: Config) -> None:
+    """A teacher is read whole, as is what a value model begins with."""
+    sections = dict(config.teacher_sections)
+    if config.value is not None and "value" in config.declaration.holds(config):
+        sections["value.model_name"] = config.value
+    for key, section in sections.items():
+        if (why := why_no_model(Path(section.model_name))) is not None:
+            raise Invalid(key, why)
+
+
+RULES: tuple[Rule, ...] = (
+    restored_adapters_exist,
+    adapters_have_the_type_of_the_weights,
+    adapters_are_of_a_language_model,
+    engines_can_merge_adapters,
+    megatron_has_adapters_of_the_family,
+    routed_experts_have_no_adapters,
+    all_layers_are_not_a_name,
+    models_beside_the_policy_are_no_adapters,
+)

@@ -1,0 +1,97 @@
+"""Rules for batch sizes: each must be a whole number of smaller batches."""
+
+from __future__ import annotations
+
+from tandem.config.checks.rule import Rule, over_a_data_set, where_it_rolls_out
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config, DynamicBatching, SequencePacking
+
+
+def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
+    """A rollout batch is a whole number of optimizer steps."""
+    section, name = config.rollout_section, config.algorithm
+    prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
+    batch = config.policy.train_global_batch_size
+    if prompts * generations % batch:
+        raise Invalid(
+            "policy.train_global_batch_size",
+            f"{batch} does not divide {name}.num_prompts_per_step * {name}.num_generations_per_prompt "
+            f"= {prompts} * {generations} = {prompts * generations} samples",
+        )
+
+
+def a_global_batch_divides_into_micro_batches(config: Config) -> None:
+    """Each trainer takes an equal share of a global batch, in whole micro-batches, unless those are so many tokens."""
+    if _token_limits(config):
+        return
+    _divides(
+        config,
+        "policy.train_global_batch_size",
+        config.policy.train_global_batch_size,
+        "policy.train_micro_batch_size",
+        config.policy.train_micro_batch_size,
+    )
+
+
+def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
+    """The same for the batches that algorithms over data sets validate on."""
+    if _token_limits(config):
+        return
+    section = config.data_set_section
+    if not (section.val_period or section.val_at_start):
+        return
+    _divides(
+        config,
+        f"{config.algorithm}.val_global_batch_size",
+        section.val_global_batch_size,
+        f"{config.algorithm}.val_micro_batch_size",
+        section.val_micro_batch_size,
+    )
+
+
+def rows_are_padded_or_packed(config: Config) -> None:
+    """A micro-batch by tokens has rows of one kind."""
+    if len(_token_limits(config)) > 1:
+        raise Invalid(
+            "policy.dynamic_batching.enabled",
+            "true, but policy.sequence_packing.enabled is true too: rows are either padded or packed",
+        )
+
+
+def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
+    """No sequence, and of those that belong together none, is split over micro-batches."""
+    length, words = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
+    if config.sequences_per_sample > 1:
+        length, words = config.sequences_per_sample * length, f"a {config.declaration.unit} of {words}"
+    for section, limits in _token_limits(config).items():
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(limits, name)
+            if tokens < length:
+                raise Invalid(f"policy.{section}.{name}", f"{tokens} is less than {words} ({length})")
+
+
+def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
+    """Return the sections that make micro-batches of so many tokens."""
+    limits: dict[str, SequencePacking | DynamicBatching] = {
+        "sequence_packing": config.policy.sequence_packing,
+        "dynamic_batching": config.policy.dynamic_batching,
+    }
+    return {name: section for name, section in limits.items() if section.enabled}
+
+
+def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: int) -> None:
+    shares = config.data_parallel_size
+    if whole % (part * shares):
+        words = "cluster.trainers" if shares == config.cluster.trainers else "the data-parallel size"
+        raise Invalid(
+            whole_key, f"{whole} is not a multiple of {part_key} * {words} = {part} * {shares} = {part * shares}"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    *where_it_rolls_out(a_rollout_batch_divides_into_global_batches),
+    a_global_batch_divides_into_micro_batches,
+    *over_a_data_set(a_validation_batch_divides_into_micro_batches),
+    rows_are_padded_or_packed,
+    the_longest_sequences_fit_a_micro_batch,
+)

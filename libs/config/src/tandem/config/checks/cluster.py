@@ -1,0 +1,91 @@
+"""Rules for processes: how many, on which hosts, and how their silence is noticed."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.placement import gpus_of_reward_models, gpus_per_engine
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config
+
+
+def there_are_rollouts(config: Config) -> None:
+    """Something must generate."""
+    if config.cluster.rollouts == 0:
+        raise Invalid("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
+
+
+def generation_fits_its_gpus(config: Config) -> None:
+    """GPUs that are set aside for generation are part of the cluster's, leave some to training, and are enough."""
+    generation, cluster = config.policy.generation, config.cluster
+    if generation.colocated.enabled:
+        return
+    gpus, nodes = generation.colocated.resources.gpus_per_node, generation.colocated.resources.num_nodes
+    prefix = "policy.generation.colocated.resources."
+    if cluster.num_nodes == 1:
+        key, set_aside, gpus_each = "gpus_per_node", gpus, 1
+        whole = cluster.gpus_per_node - gpus_of_reward_models(config)
+        other_key, other, fitting = "num_nodes", nodes, 1
+    else:
+        key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
+        other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
+    if other not in (None, fitting):
+        rule = f"where cluster.num_nodes is {cluster.num_nodes}, it is {fitting} or null"
+        raise Invalid(prefix + other_key, f"{other}, but {rule}")
+    if set_aside is None:
+        return
+    if set_aside >= whole:
+        raise Invalid(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
+    sides = (
+        ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
+        ("cluster.trainers", config.num_trainers, (whole - set_aside) * gpus_each),
+    )
+    for process_key, needed, there in sides:
+        if needed > there:
+            raise Invalid(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
+
+
+def the_launch_fits_the_cluster(config: Config) -> None:
+    """The coordinator launches no more processes than it waits for."""
+    launch = config.cluster.launch
+    if isinstance(launch, str):
+        return
+    cluster = config.cluster
+    counts = (("trainers", launch.trainers, config.num_trainers), ("rollouts", launch.rollouts, cluster.rollouts))
+    for kind, launched, expected in counts:
+        if launched > expected:
+            beside = " and cluster.processes_of" if expected > getattr(cluster, kind) else ""
+            raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind}{beside} ({expected})")
+
+
+def there_is_room_for_the_rollouts(config: Config) -> None:
+    """Those that are waited for may join."""
+    most, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
+    if most is not None and most < rollouts:
+        raise Invalid("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
+
+
+def the_address_can_be_bound(config: Config) -> None:
+    """ZeroMQ takes ``tcp://host:port``, or ``*`` for any free port."""
+    match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
+    if not match or (match[1] != "*" and not 0 < int(match[1]) < 65536):
+        raise Invalid("cluster.address", f"{shown(config.cluster.address)} is not tcp://host:port or tcp://host:*")
+
+
+def silence_outlasts_a_heartbeat(config: Config) -> None:
+    """One late heartbeat is not yet a lost process."""
+    interval, timeout = config.cluster.heartbeat_interval_s, config.cluster.heartbeat_timeout_s
+    if timeout < 2 * interval:
+        raise Invalid(
+            "cluster.heartbeat_timeout_s", f"{timeout:g} is less than twice cluster.heartbeat_interval_s ({interval:g})"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    *where_it_rolls_out(there_are_rollouts, generation_fits_its_gpus),
+    the_launch_fits_the_cluster,
+    there_is_room_for_the_rollouts,
+    the_address_can_be_bound,
+    silence_outlasts_a_heartbeat,
+)

@@ -1,0 +1,292 @@
+"""Rules for problems, and for the environments that score them."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Literal
+
+from tandem.common.errors import listed, nearest
+from tandem.config.checks.reward_model import check_reward_model
+from tandem.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
+from tandem.config.derive import GENERATED
+from tandem.config.named import NAMED, is_local
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config, Environment, Judge
+from tandem.config.schema.columns import REWARDS
+from tandem.config.schema.declarations import ALGORITHMS
+from tandem.config.schema.reward_model import REWARD_MODEL
+from tandem.config.shapes import ELSEWHERE
+
+CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
+"""Those that answer a response, so that one turn is never enough."""
+
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
+
+PYTHON_REWARDS = "python_rewards"
+"""The environment that `tandem.train` sets: functions of the program that calls it."""
+
+
+def lengths_fit(config: Config) -> None:
+    """Neither prompt nor response may be longer than a whole sequence."""
+    longest = config.policy.max_total_sequence_length
+    lengths = [("data.max_input_seq_length", config.data.max_input_seq_length)]
+    if config.declaration.rolls_out:
+        lengths.append(("policy.generation.max_new_tokens", config.policy.generation.max_new_tokens))
+    for key, length in lengths:
+        if length > longest:
+            raise Invalid(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
+
+
+def the_task_is_named(config: Config) -> None:
+    """reasoning-gym makes problems by task; no other dataset has one."""
+    if config.data.dataset_name == "reasoning_gym":
+        if config.data.task is None:
+            raise Invalid("data.task", "required where data.dataset_name is reasoning_gym, such as chain_sum")
+    elif config.data.task is not None:
+        raise Invalid("data.task", f"only reasoning_gym has tasks, and data.dataset_name is {config.data.dataset_name}")
+
+
+def the_file_is_named(config: Config) -> None:
+    """JSONL problems come from a file; one to train on is not needed where nothing is."""
+    name = config.data.dataset_name
+    is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
+    if is_local(name) and config.data.train_data_path is None and is_needed:
+        raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
+
+
+def several_validation_files_have_names(config: Config) -> None:
+    """Each is validated by itself, with metrics of that name; only where validation is a loss."""
+    key, paths = "data.val_data_paths", config.data.val_data_paths
+    if not paths:
+        return
+    if config.declaration.rolls_out:
+        raise Invalid(key, f"{config.declaration.title} validates on one file: set data.val_data_path")
+    if config.data.val_data_path is not None:
+        raise Invalid(key, "data.val_data_path is given too")
+    if not is_local(config.data.dataset_name):
+        raise Invalid(key, f"only files are validated on apart, and data.dataset_name is {config.data.dataset_name}")
+    for name in paths:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise Invalid(key, f"{shown(name)} is no name for a metric: letters, digits, '_', '.' and '-' are")
+
+
+def listed_sets_are_read(config: Config) -> None:
+    """Sets in a list are files or on the Hub, and nothing beside them says what is validated on."""
+    data = config.data
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(data, side)):
+            key = f"data.{side}[{index}]"
+            name = str(each.dataset_name)
+            if name in GENERATED:
+                raise Invalid(f"{key}.dataset_name", f"{name} makes its problems: set data.dataset_name alone")
+            if is_local(name) and each.data_path is None:
+                raise Invalid(f"{key}.data_path", f"required where dataset_name is {name}")
+            if side == "validation" and each.weight is not None:
+                raise Invalid(f"{key}.weight", "only sets that are trained on are drawn from")
+    if data.validation and not data.train:
+        raise Invalid("data.validation", "data.train is not given: what is trained on is listed, too")
+    for key in ("val_data_path", "val_data_paths", "val_split"):
+        if data.train and getattr(data, key) is not None:
+            raise Invalid(f"data.{key}", "data.train is given: set data.validation")
+
+
+def the_dataset_fits_the_algorithm(config: Config) -> None:
+    """Not every algorithm learns from everything."""
+    name = config.data.dataset_name
+    named = NAMED.get(name)
+    if named is None or name == "jsonl":  # rows say by themselves what they are
+        return
+    fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
+    if config.algorithm not in fitting:
+        raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {listed(fitting)}")
+
+
+def worse_solutions_are_written(config: Config) -> None:
+    """A problem that is made has one solution; preferences need a worse one beside it."""
+    data = config.data
+    if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
+        what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
+        raise Invalid("data.rejected_template", f"required where {what}")
+
+
+def margins_are_read(config: Config) -> None:
+    """What compares pairs by the policy's own probabilities has no use for them."""
+    reads = config.declaration.learns_preferences and REWARDS in config.declaration.columns
+    if config.data.margin_key is not None and not reads:
+        raise Invalid(
+            "data.margin_key",
+            f"{config.data.margin_key}, but only a reward model learns margins: algorithm is {config.algorithm}",
+        )
+
+
+def the_system_message_is_given_once(config: Config) -> None:
+    """As text or as a file."""
+    if config.data.system_prompt is not None and config.data.system_prompt_file is not None:
+        raise Invalid("data.system_prompt", "data.system_prompt_file is given too")
+
+
+def environments_are_known(config: Config) -> None:
+    """An environment is built in, or says what it is."""
+    for name, entry in config.env.items():
+        if entry.persistent and entry.command is None:
+            raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
+        if entry.model_name is not None and not entry.is_reward_model:
+            raise Invalid(f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself")
+        if entry.is_agent:
+            _check_agent(name, entry)
+        elif entry.judge is not None:
+            _check_judge(name, entry, entry.judge, config)
+        elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_own):
+            check_reward_model(name, entry)
+        elif entry.class_path is None:
+            if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
+                built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
+                guess = nearest(name, BUILT_IN_ENVIRONMENTS)
+                raise Invalid(
+                    f"env.{name}",
+                    f"not built in ({built_in}) and without a class, a command, a judge or a model_name{guess}",
+                )
+        else:
+            check_dotted_path(f"env.{name}.class", entry.class_path)
+        if name == PYTHON_REWARDS and entry.is_own:
+            raise Invalid(f"env.{name}.class", "the name is that of functions given to tandem.train: choose another")
+        if entry.max_failures is not None and on_error(name, entry) == "fail":
+            raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
+
+
+def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
+    """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
+    if entry.judge is not None or entry.is_reward_model:
+        return entry.on_error or "drop"  # it is not the response's doing
+    return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
+
+
+def _check_agent(name: str, entry: Environment) -> None:
+    """An agent is a program or a server, and no class."""
+    if entry.command is not None and entry.url is not None:
+        raise Invalid(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
+    key = f"env.{name}.{'url' if entry.command is None else 'command'}"
+    if entry.class_path is not None:
+        raise Invalid(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
+    if entry.command == ():
+        raise Invalid(key, "is empty, must begin with the program")
+    if entry.url is not None:
+        _check_url(key, entry.url)
+
+
+def _check_url(key: str, url: str) -> None:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+        raise Invalid(key, f"{shown(url)}, must be http://HOST:PORT/PATH")
+
+
+def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) -> None:
+    """A judge is asked somewhere, and its answer has a number."""
+    key = f"env.{name}.judge"
+    if entry.class_path is not None:
+        raise Invalid(key, f"env.{name}.class is given too: a judge scores by itself")
+    if judge.base_url is None:
+        if judge.cache is not None:
+            raise Invalid(f"{key}.cache", f"given, but {key}.base_url is null: the run's own weights change every step")
+        if not config.policy.generation.has_guests:
+            raise Invalid(
+                key, "without base_url it asks the run's own engine: set policy.generation.expose_http_server"
+            )
+    else:
+        _check_url(f"{key}.base_url", judge.base_url)
+        if judge.model is None:
+            raise Invalid(key, "has a base_url, and no model")
+    if judge.highest_score <= judge.lowest_score:
+        raise Invalid(f"{key}.highest_score", f"{judge.highest_score:g} is not more than {key}.lowest_score")
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except re.error as error:
+        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)}: {error}") from None
+    if not groups:
+        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group, which would be the score")
+    try:
+        fields = {field.partition("[")[0] for _, field, *_ in string.Formatter().parse(judge.prompt) if field}
+    except ValueError as error:
+        raise Invalid(f"{key}.prompt", f"{shown(judge.prompt)}: {error}") from None
+    if "response" not in fields:
+        raise Invalid(f"{key}.prompt", "has no {response}: the judge would not see what it grades")
+
+
+def samples_are_scored(config: Config) -> None:
+    """Each data set has an environment, and one that can score it."""
+    chosen, names, title = config.data.environment, list(config.env), config.declaration.title
+    if not names:
+        raise Invalid("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
+    if chosen is None:
+        raise Invalid("data.environment", f"required where env has several entries ({', '.join(names)})")
+    _check_scores(config, "data.environment", chosen, "data.dataset_name", config.data.dataset_name)
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(config.data, side)):
+            if each.env_name not in (None, chosen):
+                _check_scores(config, f"data.{side}[{index}].env_name", each.env_name, "dataset_name", each.title)
+    agents = [name for name in config.environments if config.env[name].is_agent]
+    if agents and len(config.environments) > 1:
+        raise Invalid(
+            f"env.{agents[0]}",
+            f"an agent plays whole episodes: there can be no other environment ({', '.join(config.environments)})",
+        )
+
+
+def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str) -> None:
+    if chosen not in config.env:
+        raise Invalid(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
+    built_in = not config.env[chosen].is_own
+    if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
+        raise Invalid(key, f"reasoning_gym cannot score {what} {dataset}")
+    if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
+        raise Invalid(key, f"sliding_puzzle_game plays {what} sliding_puzzle, not {dataset}")
+
+
+def sets_are_drawn_from(config: Config) -> None:
+    """What says how much of each data set there is in a step comes out even."""
+    data, key = config.data, "data.num_prompts_per_dataloader"
+    num_prompts = data.num_prompts_per_dataloader
+    if not data.use_multiple_dataloader:
+        return
+    if not config.declaration.rolls_out:
+        raise Invalid("data.use_multiple_dataloader", f"{config.declaration.title} has none: give the sets a weight")
+    if len(data.train) < 2:
+        raise Invalid("data.use_multiple_dataloader", "needs several data sets in data.train")
+    if any(each.weight is not None for each in data.train):
+        raise Invalid("data.use_multiple_dataloader", "each set has its turn, and a set of data.train has a weight")
+    if data.chooser is not None:
+        check_dotted_path("data.custom_dataloader", data.chooser)
+        return
+    if num_prompts is None:
+        raise Invalid(key, "required with data.use_multiple_dataloader")
+    per_step = config.rollout_section.num_prompts_per_step
+    if per_step % num_prompts:
+        raise Invalid(key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is no multiple of {num_prompts}")
+
+
+def conversations_have_turns(config: Config) -> None:
+    """An environment that answers must be listened to."""
+    for chosen in config.environments:
+        if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
+            continue
+        if config.rollout_section.max_rollout_turns == 1:
+            raise Invalid(
+                f"{config.algorithm}.max_rollout_turns",
+                f"1, but {chosen} answers, and the policy needs a turn after that",
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    lengths_fit,
+    the_task_is_named,
+    the_file_is_named,
+    several_validation_files_have_names,
+    listed_sets_are_read,
+    the_dataset_fits_the_algorithm,
+    worse_solutions_are_written,
+    margins_are_read,
+    the_system_message_is_given_once,
+    environments_are_known,
+    sets_are_drawn_from,
+    *where_it_rolls_out(samples_are_scored, conversations_have_turns),
+)

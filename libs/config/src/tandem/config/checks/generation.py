@@ -1,0 +1,74 @@
+"""Rules for generation engines."""
+
+from __future__ import annotations
+
+from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.installed.vllm_arguments import NOT_BUILT, complaint
+from tandem.config.models.families import VLLM, VLLM_PLANNED
+from tandem.config.models.model_sizes import model_config
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config
+
+
+def vllm_takes_its_arguments(config: Config) -> None:
+    """Names are checked where vLLM is installed: its engine would refuse them once everything has started."""
+    generation = config.policy.generation
+    if generation.backend != "vllm":
+        return
+    given = {name: value for name, value in generation.vllm_kwargs.items() if name not in NOT_BUILT}  # said elsewhere
+    found = complaint(given)
+    if found is not None:
+        raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
+    longest = config.policy.max_total_sequence_length
+    if generation.vllm_cfg.max_model_len < longest:
+        raise Invalid(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
+def vllm_can_be_refitted(config: Config) -> None:
+    """Weights are written in place in the families whose parameters are known, as far as it is known here which one."""
+    model_type = (model_config(config.policy) or {}).get("model_type")
+    if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED):
+        raise Invalid(
+            "policy.generation.backend",
+            f"vllm, but refits write vLLM's {', '.join(VLLM)}, not its {model_type}; transformers is the other engine",
+        )
+
+
+def prompts_move_where_engines_are_async(config: Config) -> None:
+    """Prompts that move change what an engine computes together, and with it the last bits of a run."""
+    generation = config.policy.generation
+    if generation.generation_timeout is not None and not generation.is_async:
+        raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
+
+
+def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
+    """All samples of a group come from one engine, which keeps them until they are trained on."""
+    most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
+    longest = config.policy.max_total_sequence_length
+    if most < num_samples * longest:
+        raise Invalid(
+            "policy.generation.max_stored_tokens",
+            f"{most} is less than {config.algorithm}.num_generations_per_prompt * policy.max_total_sequence_length "
+            f"= {num_samples} * {longest} = {num_samples * longest}, which the samples of one prompt may have",
+        )
+
+
+def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
+    """What takes turns with training cannot go on beside it."""
+    if config.max_trajectory_age_steps and config.takes_turns:
+        raise Invalid(
+            f"{config.algorithm}.async_grpo.enabled",
+            "true needs policy.generation.colocated.enabled: false: engines generate while trainers train",
+        )
+
+
+RULES: tuple[Rule, ...] = where_it_rolls_out(
+    vllm_takes_its_arguments,
+    vllm_can_be_refitted,
+    prompts_move_where_engines_are_async,
+    a_prompt_group_fits_the_engine_that_makes_it,
+    engines_beside_training_have_devices_of_their_own,
+)

@@ -1,0 +1,91 @@
+"""Rules of what algorithms that roll out learn: rewards and advantages."""
+
+from __future__ import annotations
+
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config
+
+
+def leaving_one_out_leaves_one(config: Config) -> None:
+    """The leave-one-out baseline of a group of one is the mean of nothing."""
+    estimator = config.grpo.adv_estimator
+    leaves_out = estimator.name not in ("reinforce_plus_plus", "opd") and estimator.use_leave_one_out_baseline
+    if leaves_out and config.grpo.num_generations_per_prompt < 2:
+        raise Invalid(
+            "grpo.num_generations_per_prompt",
+            "1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each prompt",
+        )
+
+
+def samples_differ(config: Config) -> None:
+    """GRPO compares the samples of a group, so they must be drawn, not taken greedily."""
+    if config.policy.generation.temperature == 0 and not config.evaluates:
+        title = config.declaration.title
+        raise Invalid(
+            "policy.generation.temperature", f"0 draws the same sample every time, and {title} learns from none"
+        )
+
+
+def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
+    """The rewards of a group of one never differ."""
+    section, name = config.rollout_section, config.algorithm
+    if section.use_dynamic_sampling and section.num_generations_per_prompt < 2:
+        raise Invalid(
+            f"{name}.num_generations_per_prompt",
+            f"1, but {name}.use_dynamic_sampling needs at least 2 samples of each prompt",
+        )
+
+
+def components_have_no_length(config: Config) -> None:
+    """What is shaped is the sum, and GDPO does not look at it."""
+    if config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
+        raise Invalid(
+            "grpo.reward_shaping.enabled",
+            "true, but grpo.adv_estimator.name gdpo takes the components of the reward, which are not shaped",
+        )
+
+
+def rewards_can_be_shaped(config: Config) -> None:
+    """Shaping needs to know which lengths it is about."""
+    shaping, key = config.rollout_section.reward_shaping, f"{config.algorithm}.reward_shaping"
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+        return
+    for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+        if getattr(shaping, name) is None:
+            raise Invalid(
+                f"{key}.{name}",
+                f"null, but {key}.enabled needs it, or stop_properly_penalty_coef in its place",
+            )
+
+
+def rewards_can_be_scaled(config: Config) -> None:
+    """An interval has two ends."""
+    scaling, key = config.rollout_section.reward_scaling, f"{config.algorithm}.reward_scaling"
+    if scaling.enabled and scaling.source_max <= scaling.source_min:
+        raise Invalid(
+            f"{key}.source_max",
+            f"{scaling.source_max:g} is not more than {key}.source_min ({scaling.source_min:g})",
+        )
+
+
+def advantages_have_bounds(config: Config) -> None:
+    """One bound is not beyond the other."""
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        raise Invalid("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
+
+
+ROLLOUT_RULES: tuple[Rule, ...] = (
+    samples_differ,
+    dynamic_sampling_can_tell_groups_apart,
+    rewards_can_be_scaled,
+    rewards_can_be_shaped,
+)
+
+RULES: tuple[Rule, ...] = (
+    leaving_one_out_leaves_one,
+    components_have_no_length,
+    advantages_have_bounds,
+    *ROLLOUT_RULES,
+)

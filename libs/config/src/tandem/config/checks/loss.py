@@ -1,0 +1,161 @@
+"""Rules of the loss: options that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from tandem.common.errors import nearest
+from tandem.config.checks.rule import Rule, check_dotted_path
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config, LossColumn
+from tandem.config.schema.columns import BUILT_IN, TAKEN, Column
+
+
+class Conflict(msgspec.Struct, frozen=True):
+    """Two options of ``loss_fn`` that cannot both have such values."""
+
+    key: str
+    """Set to something other than false or null ..."""
+    other: str
+    """... it needs this key ..."""
+    needed: bool | None
+    """... to be that."""
+    why: str
+
+
+_CONFLICTS = (
+    Conflict("sequence_level_importance_ratios", "token_level_loss", False, "each sequence has one ratio"),
+    Conflict("use_cispo", "token_level_loss", True, "CISPO is a mean over all tokens"),
+    Conflict("use_cispo", "disable_ppo_ratio", False, "CISPO weights by the ratio"),
+    Conflict("use_cispo", "force_on_policy_ratio", False, "CISPO weights by the ratio"),
+    Conflict("use_cispo", "sequence_level_importance_ratios", False, "CISPO weights each token"),
+    Conflict("use_cispo", "ratio_clip_c", None, "no loss of CISPO grows with the ratio"),
+    Conflict("disable_ppo_ratio", "ratio_clip_c", None, "there is no ratio to bound"),
+    Conflict("disable_ppo_ratio", "force_on_policy_ratio", False, "there is no ratio to force"),
+    Conflict("use_kl_in_reward", "use_on_policy_kl_approximation", False, "only a divergence in the loss is weighted"),
+    Conflict(
+        "truncated_importance_sampling_type", "use_importance_sampling_correction", True, "it bounds that correction"
+    ),
+)
+_KIND = "loss_fn.truncated_importance_sampling_type"
+_HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+
+
+def the_loss_is_named(config: Config) -> None:
+    """Arguments are those of a class of the user's."""
+    loss = config.loss_fn
+    if loss.class_path is not None:
+        check_dotted_path("loss_fn.class", loss.class_path)
+    elif loss.kwargs:
+        raise Invalid("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
+
+
+def columns_have_a_source(config: Config) -> None:
+    """What is built in comes from one place; engines, the coordinator and scores are those of rollouts."""
+    loss, key = config.loss_fn, "loss_fn.columns"
+    if loss.columns and loss.class_path is None:
+        raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
+    for name, column in loss.columns.items():
+        known = BUILT_IN.get(name)
+        if known is not None and column != LossColumn(source=known.source):
+            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and it has no other fill")
+        if known is None and column.source in ("engine", "coordinator", "trainer"):
+            names = [each.name for each in BUILT_IN.values() if each.source == column.source]
+            which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
+            raise Invalid(f"{key}.{name}.source", which)
+        if known is None and (not name.isidentifier() or name in TAKEN):
+            raise Invalid(key, f"{shown(name)} cannot be the name of a column")
+        missing = {"value": "no value model", "teacher": "no teacher", "trainer": "nothing that trainers make"}.get(
+            column.source
+        )
+        if missing is not None and column.source not in {each.source for each in _declared(config)}:
+            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
+        if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
+            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
+
+
+def _declared(config: Config) -> Iterator[Column]:
+    """Yield what the algorithm's own losses read."""
+    declared = (column for training in config.declaration.trainings for column in training.columns)
+    return (column for column in declared if column.is_read(config, config.num_optimizer_steps))
+
+
+def options_agree(config: Config) -> None:
+    """The options make one loss."""
+    for conflict in _CONFLICTS:
+        value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
+        if value and other != conflict.needed:
+            raise Invalid(
+                f"loss_fn.{conflict.key}",
+                f"{shown(value)} needs loss_fn.{conflict.other} to be {shown(conflict.needed)}: {conflict.why}",
+            )
+
+
+def importance_weights_have_bounds(config: Config) -> None:
+    """A way to truncate weights goes with the bounds that it needs, and bounds with a way."""
+    loss = config.loss_fn
+    kind = loss.truncated_importance_sampling_type
+    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    needed = () if kind is None else (_HIGH,) if kind == "tis" else (_HIGH, _LOW)
+    for name, bound in ((_HIGH, high), (_LOW, low)):
+        if kind is None and bound is not None:
+            raise Invalid(_KIND, f"null, but loss_fn.{name} is {bound:g}: expected tis, icepop or seq-mask-tis")
+        if name in needed and bound is None:
+            raise Invalid(f"loss_fn.{name}", f"null, but {_KIND} {kind} needs it")
+    if high is not None and low is not None and low > high:
+        raise Invalid(f"loss_fn.{_LOW}", f"{low:g} is more than loss_fn.{_HIGH} ({high:g})")
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        raise Invalid(
+            _KIND, "seq-mask-tis weights each token, but loss_fn.sequence_level_importance_ratios each sequence"
+        )
+
+
+def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
+    """Of the estimators only Reinforce++, and PPO's, have rewards by token."""
+    if not config.loss_fn.use_kl_in_reward:
+        return
+    estimator = config.rollout_section.group_estimator
+    if estimator is not None and estimator.name != "reinforce_plus_plus":
+        raise Invalid(
+            "loss_fn.use_kl_in_reward",
+            "true needs grpo.adv_estimator.name to be reinforce_plus_plus: "
+            f"{estimator.name} has one advantage a sample",
+        )
+    if config.loss_fn.reference_policy_kl_penalty == 0:
+        raise Invalid("loss_fn.use_kl_in_reward", "true needs loss_fn.reference_policy_kl_penalty to be more than 0")
+
+
+def forced_ratios_are_true(config: Config) -> None:
+    """After one optimizer step the policy in training is no longer the one before."""
+    batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
+    if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
+        name, times = config.algorithm, f", and it passes over it {passes} times" if passes > 1 else ""
+        raise Invalid(
+            "loss_fn.force_on_policy_ratio",
+            f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
+            f"{name}.num_prompts_per_step * {name}.num_generations_per_prompt {samples}{times}",
+        )
+
+
+RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
+
+
+def the_reference_is_read_or_skipped(config: Config) -> None:
+    """NeMo-RL lets a run leave out what nothing reads; what the loss reads cannot be left out."""
+    penalty, name = config.loss_fn.reference_policy_kl_penalty, config.algorithm
+    if getattr(config, name).skip_reference_policy_logprobs_calculation and penalty > 0:
+        raise Invalid(
+            f"{name}.skip_reference_policy_logprobs_calculation",
+            f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
+        )
+
+
+POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
+    the_reference_is_read_or_skipped,
+    options_agree,
+    importance_weights_have_bounds,
+    kl_in_the_reward_reaches_the_advantage,
+    forced_ratios_are_true,
+)

@@ -1,0 +1,171 @@
+"""Rules for Megatron-Core: combinations that it would refuse late, or compute wrongly."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.config.checks.rule import Rule
+from tandem.config.models.families import MEGATRON
+from tandem.config.models.model_sizes import model_config
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema import Config
+
+KEY = "policy.megatron_cfg"
+
+OPTIMIZERS = ("adam", "sgd")
+
+
+def the_architecture_is_megatrons(config: Config) -> None:
+    """Megatron-Core has the layers of some families, where a ``config.json`` says on this machine which it is."""
+    model_type = (model_config(config.policy) or {}).get("model_type")
+    if model_type not in (None, *MEGATRON):
+        known = ", ".join(MEGATRON)
+        raise Invalid(f"{KEY}.enabled", f"true, but Megatron-Core trains {known} here, not {model_type}")
+
+
+def rates_are_in_order(config: Config) -> None:
+    """The learning rate starts and ends no higher than its highest."""
+    megatron = config.policy.megatron_cfg
+    highest = megatron.optimizer.get("lr")
+    if highest is None:
+        raise Invalid(f"{KEY}.optimizer.lr", "required: the highest learning rate")
+    others = (
+        ("optimizer.min_lr", megatron.optimizer.get("min_lr") or 0.0),
+        ("scheduler.lr_warmup_init", megatron.scheduler.lr_warmup_init),
+    )
+    for key, rate in others:
+        if rate > highest:
+            raise Invalid(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
+
+
+def the_decay_outlasts_the_warmup(config: Config) -> None:
+    """The steps of the decay are counted from the first step, those of the warm-up among them."""
+    scheduler = config.policy.megatron_cfg.scheduler
+    if scheduler.lr_decay_iters is not None and scheduler.lr_decay_iters <= scheduler.lr_warmup_iters:
+        raise Invalid(
+            f"{KEY}.scheduler.lr_decay_iters",
+            f"{scheduler.lr_decay_iters} is no more than {KEY}.scheduler.lr_warmup_iters ({scheduler.lr_warmup_iters})",
+        )
+    if scheduler.lr_decay_style == "WSD" and scheduler.lr_wsd_decay_iters is None:
+        raise Invalid(f"{KEY}.scheduler.lr_wsd_decay_iters", "required where lr_decay_style is WSD")
+
+
+def a_constant_weight_decay_is_constant(config: Config) -> None:
+    """Megatron-Core's schedule stops on two different ends of what does not change."""
+    scheduler = config.policy.megatron_cfg.scheduler
+    decay = config.policy.megatron_cfg.optimizer.get("weight_decay", 0.01)
+    start = decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
+    end = decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
+    if scheduler.weight_decay_incr_style == "constant" and start != end:
+        raise Invalid(
+            f"{KEY}.scheduler.end_weight_decay",
+            f"{end:g} differs from the start ({start:g}), but weight_decay_incr_style is constant",
+        )
+
+
+def stages_are_interleaved_over_several_ranks(config: Config) -> None:
+    """Virtual stages are stretches of layers of each of several pipeline ranks."""
+    megatron = config.policy.megatron_cfg
+    virtual = megatron.virtual_pipeline_model_parallel_size
+    if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
+        raise Invalid(
+            f"{KEY}.virtual_pipeline_model_parallel_size",
+            f"{virtual}, but {KEY}.pipeline_model_parallel_size is 1: there are no stages to interleave",
+        )
+
+
+def stages_speak_one_type(config: Config) -> None:
+    """A stage reads what it receives as `pipeline_dtype`, whatever the other one sent."""
+    dtype = config.policy.megatron_cfg.pipeline_dtype
+    if dtype not in (None, config.policy.precision):
+        raise Invalid(f"{KEY}.pipeline_dtype", f"{dtype} is not policy.precision ({config.policy.precision}), nor null")
+
+
+def the_optimizer_keeps_the_precision(config: Config) -> None:
+    """float16 needs a loss scale, which nothing here has; `bf16` follows the policy."""
+    if config.policy.megatron_cfg.optimizer.get("fp16"):
+        raise Invalid(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
+
+
+def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
+    """By name; and whose state can be saved; and what only its precision-aware one keeps in fewer bits."""
+    given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
+    name = given.get("optimizer", "adam")
+    if name not in OPTIMIZERS:
+        raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
+    if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
+        raise Invalid(f"{key}.optimizer_cpu_offload", "true, but that state cannot be saved (checkpointing.enabled)")
+    aware = "use_precision_aware_optimizer"
+    if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
+        raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
+    for state in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(state, "float32") != "float32" and not given.get(aware):
+            raise Invalid(f"{key}.{state}", f"{given[state]} needs {key}.{aware}")
+
+
+def the_optimizer_shards(config: Config) -> None:
+    """Megatron's FSDP lays parameters out in a way that the weight plane does not know."""
+    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    for name in ("use_custom_fsdp", "use_megatron_fsdp"):
+        if given.get(name):
+            raise Invalid(
+                f"{KEY}.distributed_data_parallel_config.{name}",
+                f"true is not supported: {KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
+            )
+
+
+def recomputation_is_whole(config: Config) -> None:
+    """What `recompute_granularity` needs beside it, by Megatron-Core's own rules."""
+    given = config.policy.megatron_cfg.forwarded
+    granularity, layers = given.get("recompute_granularity"), given.get("recompute_num_layers")
+    if granularity is None:
+        extra = next((name for name in given if name.startswith("recompute_") and given[name] is not None), None)
+        if extra is not None:
+            raise Invalid(f"{KEY}.{extra}", f"needs {KEY}.recompute_granularity")
+    elif granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if given.get(name) is None:
+                raise Invalid(f"{KEY}.{name}", f"required where {KEY}.recompute_granularity is full")
+    elif layers is not None:
+        raise Invalid(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
+
+
+def environment_variables_are_texts(config: Config) -> None:
+    """By names that a shell would take; numbers are written out."""
+    problems = Problems()
+    for name, value in (config.policy.megatron_cfg.env_vars or {}).items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            problems.found.append(Invalid(f"{KEY}.env_vars", f"{shown(name)} is no name of an environment variable"))
+        elif isinstance(value, bool) or not isinstance(value, str | int | float):
+            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", f"expected text or a number, got {shown(value)}"))
+        elif "\0" in str(value):
+            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", "holds a null byte"))
+    problems.complain()
+
+
+def _enabled(rule: Rule) -> Rule:
+    """Return a rule that holds only where Megatron-Core trains."""
+
+    def checked(config: Config) -> None:
+        if config.policy.megatron_cfg.enabled:
+            rule(config)
+
+    return checked
+
+
+RULES: tuple[Rule, ...] = tuple(
+    _enabled(rule)
+    for rule in (
+        the_architecture_is_megatrons,
+        rates_are_in_order,
+        the_decay_outlasts_the_warmup,
+        a_constant_weight_decay_is_constant,
+        stages_are_interleaved_over_several_ranks,
+        stages_speak_one_type,
+        the_optimizer_keeps_the_precision,
+        the_optimizer_is_one_that_megatron_has,
+        the_optimizer_shards,
+        recomputation_is_whole,
+        environment_variables_are_texts,
+    )
+)

@@ -1,0 +1,97 @@
+"""Rules for parallel sizes: ranks, layers, heads, experts and sequences must divide evenly."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.config.checks.rule import Rule
+from tandem.config.models.model_sizes import model_config, model_sizes
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config, Model
+
+MEGATRON = "policy.megatron_cfg"
+
+
+def trainers_make_whole_replicas(config: Config) -> None:
+    """The trainers are a whole number of copies of the model."""
+    trainers, each = config.cluster.trainers, config.policy.model_parallel_size
+    if trainers % each:
+        raise Invalid(
+            "cluster.trainers", f"{trainers} is not a multiple of {each}, the product of {factors(config.policy)}"
+        )
+
+
+def factors(model: Model, name: str = "policy") -> str:
+    """Say which sizes, of a model's section of this name, decide how many trainers share a copy of it."""
+    if model.megatron_cfg.enabled:
+        section: msgspec.Struct = model.megatron_cfg
+        keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+        prefix = f"{name}.megatron_cfg."
+    else:
+        section, prefix = model.dtensor_cfg, f"{name}.dtensor_cfg."
+        keys = ["tensor_parallel_size", "context_parallel_size"]
+    sizes = {key: getattr(section, key) for key in keys}
+    return prefix + ", ".join(f"{key} ({size})" for key, size in sizes.items() if size > 1)
+
+
+def layers_make_even_stages(config: Config) -> None:
+    """Each pipeline stage, and each virtual one, has as many layers as the next; the first and last as is said."""
+    megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
+    if not megatron.enabled or layers is None:
+        return
+    ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
+    given = [size for size in ends if size is not None]
+    stages, virtual = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    between, left = stages - len(given), layers - sum(given)
+    whole = left % (between * virtual) == 0 and left > 0 if between else left == 0
+    if between < 0 or not whole or any(size % virtual for size in given):
+        said = f" with {given} in the first or last" if given else ""
+        times = f" of {virtual} virtual stages each" if virtual > 1 else ""
+        raise Invalid(
+            f"{MEGATRON}.pipeline_model_parallel_size",
+            f"{layers} layers make no {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage make the ends different",
+        )
+
+
+def heads_are_shared_out(config: Config) -> None:
+    """A tensor-parallel rank has whole heads; keys and values may be there several times."""
+    megatron, sizes = config.policy.megatron_cfg, model_sizes(config.policy)
+    if not megatron.enabled:
+        return
+    ranks, heads, groups = megatron.tensor_model_parallel_size, sizes.num_heads, sizes.num_key_value_heads
+    if heads is not None and heads % ranks:
+        raise Invalid(f"{MEGATRON}.tensor_model_parallel_size", f"{ranks} does not divide {heads} attention heads")
+    if groups is not None and groups % ranks and ranks % groups:
+        raise Invalid(
+            f"{MEGATRON}.tensor_model_parallel_size",
+            f"{ranks} is neither a divisor nor a multiple of {groups} key-value heads",
+        )
+
+
+def experts_are_shared_out(config: Config) -> None:
+    """Experts are spread over ranks of one pipeline stage, as many over each."""
+    megatron, experts = config.policy.megatron_cfg, model_sizes(config.policy).num_experts
+    if not megatron.enabled:
+        return
+    ranks, key = megatron.expert_model_parallel_size, f"{MEGATRON}.expert_model_parallel_size"
+    if experts is None and ranks > 1 and model_config(config.policy) is not None:
+        raise Invalid(key, f"{ranks}, but the model has no experts")
+    if experts is not None and experts % ranks:
+        raise Invalid(key, f"{ranks} does not divide {experts} experts")
+    a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
+    each = ranks * megatron.expert_tensor_parallel_size
+    if a_stage % each:
+        raise Invalid(
+            key,
+            f"{ranks} * expert_tensor_parallel_size ({megatron.expert_tensor_parallel_size}) does not divide the "
+            f"{a_stage} trainers of a pipeline stage",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    trainers_make_whole_replicas,
+    layers_make_even_stages,
+    heads_are_shared_out,
+    experts_are_shared_out,
+)

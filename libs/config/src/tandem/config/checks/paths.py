@@ -1,0 +1,46 @@
+"""Rules for the names of files and folders; whether they exist is looked at later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema import Config
+
+
+def why_no_path(path: str | Path) -> str | None:
+    """Say why there can be no file or folder of that name; None if there can."""
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:  # a null byte
+        return str(error)
+    return None
+
+
+def paths_are_paths(config: Config) -> None:
+    """A name that is too long for the file system, say, is none."""
+    data, problems = config.data, Problems()
+    paths = {
+        "policy.model_name": config.policy.model_name,
+        "policy.tokenizer.name": config.policy.tokenizer.name,
+        "prerequisite": config.prerequisite,
+        "logger.log_dir": config.logger.log_dir,
+        "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,
+        "data.train_data_path": data.train_data_path,
+        "data.val_data_path": data.val_data_path,
+        "data.prompt_file": data.prompt_file,
+        "data.system_prompt_file": data.system_prompt_file,
+        **{f"env.{name}.model_name": entry.model_name for name, entry in config.env.items()},
+    }
+    for key, path in paths.items():
+        if path is not None and (why := why_no_path(path)) is not None:
+            problems.found.append(Invalid(key, f"{shown(path)} cannot be a path: {why}"))
+    problems.complain()
+
+
+RULES: tuple[Rule, ...] = (paths_are_paths,)

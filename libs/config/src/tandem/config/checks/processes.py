@@ -1,0 +1,80 @@
+"""Rules for models with processes of their own: the run holds them, and these make whole replicas."""
+
+from __future__ import annotations
+
+from tandem.config.checks.parallelism import factors
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config, ProcessesOf
+
+KEY = "cluster.processes_of"
+
+
+def the_models_are_held(config: Config) -> None:
+    """Nobody starts processes for a model that the run does not have; one without any step has the policy alone."""
+    held = config.declaration.holds(config)
+    for model in ProcessesOf.__struct_fields__:
+        num = getattr(config.cluster.processes_of, model)
+        if num and model not in held and not config.evaluates:
+            reads_kl = model == "reference" and config.declaration.loss_section == "loss_fn"
+            why = f": loss_fn.reference_policy_kl_penalty is {config.loss_fn.reference_policy_kl_penalty:g}"
+            raise Invalid(f"{KEY}.{model}", f"{num}, but {config.declaration.title} holds no {model}{why * reads_kl}")
+
+
+def the_reference_stands_alone(config: Config) -> None:
+    """What it says must not need anything of the policy's processes."""
+    num = config.processes_of.get("reference")
+    if num is None:
+        return
+    if config.policy.adapters is not None:
+        raise Invalid(f"{KEY}.reference", f"{num}, but policy trains adapters: without them it is its own reference")
+    if config.policy.router_replay.enabled:
+        raise Invalid(
+            f"{KEY}.reference", f"{num}, but policy.router_replay.enabled is true: what is replayed is with the policy"
+        )
+
+
+def the_processes_make_whole_replicas(config: Config) -> None:
+    """The processes of each model are a whole number of copies of it."""
+    for model, num in config.processes_of.items():
+        if model == "policy" or (model == "value" and config.value is None):
+            continue
+        section, settings = "policy" if model == "reference" else model, config.settings_of(model)
+        if num % settings.model_parallel_size:
+            each, product = settings.model_parallel_size, factors(settings, section)
+            raise Invalid(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
+
+
+def teachers_have_stages_on_megatron_core(config: Config) -> None:
+    """FSDP2 has no pipeline."""
+    routes = config.routes
+    if routes is None or not routes.non_colocated_teachers.enabled or config.teacher is not None:
+        return
+    stages = routes.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size
+    if stages > 1 and not config.policy.megatron_cfg.enabled:
+        raise Invalid(
+            "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
+            f"{stages}, but policy.megatron_cfg.enabled is false, and the teachers are like the policy",
+        )
+
+
+def there_are_gpus_for_all(config: Config) -> None:
+    """Two trainers do not share a GPU."""
+    cluster = config.cluster
+    there, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
+    if beside and 1 < there < config.num_trainers:
+        named = next(model for model in config.processes_of if model != "policy")
+        raise Invalid(
+            f"{KEY}.{named}",
+            f"{beside} processes beside cluster.trainers ({cluster.trainers}) need {config.num_trainers} GPUs, and the "
+            f"cluster has {there}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    the_models_are_held,
+    the_reference_stands_alone,
+    the_processes_make_whole_replicas,
+    teachers_have_stages_on_megatron_core,
+    there_are_gpus_for_all,
+)

@@ -1,0 +1,47 @@
+"""Rules for environments that score with a reward model."""
+
+from __future__ import annotations
+
+from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.placement import gpus_of_reward_models
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config, Environment
+
+
+def check_reward_model(name: str, entry: Environment) -> None:
+    """Raise `Invalid` if what is said of a reward model lacks the model, or asks for what is not built."""
+    key = f"env.{name}"
+    if entry.model_name is None:
+        raise Invalid(f"{key}.model_name", "required: the folder of a sequence classifier")
+    if not entry.reward_model_cfg.enabled:
+        raise Invalid(f"{key}.reward_model_cfg.enabled", "false, but the environment is a reward model")
+    if entry.checkpoint_path is not None:
+        raise Invalid(
+            f"{key}.checkpoint_path", f"not supported: save a Hugging Face folder, and name it in {key}.model_name"
+        )
+    for size in ("tensor_parallel_size", "context_parallel_size"):
+        if (ranks := getattr(entry.dtensor_cfg, size)) != 1:
+            raise Invalid(f"{key}.dtensor_cfg.{size}", f"{ranks}, but a reward model is on one device")
+    for switch in ("cpu_offload", "custom_parallel_plan"):
+        if getattr(entry.dtensor_cfg, switch):
+            raise Invalid(f"{key}.dtensor_cfg.{switch}", "not supported: a reward model is whole on one device")
+
+
+def the_reward_model_is_enabled(config: Config) -> None:
+    """One that scores samples must not be switched off."""
+    for name, entry in config.reward_models.items():
+        if not entry.enabled:
+            raise Invalid(f"env.{name}.enabled", "false, but the environment scores samples")
+
+
+def reward_models_leave_gpus(config: Config) -> None:
+    """GPUs that are set aside for reward models are some of the node's, and leave one to training."""
+    aside, there = gpus_of_reward_models(config), config.cluster.gpus_per_node
+    if aside >= max(1, there):
+        name = next(iter(config.reward_models))
+        raise Invalid(
+            f"env.{name}.resources.gpus_per_node", f"{aside} of cluster.gpus_per_node ({there}) leaves none to training"
+        )
+
+
+RULES: tuple[Rule, ...] = where_it_rolls_out(the_reward_model_is_enabled, reward_models_leave_gpus)

@@ -1,0 +1,60 @@
+"""Rules for checkpoints, and for the prerequisite of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.common.errors import nearest
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config
+
+NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation is 0, or data.validation null)"
+
+
+def checkpoints_can_be_ranked(config: Config) -> None:
+    """The metric that ranks checkpoints must be measured."""
+    if not config.checkpointing.enabled or config.checkpointing.keep_top_k is None:
+        return
+    metric = config.checkpointing.metric_name
+    of_sets = _of_one_set(config)
+    known = [*config.declaration.metrics, *of_sets]
+    if metric not in known:
+        only = f"{config.algorithm} has no {metric}, only {', '.join(known)}{nearest(metric, of_sets)}"
+        raise Invalid("checkpointing.metric_name", only)
+    section = config.algorithm_section
+    is_validated = section.val_period or section.val_at_start or section.val_at_end or config.evaluates
+    if metric.startswith("val_") and not (is_validated and config.has_validation):
+        why = f"{config.algorithm}.val_period is 0" if config.has_validation else NOTHING_TO_VALIDATE_ON
+        raise Invalid("checkpointing.metric_name", f"{metric} is never measured: {why}")
+
+
+def _of_one_set(config: Config) -> list[str]:
+    """Return the metrics of each of several validation sets."""
+    of_validation = [name.removeprefix("val_") for name in config.declaration.metrics if name.startswith("val_")]
+    return [f"val_{each}/{name}" for each in config.data.validation_names for name in of_validation]
+
+
+def there_is_something_to_validate_on(config: Config) -> None:
+    """A run that only validates needs something for it, and what is given is used."""
+    data, key = config.data, "data.num_validation"
+    if data.num_validation != 0:
+        return
+    if config.evaluates:
+        raise Invalid(key, f"0, but {config.algorithm}.max_num_steps is 0: the run only validates")
+    given = [name for name in ("validation", "val_data_path", "val_data_paths", "val_split") if getattr(data, name)]
+    if given:
+        raise Invalid(key, f"0, but data.{given[0]} is given")
+
+
+def the_prerequisite_exists(config: Config) -> None:
+    """The configuration of the earlier run must be there before anything starts."""
+    if config.prerequisite is not None and not Path(config.prerequisite).is_file():
+        raise Invalid("prerequisite", f"there is no file {config.prerequisite}")
+
+
+RULES: tuple[Rule, ...] = (
+    checkpoints_can_be_ranked,
+    there_is_something_to_validate_on,
+    the_prerequisite_exists,
+)

@@ -1,0 +1,119 @@
+"""Rules of distillation: what a teacher must have in common with the policy and with its ranks."""
+
+from __future__ import annotations
+
+from tandem.common.errors import nearest
+from tandem.config.checks.rule import Rule
+from tandem.config.checks.value import check_same_tokens, check_section
+from tandem.config.models.model_sizes import model_config, vocabulary_in
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config
+
+_TRAINING = (
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "optimizer",
+    "scheduler",
+    "max_grad_norm",
+)
+"""Keys of a model that nobody reads of one that is not trained."""
+
+
+def there_is_a_teacher(config: Config) -> None:
+    """The algorithm holds one."""
+    if config.teacher is None and not config.teachers and config.routes is None:
+        raise Invalid("teacher", f"null, but {config.declaration.title} needs a model to learn from")
+
+
+def one_backend_holds_both(config: Config) -> None:
+    """Ranks are arranged by one of them, unless the teacher has some of its own."""
+    teacher = None if "teacher" in config.processes_of else config.teacher
+    if teacher is not None and teacher.megatron_cfg.enabled != config.policy.megatron_cfg.enabled:
+        value = str(teacher.megatron_cfg.enabled).lower()
+        raise Invalid("teacher.megatron_cfg.enabled", f"{value}, but policy.megatron_cfg.enabled is not")
+
+
+def it_sees_what_the_policy_sees(config: Config) -> None:
+    """Each rank has the same sequences for both."""
+    if config.teacher is not None:
+        check_same_tokens(config, "teacher", ("max_total_sequence_length",))
+
+
+def its_section_is_whole(config: Config) -> None:
+    """What holds of a policy's section holds of its own, but for what trains it."""
+    if config.teacher is not None:
+        check_section(config, "teacher", {name: getattr(config.policy, name) for name in _TRAINING})
+
+
+def it_has_the_tokens_of_the_policy(config: Config) -> None:
+    """What it says of a token is said of the policy's token of that number."""
+    for key, teacher in config.teacher_sections.items():
+        own, policys = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
+        if own is not None and policys is not None and own != policys:
+            raise Invalid(
+                key,
+                f"{teacher.model_name} has {own} tokens, but {config.policy.model_name} has {policys}: "
+                "distillation needs the same tokenizer",
+            )
+        known = own or policys
+        if known is not None and config.topk_logits_k > known:
+            raise Invalid(
+                f"{config.algorithm}.topk_logits_k", f"{config.topk_logits_k} is more than the teacher's {known} tokens"
+            )
+
+
+def several_have_names(config: Config) -> None:
+    """Each sample finds its teacher by a name, or by that of the default."""
+    routes, key = config.routes, "on_policy_distillation"
+    if routes is None:
+        return
+    models, default = routes.teacher_model_by_agent_name, routes.default_teacher_alias
+    if not models:
+        raise Invalid(f"{key}.teacher_model_by_agent_name", "empty, but on_policy_distillation.enabled is true")
+    if default is not None and default not in models:
+        raise Invalid(
+            f"{key}.default_teacher_alias",
+            f"{shown(default)} is not one of {', '.join(models)}{nearest(default, list(models))}",
+        )
+    if config.replay is not None and len(models) > 1:
+        raise Invalid("replay.run", f"{config.replay.run}, but a recorded sample does not say which teacher is its own")
+    if not config.declaration.rolls_out:
+        raise Invalid(f"{key}.enabled", f"true, but {config.declaration.title} rolls nothing out")
+
+
+def advantages_have_a_teacher(config: Config) -> None:
+    """The estimator that needs teachers has them, and nothing else of GRPO's reads them."""
+    name, routes = config.rollout_section.group_estimator, config.routes
+    if name is not None and (name.name == "opd") != (routes is not None):
+        raise Invalid(
+            f"{config.algorithm}.adv_estimator.name",
+            f"{name.name}, but on_policy_distillation.enabled is {'true' if routes is not None else 'false'}: "
+            "opd needs it, and no other estimator reads it",
+        )
+
+
+def the_mixture_is_one(config: Config) -> None:
+    """In the divergence of Jensen and Shannon both are compared with a mixture of the two."""
+    loss = config.loss_fn
+    if loss.kl_type == "jsd" and not 0 < loss.mixed_kl_weight < 1:
+        raise Invalid("loss_fn.mixed_kl_weight", f"{loss.mixed_kl_weight:g}, but loss_fn.kl_type jsd needs 0 < it < 1")
+
+
+_OF_ALL: tuple[Rule, ...] = (
+    one_backend_holds_both,
+    it_sees_what_the_policy_sees,
+    its_section_is_whole,
+    several_have_names,
+    it_has_the_tokens_of_the_policy,
+)
+
+
+def teachers_fit(config: Config) -> None:
+    """The same of teachers whose log-probabilities are advantages."""
+    if config.learns_from_logprobs:
+        for rule in _OF_ALL:
+            rule(config)
+
+
+RULES: tuple[Rule, ...] = (there_is_a_teacher, *_OF_ALL, the_mixture_is_one)
+GRPO_RULES: tuple[Rule, ...] = (advantages_have_a_teacher, teachers_fit)

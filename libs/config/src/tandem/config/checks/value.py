@@ -1,0 +1,90 @@
+"""Rules of a value model: what it must have in common with the policy and with its ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tandem.config.checks import batches, dtensor, megatron, model, parallelism
+from tandem.config.checks.rule import Rule
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema import Config
+
+_SHARED = ("train_global_batch_size", "max_total_sequence_length")
+_MEGATRON = (
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+)
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides
+ranks once for all models that they hold."""
+
+
+def there_is_a_value_model(config: Config) -> None:
+    """The algorithm holds one."""
+    if config.value is None:
+        raise Invalid("value", "null, but PPO needs a value model: leave it out for one like the policy")
+
+
+def it_sees_what_the_policy_sees(config: Config) -> None:
+    """Both learn from the same batches, on the same ranks unless it has some of its own."""
+    of_ranks = ("megatron_cfg.enabled", *(_MEGATRON if config.policy.megatron_cfg.enabled else ()))
+    check_same_tokens(config, "value", (*_SHARED, *(() if "value" in config.processes_of else of_ranks)))
+
+
+def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
+    """Raise `Invalid` for the first of these keys that a model does not have as the policy has it."""
+    for key in keys:
+        own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
+        if own != policys:
+            raise Invalid(f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
+
+
+def its_section_is_whole(config: Config) -> None:
+    """What holds of a policy's section holds of its own: it is checked as though it were the policy's."""
+    assert config.value is not None, "checked before"
+    if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
+        raise Invalid("value.optimizer", "null, but the value model is trained")
+    check_section(config, "value", {})
+
+
+def check_section(config: Config, section: str, others: Mapping[str, Any]) -> None:
+    """Raise what the rules of a policy's section say of another model's, with `others` in the place of some keys."""
+    as_policy, own = (
+        config.with_policy(getattr(config, section), **others),
+        getattr(config.cluster.processes_of, section),
+    )
+    if own:
+        cluster = msgspec.structs.replace(config.cluster, trainers=own)
+        as_policy = msgspec.structs.replace(as_policy, cluster=cluster)
+    problems = Problems()
+    for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
+        for rule in () if problems.found else rules:  # a batch is divided by whole replicas
+            with problems.collected():
+                rule(as_policy)
+
+    def renamed(text: str) -> str:
+        text = re.sub(r"\bpolicy\.", f"{section}.", text)
+        return re.sub(r"\bcluster\.trainers\b", f"cluster.processes_of.{section}", text) if own else text
+
+    problems.found = [Invalid(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
+    problems.complain()
+
+
+def _at(node: object, key: str) -> object:
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+RULES: tuple[Rule, ...] = (
+    there_is_a_value_model,
+    it_sees_what_the_policy_sees,
+    its_section_is_whole,
+)

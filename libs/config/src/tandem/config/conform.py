@@ -1,0 +1,293 @@
+"""Fit plain YAML data into the schema's structs; errors name the key, the value and the type.
+
+`msgspec.convert` makes the final check and builds the structs. This module runs before it, because it knows nearby
+names, accepts the numbers that YAML 1.1 reads as text (``1e-8``), and says what is wrong in the user's words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import inspect
+from msgspec.inspect import (
+    AnyType,
+    BoolType,
+    DictType,
+    FloatType,
+    IntType,
+    LiteralType,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
+
+from tandem.common.errors import nearest
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema import MODELS, Config
+from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.run import DURATION
+
+_OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__struct_encode_fields__)
+"""Keys that nobody means who writes their names elsewhere."""
+
+_FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
+"""What a text of a form is like, by its pattern."""
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+@functools.cache
+def config_type() -> StructType:
+    """Return msgspec's description of `Config`."""
+    described = inspect.type_info(Config)
+    assert isinstance(described, StructType)
+    return described
+
+
+def conform(value: Any, wanted: Type, key: str) -> Any:
+    """Return `value` as the type `wanted` has it; raise `Invalid` for the keys at and below `key` that do not fit."""
+    match wanted:
+        case StructType():
+            return _struct(value, wanted, key)
+        case UnionType():
+            return _union(value, wanted, key)
+        case LiteralType():
+            if not _is_choice(value, wanted):
+                choices = sorted(str(choice) for choice in wanted.values)
+                listed = ", ".join(choices)
+                raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
+            return _word(value)
+        case VarTupleType():
+            if not isinstance(value, list | tuple):
+                raise _mismatch(value, wanted, key)
+            return list(_each({f"{key}[{index}]": item for index, item in enumerate(value)}, wanted.item_type).values())
+        case DictType(value_type=AnyType()):
+            return _free(_mapping(value, wanted, key), key)
+        case DictType():
+            mapping = _mapping(value, wanted, key)
+            fitted = _each({f"{key}.{name}": item for name, item in mapping.items()}, wanted.value_type)
+            return dict(zip(mapping, fitted.values(), strict=True))
+        case AnyType():
+            return _free(value, key)
+        case _:
+            return _scalar(value, wanted, key)
+
+
+def describe_type(wanted: Type) -> str:
+    """Say in plain words what a type admits."""
+    match wanted:
+        case NoneType():
+            return "null"
+        case BoolType():
+            return "true or false"
+        case IntType() | FloatType():
+            noun = "an integer" if isinstance(wanted, IntType) else "a number"
+            bounds = _bounds(wanted)
+            return f"{noun} {bounds}" if bounds else noun
+        case StrType():
+            return "text"
+        case LiteralType():
+            return ", ".join(sorted(str(choice) for choice in wanted.values))
+        case VarTupleType():
+            item = describe_type(wanted.item_type)
+            return f"a list of {item.replace('an integer', 'integers').replace('a mapping', 'mappings')}"
+        case UnionType():
+            ordered = sorted(wanted.types, key=lambda member: isinstance(member, NoneType))
+            return " or ".join(describe_type(member) for member in ordered)
+        case _:
+            return "a mapping"
+
+
+def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key that the schema knows by name."""
+    for field in described.fields:
+        yield (key := f"{prefix}{field.encode_name}")
+        for inner in struct_types(field.type):
+            yield from all_keys(inner, f"{key}.")
+
+
+def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
+    """Yield each key that is no section, with the words that it may be; none, if those are not to be listed."""
+
+    def words(wanted: Type) -> list[str]:
+        match wanted:
+            case BoolType():
+                return ["true", "false"]
+            case LiteralType():
+                return [str(value) for value in wanted.values]
+            case UnionType():
+                return [word for member in wanted.types for word in words(member)]
+            case _:
+                return []
+
+    def each(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
+        for field in described.fields:
+            inner = struct_types(field.type)
+            if not inner:
+                yield f"{prefix}{field.encode_name}", words(field.type)
+            for struct in inner:
+                yield from each(struct, f"{prefix}{field.encode_name}.")
+
+    return each(config_type(), "")
+
+
+def struct_types(wanted: Type) -> list[StructType]:
+    """Return the struct that a field's type holds, if it holds one directly or beside null or choices."""
+    members = wanted.types if isinstance(wanted, UnionType) else (wanted,)
+    return [member for member in members if isinstance(member, StructType)]
+
+
+def field_of(described: Any, name: str) -> Any:
+    """Return msgspec's description of a struct's field; None if it has no such one."""
+    return next((field for field in described.fields if field.encode_name == name), None)
+
+
+def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
+    mapping = _mapping(value, wanted, key)
+    fields = {field.encode_name: field for field in wanted.fields}
+    problems = Problems()
+    suggestions = {name: _suggestion(name, key, list(fields)) for name in mapping if name not in fields}
+    problems.found += [Invalid(_join(key, name), f"unknown key{hint}") for name, hint in suggestions.items()]
+    result: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in mapping:
+            with problems.collected():
+                result[name] = conform(mapping[name], field.type, _join(key, name))
+        elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
+            expected = describe_type(field.type)
+            problems.found.append(Invalid(_join(key, name), f"required, but not set: expected {expected}"))
+    problems.complain()
+    return result
+
+
+def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
+    """Return values of one type, by their keys, as that type has them."""
+    problems, fitted = Problems(), {}
+    for key, value in values.items():
+        with problems.collected():
+            fitted[key] = conform(value, wanted, key)
+    problems.complain()
+    return fitted
+
+
+def _suggestion(name: str, key: str, siblings: list[str]) -> str:
+    """Name where a key of an unknown key's name belongs, else the sibling nearest to it, else all siblings."""
+    near = nearest(name, siblings)
+    for known in all_keys(config_type()):
+        if known.rpartition(".")[2] == name and known not in _OF_DISTILLATION and (not near or key):
+            return f"; did you mean {known!r}?"
+    return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
+
+
+def _union(value: Any, wanted: UnionType, key: str) -> Any:
+    if value is None and wanted.includes_none:
+        return None
+    members = [member for member in wanted.types if not isinstance(member, NoneType)]
+    if len(members) == 1 and value is not None:
+        return conform(value, members[0], key)
+    has_choices = any(isinstance(member, LiteralType) for member in members)
+    for member in sorted(members, key=lambda member: not isinstance(member, LiteralType)):
+        kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
+        if kinds == (isinstance(value, dict), isinstance(value, list | tuple)) and value is not None:
+            if isinstance(member, LiteralType) and not _is_choice(value, member):
+                continue
+            is_word = isinstance(value, bool) or (isinstance(value, str) and not NUMBER.fullmatch(value))
+            if isinstance(member, FloatType | IntType) and is_word and has_choices:
+                continue  # the choices are to be said, too
+            return conform(value, member, key)
+    raise _mismatch(value, wanted, key)
+
+
+def _is_choice(value: Any, wanted: LiteralType) -> bool:
+    """Tell whether a value is one of the choices."""
+    return _word(value) in wanted.values
+
+
+def _word(value: Any) -> Any:
+    """Return a value as it was written: ``on`` and ``off`` are what YAML 1.1 reads as true and false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _scalar(value: Any, wanted: Type, key: str) -> Any:
+    match wanted:
+        case BoolType() if isinstance(value, bool):
+            return value
+        case StrType() if isinstance(value, str):
+            if wanted.min_length and not value:
+                raise Invalid(key, "is empty")
+            if wanted.pattern is not None and not re.search(wanted.pattern, value):
+                raise Invalid(key, f"{shown(value)} has another form{_FORMS.get(wanted.pattern, '')}")
+            return value
+        case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+            return _within(int(value), wanted, key)
+        case FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
+            return _within(float(value), wanted, key)
+        case FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
+            return _within(float(value), wanted, key)
+        case _:
+            raise _mismatch(value, wanted, key)
+
+
+def _within(value: float, wanted: IntType | FloatType, key: str) -> float:
+    ok = (
+        math.isfinite(value)
+        and (wanted.ge is None or value >= wanted.ge)
+        and (wanted.gt is None or value > wanted.gt)
+        and (wanted.le is None or value <= wanted.le)
+        and (wanted.lt is None or value < wanted.lt)
+    )
+    if ok and isinstance(wanted, IntType) and abs(value) >= 2**63:
+        raise Invalid(key, f"expected {describe_type(wanted)}, got one of more than 64 bits")
+    if not ok:
+        raise Invalid(key, f"expected {describe_type(wanted)}, got {value}")
+    return value
+
+
+def _bounds(wanted: IntType | FloatType) -> str:
+    named = [("at least", wanted.ge), ("greater than", wanted.gt), ("at most", wanted.le), ("less than", wanted.lt)]
+    unreachable = 2**63 - 1
+    return " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None and bound != unreachable)
+
+
+def _free(value: Any, key: str) -> Any:
+    """Check content that other libraries give its meaning: it must survive JSON unchanged."""
+    match value:
+        case dict():
+            return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}
+        case list():
+            return [_free(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        case str() if key.partition(".")[0] in MODELS and SCIENTIFIC.fullmatch(value):
+            return float(value)
+        case None | str() | int():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case _:
+            raise Invalid(
+                key, f"{shown(value)} cannot be used here: expected text, a finite number, a list or a mapping"
+            )
+
+
+def _mapping(value: Any, wanted: Type | None, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Invalid(key, f"expected {describe_type(wanted) if wanted else 'a mapping'}, got {shown(value)}")
+    for name in value:
+        if not isinstance(name, str):
+            raise Invalid(key, f"the key {shown(name)} is not text; quote it")
+    return value
+
+
+def _mismatch(value: Any, wanted: Type, key: str) -> Invalid:
+    return Invalid(key, f"expected {describe_type(wanted)}, got {shown(value)}")
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)

@@ -1,0 +1,112 @@
+"""NeMo-RL v0.7's lists of data sets, brought into the shape that the rest of the configuration has.
+
+Each set is completed by what ``data.default`` and its own name say of it; the keys of ``data`` itself are then those of
+the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from msgspec import inspect
+from msgspec.inspect import StructType
+
+from tandem.config.conform import conform
+from tandem.config.named import FILES, NAMED, is_local
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema.data import OF_EACH_SET, DataSet
+
+_SIDES = ("train", "validation")
+_FILE_OF_ONES_OWN = "ResponseDataset"
+_OTHERWISE = {
+    "split": "train",
+    "input_key": "input",
+    "output_key": "output",
+    "prompt_key": "prompt",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+}
+"""Keys that a data set has whatever is known of it."""
+
+
+def place_data_sets(tree: dict[str, Any]) -> None:
+    """Complete the data sets that settings list, in place. Raises `Invalid`."""
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    if data.get("env_name") is not None:
+        data.setdefault("environment", data["env_name"])
+    data.pop("env_name", None)
+    default = data.pop("default", None)
+    shared = {} if default is None else _fitted(default, "data.default")
+    sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
+    problems = Problems()
+    for side in _SIDES:
+        given = data.get(side)
+        entries = [given] if isinstance(given, dict) else (given or [])
+        if not isinstance(entries, list | tuple):
+            text = f"expected a mapping, or a list of mappings, got {shown(entries)}"
+            problems.found.append(Invalid(f"data.{side}", text))
+            continue
+        for index, entry in enumerate(entries):
+            with problems.collected():
+                key = f"data.{side}" if isinstance(given, dict) else f"data.{side}[{index}]"
+                sets[side].append(_complete(entry, shared, data, key))
+    problems.complain()
+    if "validation" in data and data["validation"] is None and not _holds_out(data, sets["train"]):
+        data["num_validation"] = 0
+    data |= sets
+    where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
+    _agree(data, first, where)
+
+
+def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:
+    """Say whether anything tells what to validate on, where no data set does."""
+    keys = ("num_validation", "split_validation_size", "val_data_path", "val_data_paths", "val_split")
+    return any(data.get(key) for key in keys) or any(each.get("split_validation_size") for each in train)
+
+
+def _fitted(entry: Any, key: str) -> dict[str, Any]:
+    fitted: dict[str, Any] = conform(entry, _described(), key)
+    return fitted
+
+
+@functools.cache
+def _described() -> StructType:
+    described = inspect.type_info(DataSet)
+    assert isinstance(described, StructType)
+    return described
+
+
+def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a data set with all that is known of it: null only where nothing is."""
+    known = shared | _fitted(entry, key)
+    path = known.get("data_path")
+    if known.get("dataset_name") is None:
+        if path is None:
+            raise Invalid(f"{key}.dataset_name", "required, but not set: expected text")
+        known["dataset_name"] = _FILE_OF_ONES_OWN
+    if is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
+        known |= {"dataset_name": path, "data_path": None}  # a name on the Hub
+    named = NAMED.get(known["dataset_name"])
+    for name in OF_EACH_SET:
+        if name not in known:
+            known[name] = data.get(name)
+        if known[name] is None:
+            known[name] = named.keys.get(name) if named is not None else None
+        if known[name] is None:
+            known[name] = _OTHERWISE.get(name)
+    return known
+
+
+def _agree(data: dict[str, Any], first: dict[str, Any], where: str) -> None:
+    """Give ``data`` itself the keys of the first of its data sets."""
+    flat = {key: first.get(key) for key in OF_EACH_SET}
+    flat |= {"train_data_path": first.get("data_path"), "environment": first.get("env_name")}
+    for key, value in flat.items():
+        if value is None:
+            continue
+        if data.get(key) not in (None, value):
+            raise Invalid(f"data.{key}", f"{shown(data[key])}, but {where} says {shown(value)}")
+        data[key] = value

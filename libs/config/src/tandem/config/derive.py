@@ -1,0 +1,471 @@
+"""Fill in defaults that depend on other keys, before the schema is applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import NODEFAULT
+
+from tandem.config.conform import config_type, field_of, struct_types
+from tandem.config.data_sets import place_data_sets
+from tandem.config.named import NAMED
+from tandem.config.problem import Invalid
+from tandem.config.schema import MODELS
+from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
+from tandem.config.shapes import choose_environment, reshape, reshape_model
+
+GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
+"""Data sets whose problems are made on the spot, and the environment that scores each."""
+
+Look = Callable[[str], Any]
+"""The value at a key as it stands, its plain default if it is not set, else None."""
+
+
+_PROCESSES_OF = "cluster.processes_of"
+
+
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """A key that gets its default from others where it is absent or null."""
+
+    key: str
+    text: str
+    """The rule, for the documentation."""
+    compute: Callable[[Look], Any]
+    """May return None, and then the key stays null."""
+
+
+def fill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return `tree` in the schema's shape, with every derived default filled in.
+
+    Values of a wrong type are left for `conform` to complain about. Raises `Invalid` if several algorithms are
+    configured and none is chosen.
+    """
+    tree = _copied(tree)
+    if tree.get("algorithm") is None:
+        tree.pop("algorithm", None)
+        tree |= _chosen(tree)
+    reshape(tree)
+    place_data_sets(tree)
+    choose_environment(tree)
+
+    def look(key: str) -> Any:
+        return _look(tree, key)
+
+    tree.setdefault("teacher", None)
+    for rule in DERIVED:
+        if _look(tree, rule.key, defaults=False) is None:
+            _put(tree, rule.key, rule.compute(look))
+    if isinstance(tree.get("teachers"), list):
+        tree["teachers"] = [_filled_teacher(tree, teacher) for teacher in tree["teachers"]]
+    return tree
+
+
+def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
+    """Return one of several teachers with the derived defaults that it would have alone."""
+    if not isinstance(teacher, dict):
+        return teacher
+    reshape_model(teacher)
+    alone = {**tree, "teacher": teacher}
+    for rule in DERIVED:
+        if rule.key.startswith("teacher.") and _look(alone, rule.key, defaults=False) is None:
+            _put(alone, rule.key, rule.compute(lambda key: _look(alone, key)))
+    return teacher
+
+
+def unfill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return `tree`, which is complete, without the keys that have just the value that `fill` would give them."""
+    tree = _copied(tree)
+
+    def look(key: str) -> Any:
+        return _look(tree, key)
+
+    derived = [rule.key for rule in DERIVED if _same_value(look(rule.key), rule.compute(look))]
+    for key in derived:
+        *parents, last = key.split(".")
+        node = tree
+        for part in parents:
+            node = node[part] if isinstance(node.get(part), dict) else {}
+        node.pop(last, None)
+    return tree
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Compare plain values, in which a tuple is as good as a list."""
+    return bool(_copied(list(one) if isinstance(one, tuple) else one) == other)
+
+
+def _copied(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _copied(value) for key, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, list) else node
+
+
+def _chosen(tree: dict[str, Any]) -> dict[str, str]:
+    present = [name for name in SECTIONS if name in tree]
+    if len(present) > 1:
+        raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
+    return {"algorithm": present[0]} if present else {}
+
+
+def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
+    node: Any = tree
+    described: Any = config_type()
+    field: Any = None
+    for part in key.split("."):
+        field = field_of(described, part) if described is not None else None
+        inner = struct_types(field.type) if field is not None else []
+        described = inner[0] if inner else None
+        node = node.get(part) if isinstance(node, dict) else None
+    if node is None and defaults and field is not None and field.default is not NODEFAULT:
+        return field.default
+    return node
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    if parents and parents[0] in tree and tree[parents[0]] is None:
+        return  # a section of nothing: `conform` complains
+    node = tree
+    for part in parents:
+        if node.get(part) is None:
+            node[part] = {}
+        if not isinstance(node[part], dict):
+            return
+        node = node[part]
+    node[last] = value
+
+
+def _same_as(key: str) -> Callable[[Look], Any]:
+    return lambda look: look(key)
+
+
+def _algorithm_of(look: Look) -> Algorithm | None:
+    """Return the declaration of the algorithm; None where there is none, which `conform` complains about."""
+    name = look("algorithm")
+    return ALGORITHMS.get(name) if isinstance(name, str) else None
+
+
+def _declared(look: Look, default: Callable[[Algorithm], Any]) -> Any:
+    algorithm = _algorithm_of(look)
+    return None if algorithm is None else default(algorithm)
+
+
+def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
+    """Say what the default of a key is, by algorithm: first that of most or of the first."""
+    first, *others = ALGORITHMS.values()
+    titles: dict[Any, list[str]] = {}
+    for algorithm in others:
+        if default(algorithm) != default(first):
+            titles.setdefault(default(algorithm), []).append(algorithm.title)
+    told = ", ".join(f"{value} for {' and '.join(names)}" for value, names in titles.items())
+    return f"{default(first)}; {told}"
+
+
+def _product(first: str, second: str) -> Callable[[Look], Any]:
+    def compute(look: Look) -> Any:
+        values = look(first), look(second)
+        return values[0] * values[1] if all(isinstance(value, int) for value in values) else None
+
+    return compute
+
+
+def _same(key: str, other: str) -> Derived:
+    return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
+
+
+def _of_model(section: str) -> tuple[Derived, ...]:
+    """Return the rules that hold within every section of a model."""
+    return (
+        _same(f"{section}.tokenizer.name", f"{section}.model_name"),
+        *(
+            _tokens(section, f"{batches}.{key}", batch)
+            for batches in ("sequence_packing", "dynamic_batching")
+            for key, batch in (
+                ("train_mb_tokens", "train_micro_batch_size"),
+                ("logprob_mb_tokens", "logprob_batch_size"),
+            )
+        ),
+    )
+
+
+def _like_the_policy(section: str) -> tuple[Derived, ...]:
+    """Return the rules of a model that is like the policy in what it does not say."""
+    return (
+        *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
+        Derived(
+            key=f"{section}.new_model",
+            text="`policy.new_model` if it is the same model",
+            compute=lambda look: (
+                look("policy.new_model") if look(f"{section}.model_name") == look("policy.model_name") else None
+            ),
+        ),
+        *_of_model(section),
+    )
+
+
+def _tokens(section: str, key: str, batch: str) -> Derived:
+    key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
+    whole = _product(length, batch)
+
+    def compute(look: Look) -> Any:
+        tokens = whole(look)
+        algorithm = _algorithm_of(look)
+        return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
+
+    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
+
+
+def _of_dataset(key: str, otherwise: str | None) -> Derived:
+    """Return the rule of a key of ``data`` that a named data set decides."""
+    name = key.removeprefix("data.")
+
+    def compute(look: Look) -> Any:
+        named = NAMED.get(str(look("data.dataset_name")))
+        if name == "val_split" and look("data.train"):
+            return None  # `data.validation` says what is held out
+        return otherwise if named is None else named.keys.get(name, otherwise)
+
+    given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
+    return Derived(key=key, text=f"{given}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
+
+
+def _env(look: Look) -> Any:
+    return {name: {} for name in [GENERATED.get(look("data.dataset_name"))] if name is not None}
+
+
+def _environment(look: Look) -> Any:
+    env = look("env")
+    return next(iter(env)) if isinstance(env, dict) and len(env) == 1 else None
+
+
+def _num_train(look: Look) -> Any:
+    return 10_000 if look("data.dataset_name") in GENERATED else None
+
+
+def _task_params(look: Look) -> Any:
+    if look("data.dataset_name") != "sliding_puzzle":
+        return {}
+    env = look("env")
+    entry = env.get("sliding_puzzle_game") if isinstance(env, dict) else None
+    cfg = entry.get("cfg") if isinstance(entry, dict) else None
+    return (cfg.get("game_config") if isinstance(cfg, dict) else None) or {}
+
+
+def _num_validation(look: Look) -> Any:
+    keys = ("val_data_path", "val_data_paths", "val_split", "validation", "split_validation_size")
+    held_out = any(look(f"data.{key}") for key in keys)
+    sizes = [each.get("split_validation_size") for each in look("data.train") or () if isinstance(each, dict)]
+    return None if held_out or any(sizes) else 256
+
+
+def _gpus(look: Look) -> tuple[int, int] | None:
+    """Return how many GPUs are for the policy and generation, and how many of them are set aside for generation.
+
+    None if it is not said.
+    """
+    nodes, gpus = look("cluster.num_nodes"), look("cluster.gpus_per_node")
+    if not isinstance(nodes, int) or not isinstance(gpus, int):
+        return None
+    if nodes == 1:
+        gpus -= _gpus_of_reward_models(look)
+    algorithm, of_others = _algorithm_of(look), _processes_of_others(look)
+    if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
+        return nodes * gpus - of_others, 0
+    key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
+    aside = look(f"{_COLOCATED}.resources.{key}")
+    return (nodes * gpus - of_others, aside * each) if isinstance(aside, int) else None
+
+
+def _processes_of_others(look: Look) -> int:
+    """Return how many processes are for models beside the policy."""
+    given = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
+    return sum(num for num in given if isinstance(num, int))
+
+
+def _processes_of_teachers(look: Look) -> Any:
+    """As NeMo-RL has it: so many for each teacher that is loaded."""
+    key = "on_policy_distillation"
+    names = look(f"{key}.teacher_model_by_agent_name")
+    if not (isinstance(names, dict) and look(f"{key}.enabled") and look(f"{key}.non_colocated_teachers.enabled")):
+        return 0
+    num = len({*names.values()} if look(f"{key}.deduplicate_shared_teacher_checkpoints") is not False else names)
+    sizes = (
+        look(f"{key}.non_colocated_teachers.default_teacher_cfg.{each}") for each in ("num_nodes", "gpus_per_node")
+    )
+    return num * math.prod(size for size in sizes if isinstance(size, int))
+
+
+def _gpus_of_reward_models(look: Look) -> int:
+    """Return how many GPUs of a single node are set aside for reward models."""
+    env = look("env")
+    of_sets = (each for key in ("data.train", "data.validation") for each in look(key) or () if isinstance(each, dict))
+    names = {look("data.environment"), *(each.get("env_name") for each in of_sets)}
+    total = 0
+    for name in names if isinstance(env, dict) else ():
+        entry = env.get(name)
+        resources = entry.get("resources") if isinstance(entry, dict) and entry.get("model_name") else None
+        aside = resources.get("gpus_per_node") if isinstance(resources, dict) else None
+        total += aside if isinstance(aside, int) else 0
+    return total
+
+
+def _trainers(look: Look) -> Any:
+    """As NeMo-RL has it: a trainer on every GPU that is not set aside for generation."""
+    gpus = _gpus(look)
+    return max(1, gpus[0] - gpus[1]) if gpus else 1
+
+
+def _rollouts(look: Look) -> Any:
+    """As many engines of vLLM as the GPUs for generation are enough for; one of those that need none."""
+    gpus = _gpus(look)
+    each = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
+    if gpus is None or not each or look("policy.generation.backend") != "vllm":
+        return 1
+    return max(1, (gpus[1] or gpus[0]) // each)
+
+
+def _launch(look: Look) -> Any:
+    """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
+    nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
+    trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
+    sizes, of_others = (nodes, here, trainers, rollouts), _processes_of_others(look)
+    if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
+        return "all"
+    shared = look(f"{_COLOCATED}.enabled") is not False
+    with_engines = max(1, -(-(nodes * here - of_others) // here))  # they are where the policy is
+    each = max(1, -(-rollouts // with_engines)) if shared else 0
+    return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
+
+
+def _metric_name(look: Look) -> Any:
+    of_training = look("data.num_validation") == 0 or not _validates(look)
+    return _declared(
+        look, lambda algorithm: next(name for name in algorithm.metrics if not (of_training and name[:4] == "val_"))
+    )
+
+
+def _validates(look: Look) -> bool:
+    """Tell whether the algorithm's section has the run validate at any step."""
+    section, never = look("algorithm"), (None, False, 0)
+    when = (look(f"{section}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
+    return any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
+
+
+def _higher_is_better(look: Look) -> Any:
+    return not str(look("checkpointing.metric_name")).endswith("loss")
+
+
+_AS_THE_POLICY = (
+    "model_name",
+    "max_total_sequence_length",
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "logprob_batch_size",
+    "precision",
+    "make_sequence_length_divisible_by",
+    "dtensor_cfg.enabled",
+    "dtensor_cfg.tensor_parallel_size",
+    "dtensor_cfg.context_parallel_size",
+    "megatron_cfg.enabled",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+)
+"""Keys of other models that follow the policy's."""
+
+_COLOCATED = "policy.generation.colocated"
+_VLLM = "policy.generation.vllm_cfg"
+
+DERIVED = (
+    Derived(
+        key="policy.train_global_batch_size",
+        text=_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
+        compute=lambda look: _declared(look, lambda algorithm: algorithm.train_global_batch_size),
+    ),
+    _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
+    _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
+    *_of_model("policy"),
+    Derived(
+        key="value",
+        text="for PPO a model like the policy, else null",
+        compute=lambda look: _declared(look, lambda algorithm: {} if "value" in algorithm.trains else None),
+    ),
+    *_like_the_policy("value"),
+    *_like_the_policy("teacher"),
+    _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
+    _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
+    _same("policy.generation.vllm_cfg.precision", "policy.precision"),
+    _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
+    _same("data.max_input_seq_length", "policy.max_total_sequence_length"),
+    _of_dataset("data.input_key", "input"),
+    _of_dataset("data.output_key", "output"),
+    _of_dataset("data.chat_key", None),
+    _of_dataset("data.chosen_key", "chosen"),
+    _of_dataset("data.rejected_key", "rejected"),
+    _of_dataset("data.split", "train"),
+    _of_dataset("data.val_split", None),
+    _of_dataset("data.subset", None),
+    Derived(
+        key="env",
+        text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, as `data.dataset_name` says, else none",
+        compute=_env,
+    ),
+    Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
+    Derived(
+        key="data.task_params",
+        text="for sliding_puzzle `env.sliding_puzzle_game.cfg.game_config`, else none",
+        compute=_task_params,
+    ),
+    Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
+    Derived(
+        key="data.num_validation",
+        text="null where `data` says otherwise what is held out, else 256",
+        compute=_num_validation,
+    ),
+    Derived(
+        key=f"{_PROCESSES_OF}.teacher",
+        text="where `on_policy_distillation.non_colocated_teachers` is enabled the GPUs of its `default_teacher_cfg`, "
+        "for each teacher; else 0",
+        compute=_processes_of_teachers,
+    ),
+    Derived(
+        key="cluster.trainers",
+        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, the "
+        "`resources` of a reward model, or `cluster.processes_of` set aside",
+        compute=_trainers,
+    ),
+    Derived(
+        key="cluster.rollouts",
+        text="with vLLM as many as there are GPUs for generation, by `tensor_parallel_size` times "
+        "`pipeline_parallel_size`; else 1",
+        compute=_rollouts,
+    ),
+    Derived(
+        key="cluster.launch",
+        text="all; of several nodes the share of the first",
+        compute=_launch,
+    ),
+    Derived(
+        key="checkpointing.checkpoint_dir",
+        text="`checkpoints` within `logger.log_dir`",
+        compute=lambda look: f"{look('logger.log_dir')}/checkpoints",
+    ),
+    Derived(
+        key="checkpointing.metric_name",
+        text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; of training where nothing is validated",
+        compute=_metric_name,
+    ),
+    Derived(
+        key="checkpointing.higher_is_better",
+        text="true, unless `checkpointing.metric_name` is a loss",
+        compute=_higher_is_better,
+    ),
+)
+"""In the order in which they are filled in."""

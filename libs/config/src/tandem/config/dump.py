@@ -1,0 +1,210 @@
+"""Write a configuration as YAML for people and JSON for the wire, and compare two on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import ConfigError
+from tandem.config.model_names import with_folders, with_names
+from tandem.config.schema import MODELS, Config
+from tandem.config.schema.declarations import SECTIONS
+from tandem.config.schema.loss import OF_ANY_LOSS
+
+_OF_MODEL = (
+    "activation_checkpointing_enabled",
+    "dtensor_cfg.activation_checkpointing",
+    "dtensor_cfg.context_parallel_size",
+    "dtensor_cfg.cpu_offload",
+    "dtensor_cfg.sequence_parallel",
+    "dtensor_cfg.tensor_parallel_size",
+    "megatron_cfg.activation_checkpointing",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.empty_unused_memory_level",
+    "megatron_cfg.env_vars",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+    "megatron_cfg.force_reconvert_from_hf",
+    "megatron_cfg.num_layers_in_first_pipeline_stage",
+    "megatron_cfg.num_layers_in_last_pipeline_stage",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.sequence_parallel",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+)
+"""How trainers hold a model: keys of its section."""
+
+FREE_ON_RESUME = (
+    "eval",
+    "prerequisite",
+    "grpo.max_num_steps",
+    "grpo.max_num_epochs",
+    "grpo.val_period",
+    "grpo.val_at_start",
+    "grpo.val_at_end",
+    "grpo.max_val_samples",
+    "grpo.val_batch_size",
+    "grpo.num_val_generations_per_prompt",
+    "grpo.val_temperature",
+    "grpo.val_seed",
+    "ppo.max_num_steps",
+    "ppo.max_num_epochs",
+    "ppo.val_period",
+    "ppo.val_at_start",
+    "ppo.val_at_end",
+    "ppo.max_val_samples",
+    "ppo.val_batch_size",
+    "ppo.num_val_generations_per_prompt",
+    "ppo.val_temperature",
+    "ppo.val_seed",
+    "sft.max_num_steps",
+    "sft.max_num_epochs",
+    "sft.val_period",
+    "sft.val_at_start",
+    "sft.val_at_end",
+    "sft.val_batches",
+    "sft.val_global_batch_size",
+    "sft.val_micro_batch_size",
+    "dpo.max_num_steps",
+    "dpo.max_num_epochs",
+    "dpo.val_period",
+    "dpo.val_at_start",
+    "dpo.val_at_end",
+    "dpo.val_batches",
+    "dpo.val_global_batch_size",
+    "dpo.val_micro_batch_size",
+    "rm.max_num_steps",
+    "rm.max_num_epochs",
+    "rm.val_period",
+    "rm.val_at_start",
+    "rm.val_at_end",
+    "rm.val_batches",
+    "rm.val_global_batch_size",
+    "rm.val_micro_batch_size",
+    "distillation.max_num_steps",
+    "distillation.max_num_epochs",
+    "distillation.val_period",
+    "distillation.val_at_start",
+    "distillation.val_at_end",
+    "distillation.max_val_samples",
+    "distillation.val_batch_size",
+    "distillation.num_val_generations_per_prompt",
+    "distillation.val_temperature",
+    "distillation.val_seed",
+    "off_policy_distillation.max_num_steps",
+    "off_policy_distillation.max_num_epochs",
+    "off_policy_distillation.val_period",
+    "off_policy_distillation.val_at_start",
+    "off_policy_distillation.val_at_end",
+    "off_policy_distillation.val_batches",
+    "off_policy_distillation.val_global_batch_size",
+    "off_policy_distillation.val_micro_batch_size",
+    *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
+    "policy.generation.expose_http_server",
+    "policy.generation.vllm_cfg.expose_http_server",
+    "checkpointing",
+    "logger",
+    "cluster",
+    "refit",
+)
+"""Keys, or whole sections, that a resumed run may change: what it learns from does not depend on them. A change of
+`cluster.trainers`, or of how trainers share a model, changes only the order of floating-point sums."""
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested dictionaries with the keys a user writes.
+
+    The sections of other algorithms are left out.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(with_names(config))
+    for section in {each for others in SECTIONS.values() for each in others} - {*SECTIONS[config.algorithm]}:
+        del plain[section]
+    if config.declaration.loss_section != "loss_fn":
+        own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
+        del plain["loss_fn"]
+        if own["class"] is not None:
+            plain["loss_fn"] = own
+    for name in MODELS:
+        if plain.get(name) is not None:
+            megatron = plain[name]["megatron_cfg"]
+            megatron.update(megatron.pop("forwarded"))
+    return plain
+
+
+def dump_yaml(config: Config) -> str:
+    """Return the resolved configuration as YAML that `load_config` reads back."""
+    from omegaconf import OmegaConf  # late: services, which read no YAML, import this module too
+
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(to_plain(config))), resolve=False)
+
+
+def escaped(node: Any) -> Any:
+    """Protect text that merely looks like an interpolation."""
+    match node:
+        case dict():
+            return {key: escaped(value) for key, value in node.items()}
+        case list() | tuple():
+            return [escaped(value) for value in node]
+        case str():
+            # OmegaConf halves the backslashes before an escaped interpolation, and only those.
+            return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", node)
+        case _:
+            return node
+
+
+def config_to_json(config: Config) -> bytes:
+    """Encode a configuration for the wire; `config_from_json` gives back an equal one."""
+    return msgspec.json.encode(with_names(config))
+
+
+def config_from_json(encoded: bytes) -> Config:
+    """Decode what `config_to_json` made. Raises `ConfigError` if it is not that."""
+    try:
+        return with_folders(msgspec.json.decode(encoded, type=Config))
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"configuration received from the coordinator: {error}") from None
+
+
+def resume_differences(old: Config, new: Config) -> list[str]:
+    """Return the paths of the keys that differ and that a resumed run may not change, in the schema's order."""
+    return differences(old, new, besides=FREE_ON_RESUME)
+
+
+def differences(old: Config, new: Config, *, besides: Iterable[str]) -> list[str]:
+    """Return the paths of the keys that differ, besides some keys or whole sections, in the schema's order."""
+    return differing(_without(old, besides), _without(new, besides))
+
+
+def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the paths of the keys that differ between plain configurations, in the schema's order."""
+    before, after = _leaves(old), _leaves(new)
+    return [key for key in dict.fromkeys([*before, *after]) if before.get(key, ...) != after.get(key, ...)]
+
+
+def fingerprint(config: Config) -> str:
+    """Return a hash that is equal for two configurations exactly where `resume_differences` finds none."""
+    return hashlib.sha256(msgspec.json.encode(_without(config, FREE_ON_RESUME), order="deterministic")).hexdigest()
+
+
+def _without(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    plain = to_plain(config)
+    for key in keys:
+        *parents, last = key.split(".")
+        node = plain
+        for part in parents:
+            node = node.get(part, {})
+        node.pop(last, None)
+    return plain
+
+
+def _leaves(node: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {key: node}
+    leaves: dict[str, Any] = {}
+    for name, value in node.items():
+        leaves |= _leaves(value, f"{key}.{name}" if key else name)
+    return leaves

@@ -1,0 +1,79 @@
+"""Find the problems of a configuration that another problem hides.
+
+A configuration is looked through in steps: references, data sets, names and types, what is not built, rules. A step
+needs what the one before it returns. So keys that are wrong are left out, and the rest is looked through again, until
+nothing more is found. What another step then says about a key that was left out, or because it was, is not repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tandem.config.layers import key_parts
+from tandem.config.problem import Invalid
+from tandem.config.schema import Config
+
+_MOST_LOOKS = 10
+_SUGGESTED = re.compile(r"did you mean '([^']+)'")
+
+
+class Refused(NamedTuple):
+    """Why settings make no configuration that can run."""
+
+    unsupported: str | None
+    """The line that lists what is switched on and not built, if anything is."""
+    problems: tuple[Invalid, ...]
+
+
+Look = Callable[[dict[str, Any]], Config | Refused]
+
+
+def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused:
+    """Return what was found in settings, and what that hid from `look`."""
+    unsupported, problems = found
+    told = _words([], unsupported)
+    shown = [each for each in problems if not _repeats(each, told)] if unsupported else [*problems]
+    told |= _words(problems)
+    for _ in range(_MOST_LOOKS):
+        mended = settings
+        for problem in problems:
+            mended = _without(mended, key_parts(problem.key))
+        if mended == settings:
+            break
+        again = look(settings := mended)
+        if isinstance(again, Config):
+            break
+        if unsupported is None and again.unsupported is not None:
+            unsupported = again.unsupported
+            told |= _words([], unsupported)
+        problems = again.problems
+        shown += [each for each in problems if not _repeats(each, told)]
+        told |= _words(problems)
+    return Refused(unsupported, tuple(shown))
+
+
+def _repeats(problem: Invalid, told: set[str]) -> bool:
+    """Tell whether a problem is of a key that was told of, or names one."""
+    return bool(told & {key_parts(problem.key)[-1], *re.findall(r"\w+", problem.text)})
+
+
+def _words(problems: Sequence[Invalid], unsupported: str | None = None) -> set[str]:
+    """Return the last parts of all keys that problems are of, and name."""
+    texts = [f"{each.key} {' '.join(_SUGGESTED.findall(each.text))}" for each in problems]
+    keys = re.findall(r"[\w.\[\]-]+", " ".join([*texts, (unsupported or "").partition(": ")[2]]))
+    return {last for key in keys if (last := key_parts(key)[-1]) and not last.isdecimal()}
+
+
+def _without(node: Any, parts: Sequence[str]) -> Any:
+    """Return a copy of settings without a key; the same settings where they do not have it."""
+    head, *rest = parts
+    if isinstance(node, dict) and head in node:
+        if not rest:
+            return {key: value for key, value in node.items() if key != head}
+        return {**node, head: _without(node[head], rest)}
+    if isinstance(node, list) and head.isdecimal() and int(head) < len(node) and rest:
+        index = int(head)
+        return [*node[:index], _without(node[index], rest), *node[index + 1 :]]
+    return node

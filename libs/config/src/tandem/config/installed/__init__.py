@@ -1,0 +1,1 @@
+"""What installed packages take and hold, read from their source: nothing of them is imported"""

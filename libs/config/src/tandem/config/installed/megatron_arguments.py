@@ -1,0 +1,124 @@
+"""Read the arguments of Megatron-Core's configuration classes from source, without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+from msgspec import inspect
+
+from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+
+_CLASSES = {
+    "": ("transformer/transformer_config.py", "MLATransformerConfig"),
+    "optimizer": ("optimizer/optimizer_config.py", "OptimizerConfig"),
+    "distributed_data_parallel_config": (
+        "distributed/distributed_data_parallel_config.py",
+        "DistributedDataParallelConfig",
+    ),
+}
+"""The class that each section of ``policy.megatron_cfg`` is for; empty: the section itself."""
+
+_OF_THE_MODEL = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels softmax_scale softmax_type
+    window_size window_attn_skip_freq normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm
+    qk_l2_norm apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias gated_linear_unit activation_func
+    glu_linear_offset activation_func_clamp_value attention_output_gate mtp_num_layers multi_latent_attention
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent
+    rotary_interleaved rotary_scaling_factor no_rope_freq original_max_position_embeddings beta_fast beta_slow mscale
+    mscale_all_dim num_moe_experts moe_ffn_hidden_size moe_latent_size moe_layer_freq moe_router_topk
+    moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_score_function
+    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_shared_expert_intermediate_size
+    moe_shared_expert_gate vocab_size max_sequence_length position_embedding_type rope_scaling rope_scaling_factor
+    share_embeddings_and_output_weights
+"""
+_OF_THE_PRECISION = "fp16 bf16 params_dtype autocast_dtype enable_autocast"
+_OF_TANDEM = """
+    calculate_per_token_loss variable_seq_lengths overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm
+    microbatch_group_size_per_vp_stage max_seqlen_per_dp_cp_rank
+    cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+    fp8_param fp4_param heterogeneous_block_specs transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm
+    hidden_dropout attention_dropout
+    perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std
+    config_logger_dir test_mode quant_recipe
+"""
+"""Other values of the first three lines give wrong gradients, or none; of the next two, a layout that the weight plane
+does not know. Dropout would make the log-probabilities of training another model's. The rest is of no use here."""
+
+RESERVED: dict[str, dict[str, str]] = {
+    "": {
+        **dict.fromkeys(_OF_THE_MODEL.split(), "the model's config.json decides"),
+        **dict.fromkeys(_OF_THE_PRECISION.split(), "set policy.precision instead"),
+        **dict.fromkeys(_OF_TANDEM.split(), "Tandem sets it itself"),
+    },
+    "optimizer": {
+        "config_logger_dir": "Tandem sets it itself",
+        "overlap_param_gather": "set policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather instead",
+    },
+    "distributed_data_parallel_config": {
+        "use_distributed_optimizer": "set policy.megatron_cfg.optimizer.use_distributed_optimizer instead",
+    },
+}
+"""Arguments that are not for the user, each with what to do instead, by section."""
+
+_PLAIN: dict[str, inspect.Type] = {
+    "int": inspect.IntType(),
+    "float": inspect.FloatType(),
+    "bool": inspect.BoolType(),
+    "str": inspect.StrType(),
+    "None": inspect.NoneType(),
+    # As YAML has them: by name.
+    "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32")),
+    "AttnBackend": inspect.LiteralType(("auto", "flash", "fused", "local", "unfused")),
+}
+
+
+def is_installed() -> bool:
+    """Whether Megatron-Core is."""
+    return package_folder("megatron.core") is not None
+
+
+@functools.cache
+def arguments(section: str) -> dict[str, inspect.Type]:
+    """Return what a section of ``policy.megatron_cfg`` takes, by name; nothing where Megatron-Core is not installed.
+
+    Types that YAML cannot write plainly, such as those of enumerations, admit anything. Functions are left out.
+    """
+    root = package_folder("megatron.core")
+    if root is None:
+        return {}
+    module, name = _CLASSES[section]
+    found: dict[str, inspect.Type] = {}
+    for defined in class_and_bases(root / module, name, root):
+        for field, annotation in annotated_fields(defined).items():
+            if "Callable" not in ast.unparse(annotation):
+                found.setdefault(field, _described(annotation))
+    return found
+
+
+def _described(annotation: ast.expr) -> inspect.Type:
+    """Return an annotation as msgspec describes types."""
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return _union([inner, ast.Constant(None)])
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
+            return _union(members)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _union([left, right])
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            nodes = choices.elts if isinstance(choices, ast.Tuple) else [choices]
+            values: tuple[Any, ...] = tuple(node.value for node in nodes if isinstance(node, ast.Constant))
+            return inspect.LiteralType(values)
+        case ast.Subscript(value=ast.Name(id="List" | "list"), slice=inner):
+            return inspect.VarTupleType(_described(inner))
+        case _:
+            return _PLAIN.get(ast.unparse(annotation), inspect.AnyType())
+
+
+def _union(members: list[ast.expr]) -> inspect.Type:
+    flat: list[inspect.Type] = []
+    for member in map(_described, members):
+        flat += member.types if isinstance(member, inspect.UnionType) else [member]
+    return inspect.AnyType() if inspect.AnyType() in flat else inspect.UnionType(tuple(flat))

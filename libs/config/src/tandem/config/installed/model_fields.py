@@ -1,0 +1,80 @@
+"""Read Transformers' model types and their fields from source, without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import runpy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+
+
+@functools.cache
+def model_fields(model_type: str) -> frozenset[str]:
+    """Return every field that a configuration of this type takes, deprecated names too; none for an unknown type.
+
+    It errs on the side of more: whatever a method of the class or of one of its bases sets or looks up by name counts.
+    """
+    return frozenset(field for defined in _classes(model_type) for field in _own_fields(defined))
+
+
+def _classes(model_type: str) -> Iterator[ast.ClassDef]:
+    """Yield the class of a model type, then its bases; none for an unknown type."""
+    name = model_types().get(model_type)
+    root = package_folder("transformers")
+    if name is None or root is None:
+        return
+    special: Mapping[str, str] = _mappings(root)["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
+    module = special.get(model_type, model_type).replace("-", "_")
+    path = root / "models" / module / f"configuration_{module}.py"
+    yield from class_and_bases(path, name, root)
+
+
+def field_default(model_type: str, field: str) -> Any:
+    """Return what a field of this type is where it is not said; None where that is not written out."""
+    for defined in _classes(model_type):
+        for node in defined.body:
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)) if name == field:
+                    return value
+    return None
+
+
+def model_types() -> Mapping[str, str]:
+    """Return the configuration class of every model type; none where transformers is not installed."""
+    root = package_folder("transformers")
+    found: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
+    return found
+
+
+@functools.cache
+def _mappings(root: Path) -> Mapping[str, Any]:
+    """Run the module of model types by itself: the package around it would look through the files of all models."""
+    return runpy.run_path(str(root / "models/auto/auto_mappings.py"))
+
+
+def _own_fields(defined: ast.ClassDef) -> Iterator[str]:
+    yield from annotated_fields(defined)
+    for node in defined.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
+                yield from (str(name.value) for name in [*names.keys, *names.values] if isinstance(name, ast.Constant))
+            case ast.FunctionDef(name=name):
+                if any("setter" in ast.unparse(decorator) for decorator in node.decorator_list):
+                    yield name
+                if name in ("__init__", "__post_init__"):
+                    yield from (argument.arg for argument in [*node.args.args, *node.args.kwonlyargs])
+                yield from _taken(node)
+
+
+def _taken(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield what a method sets, and what it looks up in a mapping by name, such as its keyword arguments."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="pop" | "get"), args=[ast.Constant(value=str(name)), *_]):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name

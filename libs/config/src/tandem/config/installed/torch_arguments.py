@@ -1,0 +1,118 @@
+"""Read the arguments of torch's optimizers and schedules from source, without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.common.errors import nearest
+from tandem.config.installed.sources import package_folder, parsed
+from tandem.config.problem import Invalid, shown
+
+Base = Literal["Optimizer", "LRScheduler"]
+
+_FILES: dict[Base, str] = {"Optimizer": "optim/*.py", "LRScheduler": "optim/lr_scheduler.py"}
+_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
+_PLATEAU = "ReduceLROnPlateau"
+
+
+def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -> Iterator[Invalid]:
+    """Yield what is wrong with a class of torch's that is named at ``KEY.name``, and with its ``KEY.kwargs``.
+
+    Nothing is known of other packages' classes, nor where torch is not installed.
+    """
+    root, (module, _, name) = package_folder("torch"), path.rpartition(".")
+    if root is None or not (module == "" or path.startswith("torch.")):
+        return
+    folder = root.joinpath(*module.split(".")[1:])
+    if module == "" or not (folder.is_dir() or folder.with_suffix(".py").is_file()):
+        yield Invalid(f"{key}.name", f"there is no module {module!r} to take {path!r} from")
+        return
+    known = _classes(root, base)
+    if name not in known or not module.startswith("torch.optim"):
+        hint = nearest(name, known) if module.startswith("torch.optim") else ""
+        yield Invalid(f"{key}.name", f"{path!r} is no {base} class{hint}")
+    elif name == _PLATEAU:
+        yield Invalid(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which a schedule is not given")
+    else:
+        yield from _argument_problems(name, _arguments(known, name), kwargs, f"{key}.kwargs")
+
+
+def _argument_problems(
+    name: str, arguments: Mapping[str, ast.expr | None], kwargs: Mapping[str, Any], key: str
+) -> Iterator[Invalid]:
+    for given in kwargs:
+        if given not in arguments:
+            yield Invalid(key, f"{name} takes no {given!r}{nearest(given, arguments)}")
+    for argument, default in arguments.items():
+        if argument not in kwargs:
+            if default is None:
+                yield Invalid(key, f"{name} needs {argument!r}")
+            continue
+        value, like = kwargs[argument], _literal(default)
+        expected = _expected(like, value)
+        if expected is None and argument in _NOT_NEGATIVE and _is_number(value) and value < 0:
+            expected = "a number at least 0"
+        if expected is None and argument == "betas" and not all(0 <= beta < 1 for beta in value):
+            expected = "numbers at least 0 and less than 1"
+        if expected is not None:
+            yield Invalid(f"{key}.{argument}", f"expected {expected}, got {shown(value)}")
+
+
+def _expected(like: Any, value: Any) -> str | None:
+    """Say what an argument whose default is `like` should be, if `value` is something else."""
+    match like:
+        case bool():
+            return None if isinstance(value, bool) else "true or false"
+        case int() | float():
+            return None if _is_number(value) else "a number"
+        case tuple():
+            fits = isinstance(value, list | tuple) and len(value) == len(like) and all(map(_is_number, value))
+            return None if fits else f"a list of {len(like)} numbers"
+        case _:
+            return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _literal(default: ast.expr | None) -> Any:
+    """Return a default that is written out, None for any other."""
+    try:
+        return None if default is None else ast.literal_eval(default)
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _classes(root: Path, base: Base) -> Mapping[str, ast.ClassDef]:
+    """Return the classes with that base, by name."""
+    defined = {
+        node.name: node
+        for path in sorted(root.glob(_FILES[base]))
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def has_base(name: str) -> bool:
+        bases = [node.id for node in defined[name].bases if isinstance(node, ast.Name)] if name in defined else []
+        return base in bases or any(has_base(other) for other in bases)
+
+    return {name: node for name, node in defined.items() if name[0] != "_" and has_base(name)}
+
+
+def _arguments(known: Mapping[str, ast.ClassDef], name: str) -> dict[str, ast.expr | None]:
+    """Return the arguments of a class after its first, what they are for, each with its default."""
+    made = next((n for n in known[name].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if made is None:
+        (base,) = (node.id for node in known[name].bases if isinstance(node, ast.Name))
+        return _arguments(known, base)
+    names = made.args.args[2:]
+    defaults: list[ast.expr | None] = [*made.args.defaults]
+    padded = [*[None] * (len(names) - len(defaults)), *defaults]
+    by_name = dict(zip((argument.arg for argument in names), padded, strict=True))
+    return by_name | {a.arg: d for a, d in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)}

@@ -1,0 +1,82 @@
+"""Read the arguments of vLLM's engine from source, without importing vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.common.errors import ConfigError, nearest
+from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+
+RESERVED = {
+    "model": "policy.model_name",
+    "dtype": "policy.generation.vllm_cfg.precision",
+    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+    "load_format": "policy.generation.vllm_cfg.load_format",
+    "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
+    "data_parallel_size": "cluster.rollouts",
+    "distributed_executor_backend": "",
+    "worker_cls": "",
+    "seed": "",
+    "logprobs_mode": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "async_scheduling": "",
+    "quantization": "",
+    "enable_lora": "",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
+}
+"""Arguments that are not for `vllm_kwargs`, each with the key that decides it; empty: Tandem does."""
+
+WITHOUT_EFFECT = {
+    "enable_chunked_prefill": "prompts are computed whole",
+    "tokenizer": "engines are given tokens",
+}
+"""Arguments that are taken, because NeMo-RL's files have them, and not handed on; each with the reason."""
+
+NOT_BUILT = ("speculative_config",)
+"""Arguments of what refits know nothing of."""
+
+
+@functools.cache
+def engine_arguments() -> frozenset[str]:
+    """Return the names of all arguments of vLLM's `EngineArgs`; none where vLLM is not installed."""
+    root = package_folder("vllm")
+    if root is None:
+        return frozenset()
+    found = class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
+    return frozenset(field for defined in found for field in annotated_fields(defined))
+
+
+def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first argument that cannot be given to vLLM and why; names go unchecked where it is not installed."""
+    known = engine_arguments()
+    for name in arguments:
+        if name in WITHOUT_EFFECT:
+            continue
+        if name in NOT_BUILT:
+            return name, "not supported yet"
+        if name in RESERVED:
+            return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
+        if known and name not in known:
+            return name, f"vLLM's engine has no such argument{nearest(name, known)}"
+    return None
+
+
+def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are handed on to vLLM. Raises `ConfigError` for one that cannot be."""
+    check_arguments(arguments)
+    return {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT}
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the first argument that cannot be given to vLLM."""
+    found = complaint(arguments)
+    if found is not None:
+        raise ConfigError(f"policy.generation.vllm_kwargs.{found[0]}: {found[1]}")

@@ -1,0 +1,256 @@
+"""Merge configuration files and overrides, remembering where each key came from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml  # type: ignore[import-untyped]
+
+from tandem.common.errors import ConfigError
+from tandem.common.regular_files import irregular
+from tandem.config.checks.paths import why_no_path
+
+COMMAND_LINE = "command line"
+
+OVERRIDE = "_override_"
+"""In a mapping, true says that it replaces the inherited one; it is no key of its own."""
+
+MAX_PATH_SHOWN = 200
+"""Characters of a path that an error shows."""
+
+Plain = dict[str, Any]
+"""What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One file, or one override, and the keys it sets."""
+
+    source: str
+    """Its name in errors: the file's path, or ``command line``."""
+    settings: Plain
+
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """All layers in order of rising precedence."""
+
+    main: str
+    """Name of the file the user gave; blamed for what no layer sets."""
+    layers: tuple[Layer, ...]
+    merged: Plain
+
+    def source_of(self, key: str) -> str:
+        """Return the name of the layer that had the last word on `key`."""
+        parts = key_parts(key)
+        for layer in reversed(self.layers):
+            if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
+                return layer.source
+        return self.main
+
+    def is_set(self, key: str) -> bool:
+        """Say whether any layer sets `key`."""
+        return _sets(self.merged, key_parts(key))
+
+
+def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
+    """Read a file, everything it inherits from, and the overrides.
+
+    Raises `ConfigError` for a file that is missing, is not YAML or inherits from itself, and for an override that is
+    not ``key=value``.
+    """
+    layers = _read_chain(path, ())
+    merged: Plain = {}
+    for layer in layers:
+        merged = merge(merged, layer.settings)
+    return overridden(Layers(main=str(path), layers=tuple(layers), merged=merged), overrides)
+
+
+def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
+    """Return settings with ``key=value`` overrides on top of them. Raises `ConfigError` for what is none."""
+    layers, merged = [*settings.layers], settings.merged
+    for override in overrides:
+        parts, value = _parse_override(override)
+        if parts == ["prerequisite"] and isinstance(value, str):
+            value = os.path.abspath(value)
+        merged = _updated(merged, parts, value, override)
+        layers.append(Layer(source=COMMAND_LINE, settings=_nested(parts, value)))
+    return Layers(main=settings.main, layers=tuple(layers), merged=merged)
+
+
+def merge(base: Plain, over: Plain) -> Plain:
+    """Return `base` with `over` on top: mappings are merged key by key, anything else is replaced.
+
+    A mapping with ``_override_: true`` is replaced whole, too, as in NeMo-RL.
+    """
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(value, dict):
+            inherited = old if isinstance(old, dict) and not value.get(OVERRIDE, False) else {}
+            value = merge(inherited, {name: item for name, item in value.items() if name != OVERRIDE})
+        result[key] = value
+    return result
+
+
+def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
+    """Read `path` and its ancestors, eldest first; `children` are the files that led here."""
+    here = path.resolve()
+    if here in children:
+        names = " -> ".join(os.path.relpath(child, children[0].parent) for child in (*children, here))
+        raise ConfigError(f"{path}: defaults: the file inherits from itself: {names}")
+    settings = _read_file(path)
+    prerequisite = settings.get("prerequisite")
+    if isinstance(prerequisite, str):
+        settings["prerequisite"] = os.path.abspath(path.parent / prerequisite)
+    defaults = settings.pop("defaults", None)
+    names_of_parents = [defaults] if isinstance(defaults, str) else (defaults or [])
+    if not isinstance(names_of_parents, list) or not all(isinstance(name, str) for name in names_of_parents):
+        raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {defaults!r}")
+    layers: list[Layer] = []
+    for name in names_of_parents:
+        parent = Path(os.path.normpath(path.parent / name))
+        if why_no_path(parent) is not None or not parent.is_file():
+            raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
+        layers += _read_chain(parent, (*children, here))
+    _check_markers(path, settings, "")
+    return [*layers, Layer(source=str(path), settings=settings)]
+
+
+def _check_markers(path: Path, node: Plain, key: str) -> None:
+    """Raise `ConfigError` for a mapping that does not say clearly whether it replaces the inherited one."""
+    for name, value in node.items():
+        inner = f"{key}.{name}" if key else str(name)
+        if name == OVERRIDE and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {inner}: expected true or false, got {value!r}")
+        if isinstance(value, dict):
+            _check_markers(path, value, inner)
+
+
+def _read_file(path: Path) -> Plain:
+    from omegaconf import OmegaConf  # late: services, which read no files of it, import this package too
+    from omegaconf.errors import OmegaConfBaseException
+
+    kind = irregular(path)
+    if kind is not None and not path.is_dir():
+        raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file{nearest_file(path)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_syntax(error)}") from None
+    except OmegaConfBaseException as error:
+        where = f"{path}: {error.full_key}" if error.full_key else path
+        raise ConfigError(f"{where}: cannot be resolved: {str(error).splitlines()[0]}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: it does not hold YAML text") from None
+    except OSError as error:
+        if error.strerror is None:  # of OmegaConf: the file holds a number, say
+            raise ConfigError(f"{path}: expected a mapping at the top, got a scalar") from None
+        raise ConfigError(f"{shortened(path)}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read: mappings or lists within each other are too many") from None
+    except ValueError as error:
+        raise ConfigError(f"{shortened(path)}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping at the top, got a list")
+    return content
+
+
+def shortened(path: Path) -> str:
+    """Return a path as an error shows it."""
+    text = str(path)
+    return text if len(text) <= MAX_PATH_SHOWN else f"{text[: MAX_PATH_SHOWN - 3]}..."
+
+
+def nearest_file(path: Path) -> str:
+    """Return ``; did you mean 'x'?`` for the YAML file nearest to one that is not there, or an empty string."""
+    if why_no_path(path) is not None or path.exists():
+        return ""
+    folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
+    found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
+    matches = difflib.get_close_matches(path.stem, found, n=1, cutoff=0.6)
+    return f"; did you mean {str(found[matches[0]])!r}?" if matches else ""
+
+
+def _syntax(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{where}not valid YAML: {' '.join(problem.split())}"
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, equals, text = override.partition("=")
+    key = key.strip().lstrip("+")
+    parts = key_parts(key)
+    if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key=value, such as grpo.max_num_steps=10")
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError):
+        parsed = None
+    if not isinstance(parsed, dict) or list(parsed) != ["value"]:
+        raise ConfigError(f"{COMMAND_LINE}: {key}: {text!r} is not a YAML value; quote it if it is text")
+    return parts, parsed["value"]
+
+
+def key_parts(key: str) -> list[str]:
+    """Split ``a.b[0].c`` or ``a.b.0.c`` into its parts."""
+    return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+
+
+def _nested(parts: Sequence[str], value: Any) -> Plain:
+    for part in reversed(parts):
+        value = {part: value}
+    nested: Plain = value
+    return nested
+
+
+def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
+    """Return a copy of `node` with `value` at the path `parts`; a number in the path indexes a list."""
+    if not parts:
+        return merge({"": node}, {"": value})[""]
+    head, *rest = parts
+    if isinstance(node, list):
+        if not head.isdecimal() or int(head) >= len(node):
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: {head!r} is not an index into a list of {len(node)}")
+        index = int(head)
+        return [*node[:index], _updated(node[index], rest, value, override), *node[index + 1 :]]
+    branch = node if isinstance(node, dict) else {}
+    return {**branch, head: _updated(branch.get(head), rest, value, override)}
+
+
+def _replaces(node: Any, parts: Sequence[str]) -> bool:
+    """Whether the settings `node` have a mapping on the path `parts` that replaces the inherited one."""
+    for part in parts:
+        node = node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping) and node.get(OVERRIDE, False):
+            return True
+    return False
+
+
+def _sets(node: Any, parts: Sequence[str]) -> bool:
+    """Whether the settings `node` give a value to the path `parts`, or to a whole of which it is a part."""
+    for part in parts:
+        if isinstance(node, Mapping):
+            if part == "0" and part not in node:
+                continue  # a single entry, written without the list around it
+            if part not in node:
+                return False
+            node = node[part]
+        elif isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                return False
+            node = node[int(part)]
+        else:
+            return True
+    return True

@@ -1,0 +1,95 @@
+"""Complete what is handed on to Megatron-Core, and check it against Megatron-Core's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tandem.common.distribution import install_command
+from tandem.common.errors import nearest
+from tandem.config.conform import conform
+from tandem.config.installed.megatron_arguments import RESERVED, arguments, is_installed
+from tandem.config.installed.sources import package_folder
+from tandem.config.problem import Invalid, Problems
+from tandem.config.schema import MODELS, Config, MegatronCfg, Model
+
+
+def fit_megatron(config: Config, *, to_run: bool) -> Config:
+    """Return the configuration with arguments for Megatron-Core of the types that it wants, where it is enabled.
+
+    Raises `Invalid` for an argument that it does not take, and, where it is not installed, if the configuration is
+    `to_run`; names and types go unchecked there otherwise.
+    """
+    return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
+
+
+def unfit_megatron(config: Config) -> Config:
+    """Return the configuration without what `fit_megatron` took from other keys."""
+    return _each_model(config, _unfit)
+
+
+def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> Config:
+    """Return the configuration with another section for Megatron-Core in each of its models."""
+    changed = {}
+    for name in MODELS:
+        model: Model | None = getattr(config, name)
+        if model is not None:
+            changed[name] = msgspec.structs.replace(model, megatron_cfg=change(f"{name}.megatron_cfg", model))
+    return msgspec.structs.replace(config, **changed)
+
+
+def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
+    megatron = model.megatron_cfg
+    if not megatron.enabled:
+        return megatron
+    if to_run and not is_installed():
+        raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {install_command('megatron')}")
+    if to_run and package_folder("transformer_engine") is None:
+        for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
+            if megatron.forwarded.get(name) is not None:
+                value = megatron.forwarded[name]
+                raise Invalid(f"{key}.{name}", f"{value} needs Transformer Engine, which is not installed here")
+    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # switches all of its kernels off
+        raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
+    defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
+    clip_grad = megatron.optimizer.get("clip_grad")
+    if clip_grad is None:
+        clip_grad = model.max_grad_norm or 0.0
+    return msgspec.structs.replace(
+        megatron,
+        forwarded=_fitted(key, "", megatron.forwarded),
+        optimizer=_fitted(key, "optimizer", {**defaults, **megatron.optimizer, "clip_grad": clip_grad}),
+        distributed_data_parallel_config=_fitted(
+            key, "distributed_data_parallel_config", megatron.distributed_data_parallel_config
+        ),
+    )
+
+
+def _unfit(key: str, model: Model) -> MegatronCfg:
+    megatron = model.megatron_cfg
+    if megatron.optimizer.get("clip_grad") != (model.max_grad_norm or 0.0):
+        return megatron
+    own = {name: value for name, value in megatron.optimizer.items() if name != "clip_grad"}
+    return msgspec.structs.replace(megatron, optimizer=own)
+
+
+def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
+    known, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
+    fitted, problems = {}, Problems()
+    for name, value in given.items():
+        key = f"{prefix}.{name}"
+        with problems.collected():
+            if name in RESERVED[section]:
+                raise Invalid(key, f"not for here: {RESERVED[section][name]}")
+            if known and name not in known:
+                raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
+            fitted[name] = conform(value, known[name], key) if known else value
+    problems.complain()
+    return fitted
+
+
+def _typed(section: str) -> list[str]:
+    """Return the keys of a section that the schema knows itself."""
+    return [] if section else [field.encode_name for field in msgspec.structs.fields(MegatronCfg)]

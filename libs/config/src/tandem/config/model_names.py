@@ -1,0 +1,123 @@
+"""The models that a configuration names, wherever it names one.
+
+In memory they are folders; in the written form of a configuration those of the Hub's cache are names with commits
+(`tandem.config.models.hub`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.common.errors import ModelError
+from tandem.config.models import hub
+from tandem.config.schema import Config
+from tandem.config.schema.policy import Tokenizer
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+Change = Callable[[str, str, msgspec.Struct], str]
+"""From the key of a model's name, the name, and the section that has it, to another name."""
+
+_TEACHERS = "teacher_model_by_agent_name"
+"""A key whose values are names of models."""
+
+
+def change_model_names(config: Config, change: Change) -> Config:
+    """Return a configuration with the names of its models changed; the same object where none is."""
+    return _changed(config, change, "")
+
+
+def with_names(config: Config) -> Config:
+    """Return the written form of a configuration: commits of the Hub by name, wherever this node keeps them."""
+    return change_model_names(config, lambda _, name, __: str(hub.name_in_cache(name) or name))
+
+
+def with_folders(config: Config) -> Config:
+    """Return the form in memory of a written configuration: commits of the Hub by their folders in this node's cache.
+
+    They need not be there yet.
+    """
+    return change_model_names(config, lambda _, name, __: _folder(name))
+
+
+def is_used(config: Config, key: str) -> bool:
+    """Tell whether a run reads the model that is named at a key."""
+    section, _, rest = key.partition(".")
+    match section:
+        case "policy":
+            return not rest.startswith("draft.") or config.policy.draft.enabled
+        case "env":
+            return rest.partition(".")[0] in config.reward_models
+        case "value":
+            return "value" in config.declaration.holds(config)
+        case _:
+            return bool(config.teacher_sections)
+
+
+def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
+    """Fetch what this node's cache lacks of the models that a configuration has from the Hub.
+
+    Returns the keys of those that were fetched. Raises `ModelError`, which names the key.
+    """
+    fetched: list[str] = []
+
+    def look(key: str, name: str, section: msgspec.Struct) -> str:
+        reference = hub.name_in_cache(name)
+        if reference is None or not is_used(config, key):
+            return name
+        snapshot = hub.Snapshot(reference.repo, str(reference.revision), None)
+        folder = hub.folder_of(reference)
+        is_tokenizer = isinstance(section, Tokenizer)
+        if (folder / "tokenizer.json").is_file() if is_tokenizer else hub.is_whole(folder):
+            return name
+        try:
+            if is_tokenizer:
+                hub.fetch_description(snapshot)
+            else:
+                hub.fetch(snapshot, say)
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
+        fetched.append(key)
+        return name
+
+    change_model_names(config, look)
+    return fetched
+
+
+def _folder(name: str) -> str:
+    reference = hub.reference_in(name) if "@" in name else None
+    return str(hub.folder_of(reference)) if reference is not None and reference.is_pinned else name
+
+
+def _changed(section: Section, change: Change, key: str) -> Section:
+    own = "name" if isinstance(section, Tokenizer) else "model_name"
+    changes: dict[str, Any] = {}
+    for field in section.__struct_fields__:
+        value = getattr(section, field)
+        path = f"{key}.{field}" if key else field
+        changed = value
+        if field == own and isinstance(value, str):
+            changed = change(path, value, section)
+        elif isinstance(value, msgspec.Struct):
+            changed = _changed(value, change, path)
+        elif isinstance(value, dict):
+            entries = {
+                name: _changed(each, change, f"{path}.{name}")
+                if isinstance(each, msgspec.Struct)
+                else change(f"{path}.{name}", each, section)
+                if field == _TEACHERS
+                else each
+                for name, each in value.items()
+            }
+            changed = entries if any(entries[name] is not value[name] for name in value) else value
+        elif isinstance(value, tuple) and any(isinstance(each, msgspec.Struct) for each in value):
+            several = tuple(
+                _changed(each, change, f"{path}[{index}]") if isinstance(each, msgspec.Struct) else each
+                for index, each in enumerate(value)
+            )
+            changed = several if any(a is not b for a, b in zip(several, value, strict=True)) else value
+        if changed is not value:
+            changes[field] = changed
+    return msgspec.structs.replace(section, **changes) if changes else section

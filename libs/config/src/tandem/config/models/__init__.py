@@ -1,0 +1,1 @@
+"""The models that a configuration names: their repositories, families, sizes and adapters"""

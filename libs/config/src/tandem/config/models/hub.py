@@ -1,0 +1,360 @@
+"""The Hugging Face Hub: names of repositories, their commits, and the folders of this node's cache.
+
+A model is a folder, or a name on the Hub: ``org/name``, or ``org/name@revision``. A name is resolved once, by the
+coordinator, to a commit. In memory a configuration names the folder of that commit in this node's cache
+(`tandem.config.model_names`); in its written form, in the journal and on the wire, it names
+``org/name@commit``. So whatever reads a model reads a folder, a resumed run reads the same commit, and each node
+fetches into its own cache (`fetch`).
+
+Importing this imports no library of the Hub's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import http.client
+import re
+import shutil
+import ssl
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.common.errors import ModelError
+
+Kind = Literal["model", "dataset"]
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REFERENCE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[\w.-]*[\w-])?)(?:@(?P<revision>[^@\s]+))?")
+_SNAPSHOT = re.compile(r"(?P<kind>model|dataset)s--(?P<repo>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
+"""Files that say what a model is, its tokenizer among them: small ones."""
+_WEIGHTS = "*.safetensors"
+"""Weights in other formats are not fetched: they would be unpickled."""
+_CONSOLIDATED = "consolidated*"
+"""The same weights once more, in the form of their authors."""
+_LINE_S = 30.0
+"""How often fetching says how far it is, where no terminal shows a bar."""
+_TIMEOUT_S = 5.0
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """A name on the Hub."""
+
+    repo: str
+    revision: str | None = None
+    """A branch, a tag or a commit; None for the default branch."""
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A commit of a repository."""
+
+    repo: str
+    commit: str
+    sizes: dict[str, int] | None
+    """Bytes by file; None if only the cache was asked."""
+    note: str = ""
+    """What the user should know of how it was found."""
+
+
+def reference_in(name: str) -> Reference | None:
+    """Return the name on the Hub that a text can be; None for one that can only be a path."""
+    found = _REFERENCE.fullmatch(name)
+    return None if found is None else Reference(found["repo"], found["revision"])
+
+
+def folder_of(reference: Reference, kind: Kind = "model") -> Path:
+    """Return where this node's cache has a commit, or will have it."""
+    from huggingface_hub import constants
+
+    name = "--".join([f"{kind}s", *reference.repo.split("/")])
+    return Path(constants.HF_HUB_CACHE) / name / "snapshots" / str(reference.revision)
+
+
+def name_in_cache(folder: str) -> Reference | None:
+    """Return what a folder of this node's cache is a commit of; None for any other folder."""
+    if "/snapshots/" not in folder:
+        return None
+    from huggingface_hub import constants
+
+    with contextlib.suppress(ValueError):
+        inside = Path(folder).relative_to(constants.HF_HUB_CACHE)
+        if (found := _SNAPSHOT.fullmatch(inside.as_posix())) is not None:
+            return Reference(found["repo"].replace("--", "/"), found["commit"])
+    return None
+
+
+def shown(name: str) -> str:
+    """Return a model's name as people know it: of a commit in the cache what it is called on the Hub."""
+    reference = name_in_cache(name)
+    return name if reference is None else f"{reference.repo}@{str(reference.revision)[:8]}"
+
+
+def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
+    """Ask the Hub which commit a revision is; ask only the cache where the Hub may not or cannot be asked.
+
+    Raises:
+        ModelError: there is no such repository or revision, or the Hub cannot be reached and the cache has none.
+
+    """
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return _in_cache(reference, kind, "HF_HUB_OFFLINE is set")
+    if why := why_unreachable():
+        return _in_cache(reference, kind, why)
+    from huggingface_hub import HfApi
+
+    with as_one_line(reference, kind):
+        info: Any = HfApi().repo_info(
+            reference.repo, repo_type=kind, revision=reference.revision, files_metadata=True, timeout=30.0
+        )
+    sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings or ()}
+    _remember(reference, kind, str(info.sha))
+    return Snapshot(reference.repo, str(info.sha), sizes)
+
+
+def fetched(name: str, say: Callable[[str], None]) -> Path:
+    """Return the folder of a model: the one of that name, or else what is fetched from the Hub. Raises `ModelError`."""
+    reference = None if Path(name).exists() else name_in_cache(name) or reference_in(name)
+    if reference is None:
+        return Path(name)
+    if not (reference.is_pinned and is_whole(folder_of(reference))):
+        snapshot = resolve(reference)
+        fetch(snapshot, say)
+        reference = Reference(snapshot.repo, snapshot.commit)
+    return folder_of(reference)
+
+
+def fetch_description(snapshot: Snapshot) -> None:
+    """Fetch a model's configuration and tokenizer. Raises `ModelError`."""
+    _download(snapshot, list(_DESCRIPTION), shows_bar=False)
+
+
+def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
+    """Fetch a model: what describes it, and its weights as safetensors, unless the cache has them.
+
+    Files that arrived whole stay when an attempt is interrupted. A broken connection is taken up where it broke; the
+    file that a killed process was fetching begins anew. Of several processes that fetch the same file, one does and the
+    others wait. Raises `ModelError`.
+    """
+    reference = Reference(snapshot.repo, snapshot.commit)
+    folder = folder_of(reference)
+    if is_whole(folder):
+        return
+    sizes = snapshot.sizes if snapshot.sizes is not None else (resolve(reference).sizes or {})
+    wanted = needed(sizes)
+    if not any(fnmatch.fnmatch(name, _WEIGHTS) for name in wanted):
+        there = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf"))))
+        raise ModelError(
+            f"{snapshot.repo!r} has no *.safetensors, and weights in other formats are not read"
+            f"{f' (it has {there})' if there else ''}"
+        )
+    num_bytes = sum(sizes[name] for name in wanted)
+    _refuse_full_disk(snapshot.repo, folder, wanted, sizes)
+    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(wanted)} files")
+    shows_bar = sys.stderr.isatty()
+    with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
+        _download(snapshot, wanted, shows_bar=shows_bar)
+    if not is_whole(folder):
+        raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
+
+
+def needed(sizes: dict[str, int]) -> list[str]:
+    """Return the files of a repository that are fetched: no weights in other formats, and none twice."""
+    weights = [name for name in sizes if "/" not in name and fnmatch.fnmatch(name, _WEIGHTS)]
+    if any(not fnmatch.fnmatch(name, _CONSOLIDATED) for name in weights):
+        weights = [name for name in weights if not fnmatch.fnmatch(name, _CONSOLIDATED)]
+    described = [
+        name
+        for name in sizes
+        if any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in _DESCRIPTION)
+    ]
+    return sorted({*weights, *described})
+
+
+def is_whole(folder: Path) -> bool:
+    """Tell whether a folder of the cache has all of a model's weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob(_WEIGHTS))
+    try:
+        files = set(msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"].values())
+    except (OSError, msgspec.MsgspecError, KeyError, AttributeError, TypeError):
+        return False
+    return all((folder / str(name)).is_file() for name in files)
+
+
+def _remember(reference: Reference, kind: Kind, commit: str) -> None:
+    """Note in the cache what a branch or tag is now, as the Hub's library does, for when the Hub cannot be asked."""
+    if reference.is_pinned:
+        return
+    path = folder_of(Reference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(commit)
+
+
+def _in_cache(reference: Reference, kind: Kind, why: str) -> Snapshot:
+    """Return the commit that the cache has of a revision."""
+    folder = folder_of(Reference(reference.repo, "x"), kind).parent.parent
+    commit = reference.revision or "main"
+    if not reference.is_pinned:
+        with contextlib.suppress(OSError):
+            commit = (folder / "refs" / commit).read_text().strip()
+    if _COMMIT.fullmatch(commit) is None or not (folder / "snapshots" / commit).is_dir():
+        raise ModelError(f"{str(reference)!r} is not in the cache of the Hub ({folder}), and {why}")
+    note = "" if reference.is_pinned else f"{reference} is taken from the cache, at {commit[:8]}: {why}"
+    return Snapshot(reference.repo, commit, None, note)
+
+
+def _download(snapshot: Snapshot, files: list[str], *, shows_bar: bool) -> None:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    if not shows_bar:
+        disable_progress_bars()
+    try:
+        with as_one_line(Reference(snapshot.repo, snapshot.commit), "model"):
+            snapshot_download(
+                snapshot.repo,
+                revision=snapshot.commit,
+                allow_patterns=files,
+                local_files_only=bool(constants.is_offline_mode()),
+            )
+    finally:
+        if not shows_bar:
+            enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Say now and then how much has arrived."""
+    blobs = folder_of(Reference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
+    is_done = threading.Event()
+
+    def tell() -> None:
+        while not is_done.wait(_LINE_S):
+            with contextlib.suppress(OSError):
+                there = sum(path.stat().st_size for path in blobs.iterdir())
+                say(f"fetching {snapshot.repo}: {shown_size(min(there, num_bytes))} of {shown_size(num_bytes)}")
+
+    thread = threading.Thread(target=tell, name="fetching", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def as_one_line(reference: Reference, kind: Kind) -> Iterator[None]:
+    """Say on one line what the libraries of the Hub raise. Raises `ModelError`."""
+    from huggingface_hub import constants, errors
+
+    what = "data set" if kind == "dataset" else "model"
+    where = constants.ENDPOINT
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{reference.repo!r} is gated: accept its terms at {where}/{reference.repo}, and set HF_TOKEN to a token "
+            "of the account that did"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no {what} {reference.repo!r} on {where}, or it is private and HF_TOKEN is not a token that may "
+            "read it"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"{reference.repo!r} has no branch, tag or commit {reference.revision!r}") from error
+    except OSError as error:  # a full disk; a refused, lost or slow connection
+        raise ModelError(f"{reference}: fetching it from {where} failed: {_said(error)}") from error
+    except Exception as error:  # the libraries below raise errors of their own
+        raise ModelError(f"{reference}: {where} answered with an error: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _refuse_full_disk(repo: str, folder: Path, wanted: list[str], sizes: dict[str, int]) -> None:
+    missing = sum(sizes[name] for name in wanted if not (folder / name).is_file())
+    there = next(parent for parent in folder.parents if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if missing > free:
+        raise ModelError(
+            f"{repo!r}: {shown_size(missing)} are to be fetched, and {there} has room for {shown_size(free)} "
+            "(HF_HOME names another place)"
+        )
+
+
+def shown_size(num_bytes: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def is_offline() -> bool:
+    """Tell whether the user has forbidden to ask the Hub (``HF_HUB_OFFLINE``)."""
+    from huggingface_hub import constants
+
+    return bool(constants.is_offline_mode())
+
+
+def why_unreachable() -> str:
+    """Return what is in the way of the Hub, or of the mirror that ``HF_ENDPOINT`` names; empty if it answers.
+
+    Also empty where the user has forbidden to ask (``HF_HUB_OFFLINE``): then the library says so.
+    """
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return ""
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()  # any answer is an answer
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLError):
+            return ""  # it is there; the library may know certificates that Python does not
+        reason = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
+        return f"{constants.ENDPOINT} cannot be reached ({reason or error.reason})"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return ""
+
+
+@contextlib.contextmanager
+def only_the_cache() -> Iterator[None]:
+    """Let the libraries look for data sets only among what they have downloaded before."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

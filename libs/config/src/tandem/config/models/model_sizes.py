@@ -1,0 +1,148 @@
+"""Read a model's sizes from its local ``config.json``, without asking the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tandem.config.installed.model_fields import field_default
+
+if TYPE_CHECKING:
+    from tandem.config.schema import Model
+
+_NAMES = {
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+
+
+_STRETCHING = ("linear", "dynamic", "yarn")
+"""Kinds of rotary embeddings whose factor is not in ``max_position_embeddings`` already, or need not be."""
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be shared out among ranks; None where it is not said, and no experts where there are none."""
+
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_key_value_heads: int | None = None
+    num_experts: int | None = None
+
+
+class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how large it is to say where a token goes in a mixture of experts."""
+
+    num_layers: int
+    """Of the whole model, with experts or without."""
+    num_experts: int
+    """Of a layer."""
+    top_k: int
+    """Experts that see a token in each layer that has some."""
+
+    @property
+    def bytes_of_expert(self) -> int:
+        """Return those of an expert's number: one, where that leaves a number for what is not known."""
+        return 1 if self.num_experts < 2**8 else 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Return those of a token."""
+        return self.num_layers * self.top_k * self.bytes_of_expert
+
+
+def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
+    """Return what a ``config.json``, or else the default of its kind, says of experts; None where there are none."""
+    sizes: dict[str, int] = {}
+    for size in ExpertSizes.__struct_fields__:
+        names = _NAMES.get(size, ("num_experts_per_tok",))
+        said = [model[name] for name in names if name in model]
+        said += [field_default(str(model.get("model_type")), name) for name in names]
+        sizes[size] = next((value for value in said if isinstance(value, int)), 0)
+    return ExpertSizes(**sizes) if all(value > 0 for value in sizes.values()) else None
+
+
+def config_file(section: Model) -> Path | None:
+    """Return the ``config.json`` of a section's model, in its folder or in the cache of the Hub; None if neither."""
+    path = Path(section.model_name) / "config.json"
+    return path if path.is_file() else _cached(section.model_name)
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder of that name, or that of a model in the cache of the Hub; None if it is neither."""
+    if Path(name).is_dir():
+        return Path(name)
+    cached = _cached(name)
+    return None if cached is None else cached.parent
+
+
+def model_config(section: Model) -> dict[str, Any] | None:
+    """Return the content of `config_file`, or of the one that ``new_model`` will write; None if neither.
+
+    With what ``hf_config_overrides`` has in place of it.
+    """
+    path = config_file(section)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(section)
+    except (OSError, msgspec.MsgspecError):  # an error of whoever loads the model
+        return None
+    return None if found is None else {**found, **(section.hf_config_overrides or {})}
+
+
+def model_sizes(policy: Model) -> ModelSizes:
+    """Return what is known of the model; of none on this machine that is nothing."""
+    config = model_config(policy) or {}
+    found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
+    return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
+
+
+def vocabulary_size(policy: Model) -> int:
+    """Return how many tokens the model has an embedding for; as many as ids can name where that is not known here."""
+    return vocabulary_in(model_config(policy) or {}) or 2**31
+
+
+def vocabulary_in(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model has an embedding for; None if its ``config.json`` does not say so."""
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def max_positions(policy: Model) -> int | None:
+    """Return how long the sequences may be that a model was made for; None if that is not known here."""
+    config = model_config(policy)
+    return None if config is None else max_positions_in(config)
+
+
+def max_positions_in(config: Mapping[str, Any]) -> int | None:
+    """Return how long the sequences may be by a ``config.json``, or by the default of its kind; None if neither is."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions is None:
+        positions = field_default(str(config.get("model_type")), "max_position_embeddings")
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:  # -1: any length
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    stretched = 1.0
+    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in _STRETCHING:
+        factor = scaling.get("factor")
+        stretched = max(1.0, factor) if isinstance(factor, int | float) else 1.0
+    return int(positions * stretched)
+
+
+def _new(section: Model) -> dict[str, Any] | None:
+    return section.new_model.config if section.new_model is not None else None
+
+
+def _cached(name: str) -> Path | None:
+    """Return where the cache of the Hub has the ``config.json`` of a model."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a path, and no name of the Hub
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,141 @@
+"""NeMo-RL's configurations of evaluations (``evals/*.yaml``), in Tandem's shape.
+
+They have ``generation`` and ``tokenizer`` at the top, where a run has them within ``policy``, and a data set that is
+nothing but held out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import nearest
+from tandem.config.problem import Invalid
+from tandem.config.shapes import EVERY_ONE
+
+_OF_NO_USE = ("num_prompts_per_step", "model_name")
+"""Keys of ``generation``: all prompts are sent at once, and the model is told elsewhere."""
+_VALIDATION = "val_"
+_FILES = (".jsonl", ".jsonl.gz", ".json", ".csv")
+_DATA_OF_NO_USE = ("shuffle", "num_workers", "processor", "_override_")
+"""Keys of ``data`` that change nothing here: every problem is evaluated, in its order."""
+
+
+class HubDataset(msgspec.Struct, frozen=True):
+    """A data set of evaluations that NeMo-RL knows by a name."""
+
+    path: str
+    split: str
+    input_key: str = "problem"
+    output_key: str = "answer"
+
+
+HUB = {
+    "aime2024": HubDataset("HuggingFaceH4/aime_2024", "train"),
+    "math500": HubDataset("HuggingFaceH4/MATH-500", "test"),
+}
+"""By name, in lower case."""
+NOT_BUILT = ("aime2025", "bfcl_multiturn", "gpqa", "gpqa_diamond", "math", "mmlu", "mmlu_pro", "mmau")
+"""Those that need several splits, files of a web server, or an environment that Tandem does not have."""
+
+
+def is_nemo_eval(tree: Mapping[str, Any]) -> bool:
+    """Tell whether settings have NeMo-RL's form of an evaluation: no other has ``generation`` at the top."""
+    return "generation" in tree
+
+
+def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an evaluation as those of a run. Raises `Invalid`."""
+    sections = {name: _mapping(tree, name) for name in ("generation", "tokenizer", "data", "env")}
+    rest = {key: value for key, value in tree.items() if key not in sections}
+    generation = dict(sections["generation"])
+    if not isinstance(model := generation.get("model_name"), str):
+        raise Invalid("generation.model_name", "required, but not set: expected text")
+    vllm = dict(generation.get("vllm_cfg") or {})
+    for key in ("temperature", "top_p", "top_k"):
+        if (own := generation.pop(f"{_VALIDATION}{key}", None)) is not None:
+            generation[key] = own
+    if generation.get("top_k") == -1:
+        generation["top_k"] = None
+    policy = {
+        "model_name": model,
+        "generation": {key: value for key, value in generation.items() if key not in _OF_NO_USE},
+    }
+    if "max_model_len" in vllm:
+        policy["max_total_sequence_length"] = vllm["max_model_len"]
+    if "precision" in vllm and vllm["precision"] in ("bfloat16", "float32"):
+        policy["precision"] = vllm["precision"]
+    tokenizer = dict(sections["tokenizer"])
+    if tokenizer.get("chat_template_kwargs", ...) is None:
+        del tokenizer["chat_template_kwargs"]
+    if tokenizer:
+        policy["tokenizer"] = tokenizer
+    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_mapping(rest, "grpo")}
+    env = {name: _environment(entry) for name, entry in sections["env"].items()}
+    return {
+        **rest,
+        "algorithm": "grpo",
+        "grpo": grpo,
+        "policy": policy,
+        "data": _data(sections["data"]),
+        "env": env,
+    }
+
+
+def original_key(key: str) -> str:
+    """Return what a key of `translated` settings is called where it was written."""
+    if key == "policy.model_name":
+        return "generation.model_name"
+    return re.sub(r"^policy\.(?=(generation|tokenizer)\b)", "", key)
+
+
+def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = tree.get(name) or {}
+    if not isinstance(found, dict):
+        raise Invalid(name, "expected a mapping")
+    return found
+
+
+def _environment(entry: Any) -> Any:
+    """Return an environment without what only says that it is the one that Tandem has."""
+    if isinstance(entry, dict) and entry.get("math_verify_impl") == "hf_math_verify":
+        return {key: value for key, value in entry.items() if key != "math_verify_impl"}
+    return entry
+
+
+def _data(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Say where the problems lie, all of which are held out."""
+    data = dict(given)
+    for key in _DATA_OF_NO_USE:
+        data.pop(key, None)
+    if (repeat := data.pop("repeat", None)) not in (None, 1):
+        raise Invalid("data.repeat", f"{repeat!r}: say how many samples to draw by eval.num_tests_per_prompt")
+    name = data.pop("dataset_name", None)
+    if not isinstance(name, str):
+        raise Invalid("data.dataset_name", "required, but not set: expected text")
+    split = data.pop("split", None) or data.pop("dataset_key", None)
+    kind = data.pop("file_format", None)
+    keys = {"input_key": data.pop("problem_key", None), "output_key": data.pop("solution_key", None)}
+    if "env_name" in data:
+        data["environment"] = data.pop("env_name")
+    known = HUB.get(name.lower())
+    if known is not None:
+        keys = {"input_key": known.input_key, "output_key": known.output_key}
+        return {**data, **keys, "dataset_name": known.path, "val_split": known.split}
+    data |= {key: value for key, value in keys.items() if value is not None}
+    if name == "jsonl" or data.get("val_data_path"):
+        return {**data, "dataset_name": "jsonl"}
+    if kind is not None or name.endswith(_FILES) or Path(name).is_file():
+        return {**data, "dataset_name": "jsonl", "val_data_path": name}
+    if name.lower() not in NOT_BUILT and "/" not in name and not Path(name).exists():
+        listed = ", ".join(HUB)
+        raise Invalid(
+            "data.dataset_name",
+            f"{name!r} is not known: {listed}, a local file of problems ({', '.join(_FILES)}) or the name of a data "
+            f"set on the Hub, such as HuggingFaceH4/MATH-500, are{nearest(name, HUB)}",
+        )
+    return {**data, "dataset_name": name, "val_split": split or "test"}

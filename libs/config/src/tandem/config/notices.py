@@ -1,0 +1,365 @@
+"""Notices to the user: keys that have no effect, or another one than they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from tandem.config.derive import DERIVED
+from tandem.config.installed.sources import package_folder
+from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
+from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
+from tandem.config.problem import shown
+from tandem.config.schema import MODELS, Config, Optimizer
+from tandem.config.schema.declarations import SECTIONS
+from tandem.config.schema.loss import OF_ANY_LOSS
+from tandem.config.unsupported import value_at, without_effect_yet
+
+_MEGATRON = "policy.megatron_cfg"
+_DDP = f"{_MEGATRON}.distributed_data_parallel_config"
+_OF_TRANSFORMER_ENGINE = {
+    "optimizer.use_precision_aware_optimizer": False,
+    "attention_backend": "auto",
+    "tp_comm_overlap": False,
+}
+"""Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with the values that ask for nothing."""
+
+
+_FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
+"""Sections in which a key has another's value where it is not set."""
+
+
+def notices(config: Config) -> list[str]:
+    """Return a line for each."""
+    return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
+
+
+def _other_algorithms(config: Config) -> Iterator[str]:
+    """Sections that another algorithm reads."""
+    for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
+        section = getattr(config, name)
+        if name in (*SECTIONS[config.algorithm], config.declaration.loss_section) or section is None:
+            continue
+        if name in MODELS or isinstance(section, tuple):
+            yield f"{name} has no effect: algorithm is {config.algorithm}"
+            continue
+        given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
+        read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
+        keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
+        if keys:
+            yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
+
+
+def _backends(config: Config) -> Iterator[str]:
+    """Megatron-Core wins, and brings its own optimizer and schedule."""
+    policy = config.policy
+    if not policy.megatron_cfg.enabled:
+        if policy.megatron_cfg.env_vars:
+            yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
+        return
+    why = f"{_MEGATRON}.enabled is true"
+    if policy.dtensor_cfg.env_vars:
+        yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, why)
+    if policy.dtensor_cfg.enabled:
+        yield _vain("policy.dtensor_cfg.enabled", True, f"{why}, and wins")
+    if policy.optimizer not in (None, Optimizer()):
+        yield _vain("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
+    if policy.scheduler:
+        yield f"policy.scheduler has no effect: {_MEGATRON}.scheduler decides"
+
+
+def _sequences(config: Config) -> Iterator[str]:
+    """Sequence parallelism splits what tensor-parallel ranks would each have whole."""
+    policy = config.policy
+    if policy.megatron_cfg.enabled:
+        section, split, ranks = _MEGATRON, policy.megatron_cfg.sequence_parallel, "tensor_model_parallel_size"
+        size = policy.megatron_cfg.tensor_model_parallel_size
+    else:
+        section, split, ranks = "policy.dtensor_cfg", policy.dtensor_cfg.sequence_parallel, "tensor_parallel_size"
+        size = policy.dtensor_cfg.tensor_parallel_size
+    if split and size == 1:
+        yield _vain(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
+
+
+def _experts(config: Config) -> Iterator[str]:
+    """Megatron-Core trains no experts on whole sequences that several tensor-parallel ranks have."""
+    megatron = config.policy.megatron_cfg
+    ranks = megatron.tensor_model_parallel_size
+    if megatron.enabled and ranks > 1 and not megatron.sequence_parallel and model_sizes(config.policy).num_experts:
+        why = f"the model has experts, and {_MEGATRON}.tensor_model_parallel_size is {ranks}"
+        yield f"{_MEGATRON}.sequence_parallel (false) is taken as true: {why}"
+
+
+def _megatron(config: Config) -> Iterator[str]:
+    """Arguments of Megatron-Core that something else decides."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.enabled:
+        return
+    if megatron.converter_type is not None:
+        yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
+    if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
+        why = "micro-batches are of different lengths"
+        yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {why}"
+    bf16 = megatron.optimizer.get("bf16")
+    if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
+        yield _vain(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
+    clip_grad = megatron.optimizer.get("clip_grad")
+    if clip_grad != (policy.max_grad_norm or 0.0):
+        yield _vain("policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}")
+    if package_folder("transformer_engine") is None:
+        given = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
+        for key, off in _OF_TRANSFORMER_ENGINE.items():
+            if given.get(key, off) != off:
+                yield _vain(f"{_MEGATRON}.{key}", given[key], "Transformer Engine is not installed here")
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    """What NeMo-RL computes adapters with, and names that all layers together win over."""
+    policy = config.policy
+    if policy.adapters is None:
+        return
+    if policy.megatron_cfg.enabled:
+        if policy.megatron_cfg.peft.a2a_experimental:
+            yield _vain(f"{_MEGATRON}.peft.a2a_experimental", True, "between ranks travels what is small already")
+        return
+    lora, key = policy.dtensor_cfg.lora_cfg, "policy.dtensor_cfg.lora_cfg"
+    if lora.use_triton:
+        yield _vain(f"{key}.use_triton", True, "torch multiplies")
+    if lora.match_all_linear and lora.target_modules:
+        yield _vain(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
+    if expert_sizes(model_config(policy) or {}) is not None:
+        yield f"{key}: routed experts have no adapters and stay as they are"
+
+
+def _data_parallel(config: Config) -> Iterator[str]:
+    """NeMo-RL's files set keys of Megatron's FSDP, and an average where Tandem divides a sum once."""
+    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    if not config.policy.megatron_cfg.enabled:
+        return
+    if given.get("average_in_collective"):
+        yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, the loss is a mean already")
+    if given.get("overlap_param_gather"):
+        yield _vain(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
+    strategy = given.get("data_parallel_sharding_strategy")
+    if strategy not in (None, "no_shard"):
+        yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    """Settings of one way to treat rewards, where another is chosen."""
+    if not config.declaration.rolls_out:
+        return
+    section = config.rollout_section
+    if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
+        key = f"{config.algorithm}.use_dynamic_sampling"
+        yield _vain(f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false")
+    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
+        key = f"{config.algorithm}.reward_shaping"
+        yield _vain(
+            f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
+        )
+    if estimator is not None and estimator.reward_weights is not None and estimator.name != "gdpo":
+        key = f"{config.algorithm}.adv_estimator"
+        yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    """NeMo-RL's reward models are held like models in training."""
+    for chosen, entry in config.reward_models.items():
+        key, scores = f"env.{chosen}", "it scores batches of one shape"
+        for name in ("sequence_packing", "dynamic_batching"):
+            if getattr(entry, name).enabled:
+                yield _vain(f"{key}.{name}.enabled", True, scores)
+        if entry.max_grad_norm is not None:
+            yield _vain(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
+        gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
+        if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
+            why = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
+            where = "a reward model is where its rollout process is"
+            yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{why}; {where}")
+
+
+def _asynchronous(config: Config) -> Iterator[str]:
+    """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
+    if not config.declaration.rolls_out:
+        return
+    asynchronous, key = config.rollout_section.asynchronous, f"{config.algorithm}.async_grpo"
+    if config.max_trajectory_age_steps:
+        if not config.loss_fn.use_importance_sampling_correction:
+            yield (
+                "loss_fn.use_importance_sampling_correction is false: samples of older weights count as though the "
+                f"newest had made them ({key}.max_trajectory_age_steps: {asynchronous.max_trajectory_age_steps})"
+            )
+        if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
+            why = f"{key}.in_flight_weight_updates is false"
+            yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, why)
+        return
+    if config.refit.keep_copy == "on":
+        yield _vain("refit.keep_copy", "on", f"{key}.enabled is false")
+    for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
+        if getattr(asynchronous, name):
+            yield _vain(f"{key}.{name}", True, f"{key}.enabled is false")
+
+
+def _of_vllm(config: Config) -> Iterator[str]:
+    """Arguments of vLLM's that are taken, and not handed on."""
+    generation = config.policy.generation
+    for name, why in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
+        if name in generation.vllm_kwargs:
+            yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], why)
+
+
+USUAL_PEAK_TIMES_WIDTH = 0.46
+"""Peak learning rate of Adam times the model's hidden size, in pretraining. No law of a paper: it is 6e-4 at 768, the
+smallest of the eight models in table 2.1 of "Language Models are Few-Shot Learners" (Brown et al. 2020). The same
+product of the others is 0.31 to 0.74, so that it holds within a factor of 1.6 over this range of sizes."""
+FAR_ABOVE, OF_ADAPTERS = 5.0, 10.0
+"""Times that rate which no model bears for long, and times as much that LoRA adapters bear."""
+LOWEST_RATE = 1e-9
+"""Learning rate of Adam below which float32 weights of usual size (0.02) stay the same for most of their updates."""
+
+
+def most_learning_rate(config: Config) -> float | None:
+    """Return the rate above which Adam destroys a model of this size; None for other optimizers and unknown sizes."""
+    policy = config.policy
+    name = policy.megatron_cfg.optimizer.get("optimizer", "adam") if policy.megatron_cfg.enabled else None
+    if name is None:
+        name = policy.optimizer.name if policy.optimizer is not None else ""
+    width = (model_config(policy) or {}).get("hidden_size")
+    if "adam" not in str(name).lower() or not isinstance(width, int) or width < 1:
+        return None
+    return FAR_ABOVE * USUAL_PEAK_TIMES_WIDTH / width * (1.0 if policy.adapters is None else OF_ADAPTERS)
+
+
+def _learning_rate(config: Config) -> Iterator[str]:
+    """Yield a notice for a rate far outside what the optimizer and the size of the model bear."""
+    policy, most = config.policy, most_learning_rate(config)
+    is_megatron = policy.megatron_cfg.enabled
+    given = policy.megatron_cfg.optimizer if is_megatron else policy.optimizer.kwargs if policy.optimizer else {}
+    key, rate = f"{_MEGATRON}.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr", given.get("lr")
+    if most is None or not isinstance(rate, int | float) or LOWEST_RATE <= rate <= most or rate == 0:
+        return
+    source = "pretraining peaks near 0.46 / hidden size with Adam (after Brown et al. 2020), post-training below it"
+    if rate > most:
+        yield f"{key} ({rate:g}) is far too large for a model of this size: above {most:.2g} it breaks; {source}"
+    else:
+        yield f"{key} ({rate:g}) is too small: below {LOWEST_RATE:g} most float32 weights do not change; {source}"
+
+
+def _seed(config: Config) -> Iterator[str]:
+    """NeMo-RL draws what it holds out of some data sets."""
+    if config.data.seed is not None:
+        why = f"prompts decide what is held out, {config.algorithm}.seed the order"
+        yield _vain("data.seed", config.data.seed, why)
+
+
+class _Moot(msgspec.Struct, frozen=True):
+    """A key that NeMo-RL's files set, and that something else decides here."""
+
+    key: str
+    off: tuple[Any, ...]
+    """Values that ask for nothing."""
+    why: str
+
+
+_STEPPING = "the optimizer's state is on the device only while a step is trained, where generation takes turns with it"
+_ALL_SAVED = "a checkpoint has the optimizer's state, so that a resumed run goes on as though it had not ended"
+_FREE_PORTS = "the system chooses free ports"
+_MOOT = (
+    _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
+    _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
+    _Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
+    _Moot("cluster.segment_size", (None,), "what starts the nodes chooses them (docs/clusters.md)"),
+    _Moot("cluster.master_port_range_low", (None,), _FREE_PORTS),
+    _Moot("cluster.master_port_range_high", (None,), _FREE_PORTS),
+    _Moot("policy.generation.port_range_low", (None,), _FREE_PORTS),
+    _Moot("policy.generation.port_range_high", (None,), _FREE_PORTS),
+    _Moot(
+        "data_plane.enabled", (None, False), "samples go from the engine that made them straight to trainers, always"
+    ),
+    _Moot("policy.logprob_chunk_size", (None,), "policy.logprob_batch_size decides"),
+    _Moot("policy.offload_optimizer_for_logprob", (False,), _STEPPING),
+    _Moot("policy.refit_buffer_size_gb", (None,), "weights go where they are used, by buffers of a few MB"),
+    _Moot("policy.dtensor_cfg._v2", (True,), "there is one DTensor backend"),
+    _Moot("policy.dtensor_cfg.automodel_kwargs", ({},), "transformers loads models"),
+    _Moot("policy.dtensor_cfg.moe_parallelizer", (None, {}), "transformers loads models"),
+    _Moot("policy.dtensor_cfg.clear_cache_every_n_steps", (None,), "torch's own cache is left alone within a step"),
+    _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it changes nothing but memory"),
+    _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
+    _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
+    _Moot("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
+    _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "metrics of steps say nothing of experts"),
+    _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
+    _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
+    _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
+    _Moot("policy.generation.vllm_cfg.use_deep_gemm", (False,), "vLLM chooses its kernels"),
+    _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines have the environment that the run is started in"),
+    _Moot("policy.generation.vllm_cfg.distributed_executor_backend", (None,), "rollout processes start their workers"),
+    _Moot(
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
+        (None, {}),
+        "policy.generation.expose_http_server and tool_call_parser decide",
+    ),
+    _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
+    _Moot("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
+    _Moot("policy.generation.vllm_cfg.max_num_seqs", (None,), "policy.generation.vllm_kwargs.max_num_seqs decides"),
+    _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "each of an agent's prompts is its own"),
+    _Moot("policy.generation.vllm_cfg.enable_thinking", (None,), "policy.tokenizer.chat_template_kwargs decides"),
+)
+"""In the order in which they are listed."""
+
+
+def _left_to_others(config: Config) -> Iterator[str]:
+    """What NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
+    for row in _MOOT:
+        section, _, rest = row.key.partition(".generation.")
+        if rest and not (config.generates and section == "policy"):
+            continue
+        if ".megatron_cfg." in row.key and not config.policy.megatron_cfg.enabled:
+            continue
+        if ".dtensor_cfg." in row.key and config.policy.megatron_cfg.enabled:
+            continue
+        value = value_at(config, row.key)
+        if value not in row.off:
+            yield _vain(row.key, value, row.why)
+
+
+def _puzzle(config: Config) -> Iterator[str]:
+    """NeMo-RL's file inherits another dataset, which its script for the puzzle never reads."""
+    if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
+        yield "data.dataset_name is sliding_puzzle, because env has sliding_puzzle_game"
+
+
+def _nodes(config: Config) -> Iterator[str]:
+    """Processes of other nodes must reach this one."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
+        others = "the other node" if cluster.num_nodes == 2 else f"the other {cluster.num_nodes - 1} nodes"
+        yield (f"cluster.address ({cluster.address}) cannot be reached from {others}: name this one's, tcp://HOST:PORT")
+
+
+def _vain(key: str, value: Any, why: str) -> str:
+    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {why}"
+
+
+_NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _other_algorithms,
+    _backends,
+    _sequences,
+    _experts,
+    _megatron,
+    _adapters,
+    _data_parallel,
+    _rewards,
+    _reward_model,
+    _asynchronous,
+    _of_vllm,
+    _learning_rate,
+    _seed,
+    _left_to_others,
+    _puzzle,
+    _nodes,
+)

@@ -1,0 +1,119 @@
+"""What a loss reads of each token beside its log-probability: columns, each declared once.
+
+A declaration says where a column comes from, and everything else follows: it travels, is padded, packed and sharded
+like any other. A number of a sequence is that of each of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tandem.config.schema import Config
+
+Model = Literal["policy", "reference", "value", "teacher"]
+"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, one that
+says what each token's state is worth, and one that the policy learns from."""
+
+MODELS: tuple[Model, ...] = get_args(Model)
+
+Head = Literal["vocabulary", "value", "score"]
+"""What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
+token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
+
+Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
+"""engine: an array of `tandem.samples.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
+that name in its `components`. coordinator: an array of `tandem.samples.batch.BatchTable`, of sequences. trainer: what
+the ranks make of the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference:
+log-probabilities of tokens under that model, before the first optimizer step on the batch. value, teacher: what that
+model says of them, then."""
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One of them."""
+
+    name: str
+    source: Source
+    dtype: Literal["float32", "int32"] = "float32"
+    fill: float = 0.0
+    """In the padding, and where the source says nothing."""
+    number: int = 0
+    """Which of the numbers that its model says it is (`tandem.trainer.scoring.Scores`)."""
+    num_each: Callable[[Config], int] | None = None
+    """How many numbers each token has, where it is not one but a row of them."""
+    is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
+    """Whether the loss reads it in a step of so many optimizer steps; by the configuration."""
+
+    @property
+    def model(self) -> Model | None:
+        """The model whose scores it has; None if it comes with the batch, or is made of others."""
+        return next((model for model in MODELS if model == self.source), None)
+
+
+GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
+"""Of each token under the distribution that the engine drew it from; zero where the policy made none."""
+VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
+"""The weight version that made each token; -1 where none did."""
+ADVANTAGES = Column(name="advantages", source="coordinator")
+REWARDS = Column(name="rewards", source="coordinator")
+"""What advantages were made of; of preferences, by how much the chosen response should be ahead."""
+PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
+REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
+VALUES = Column(name="values", source="value")
+"""What was expected, before each token was made, of the rest of its response."""
+RETURNS = Column(name="returns", source="trainer")
+"""What came of it: the value model's targets."""
+TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
+TEACHER_TOPK_LOGITS = Column(name="teacher_topk_logits", source="teacher", num_each=lambda config: config.topk_logits_k)
+"""Of the teacher's likeliest tokens in the place of each."""
+TEACHER_TOPK_INDICES = msgspec.structs.replace(
+    TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
+)
+"""Which tokens these are."""
+
+BUILT_IN = {
+    column.name: column
+    for column in (
+        GENERATION_LOGPROBS,
+        VERSIONS,
+        ADVANTAGES,
+        REWARDS,
+        PREVIOUS_LOGPROBS,
+        REFERENCE_LOGPROBS,
+        VALUES,
+        RETURNS,
+        TEACHER_LOGPROBS,
+        TEACHER_TOPK_LOGITS,
+        TEACHER_TOPK_INDICES,
+    )
+}
+"""By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
+
+
+TEACHER = "teacher"
+"""What the table of a batch calls the number of the teacher of each sequence, where there are several."""
+
+TAKEN = frozenset(
+    {
+        TEACHER,
+        "lengths",
+        "num_counted",
+        "prompt",
+        "prompt_lengths",
+        "rank",
+        "source",
+        "command",
+        "group",
+        "sample",
+        "branch",
+    }
+)
+"""What else a batch's table has of each sequence: no column can have such a name."""
+
+
+def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
+    """Return the column as one that is read only so."""
+    return msgspec.structs.replace(column, is_read=is_read)

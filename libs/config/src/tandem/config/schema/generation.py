@@ -1,0 +1,191 @@
+"""Generation: the engines, their sizes, and how tokens are sampled."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.config.schema.base import (
+    Fraction,
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+ToolCallParser = Literal["hermes", "llama3_json"]
+"""Formats in which models call tools, by the names that vLLM gives them."""
+
+
+class TransformersCfg(Section, frozen=True, kw_only=True):
+    """The embedded engine, which runs the model through the transformers library."""
+
+    num_slots: PositiveInt
+    """New. Sequences decoded at once by one engine; each holds a KV cache of `policy.max_total_sequence_length`."""
+
+
+class VllmCfg(Section, frozen=True, kw_only=True):
+    """The vLLM engine; read only where `policy.generation.backend` is vllm."""
+
+    precision: str
+    """Element type of the engine's weights and activations. fp8: the weights of linear layers in float8 with a scale
+    for each block of 128 × 128, made by every refit from what the trainer holds; the rest in bfloat16."""
+    max_model_len: PositiveInt
+    """Longest sequence, prompt included."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that share each layer of one engine."""
+    pipeline_parallel_size: PositiveInt = 1
+    """GPUs that share the layers of one engine in sequence."""
+    expert_parallel_size: PositiveInt = 1
+    """GPUs that share the experts of each layer of one engine, each with whole experts."""
+    gpu_memory_utilization: Fraction = 0.6
+    """Share of GPU memory the engine may take."""
+    kv_cache_dtype: NonEmptyStr = "auto"
+    """Element type of the KV cache, by vLLM's names; auto is that of the activations."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """What the engine starts with. Either way its weights come by refit, and it reads none from a checkpoint."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs; on a CPU there are none."""
+    async_engine: bool = False
+    """The same as `policy.generation.async_engine`, where NeMo-RL has it; whatever the engine."""
+    expose_http_server: bool = False
+    """The same as `policy.generation.expose_http_server`, where NeMo-RL has it; whatever the engine."""
+
+    enable_prefix_caching: bool | None = None
+    """Accepted: whether prompts that begin alike share keys and values; null, and in NeMo-RL, leave it to vLLM. Samples
+    of one prompt always share them here."""
+    enable_expert_parallel: bool | None = None
+    """Accepted: whether ranks share experts whole. `expert_parallel_size` decides."""
+    num_first_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: first layers that stay in bfloat16."""
+    num_last_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: last layers that stay in bfloat16."""
+    quantization_ignored_layer_kws: tuple[NonEmptyStr, ...] = ()
+    """With precision fp8: layers whose name holds one of these stay in bfloat16."""
+    use_deep_gemm: bool = False
+    """Accepted: with precision fp8, multiply with DeepGEMM. vLLM chooses by itself."""
+    env_vars: dict[str, Any] | None = None
+    """Accepted: environment variables of NeMo-RL's engines. Set them where the run is started."""
+    skip_tokenizer_init: bool | None = None
+    """Accepted: whether vLLM has a tokenizer of its own. It has none here: it is given tokens."""
+    distributed_executor_backend: NonEmptyStr | None = None
+    """Accepted: how vLLM starts the ranks of an engine; ours are started by their rollout process."""
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    """Pictures, films and sounds that a prompt may have."""
+    http_server_serving_chat_kwargs: dict[str, Any] | None = None
+    """Accepted: arguments of vLLM's own server. Here it is `expose_http_server` and `tool_call_parser`."""
+    reasoning_parser_plugin: NonEmptyStr | None = None
+    """Accepted: a plugin of that server."""
+    enable_vllm_metrics_logger: bool = False
+    """Accepted: log what engines say of themselves. Each step's metrics do."""
+    max_num_seqs: PositiveInt | None = None
+    """Accepted: sequences that one engine decodes at once; `vllm_kwargs.max_num_seqs` decides."""
+    enforce_monotonicity: bool | None = None
+    """Accepted: check in NeMo-RL's server that an agent's prompts go on from each other. Here each is its own."""
+    enable_thinking: bool | None = None
+    """Accepted: a variable of the chat template; `policy.tokenizer.chat_template_kwargs` decides."""
+    tool_parser_plugin: NonEmptyStr | None = None
+    """Accepted: a plugin of vLLM's own server."""
+    vllm_metrics_logger_interval: PositiveFloat | None = None
+    """Accepted: seconds between them."""
+    use_tqdm: bool | None = None
+    """Accepted: show vLLM's progress bar."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute for one engine; if it is one, it is the engine's own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class ColocatedResources(Section, frozen=True, kw_only=True):
+    """The GPUs set aside for generation where it is not colocated: of a single node some, of several nodes whole ones.
+
+    They are the last of the cluster's. Where nothing is said, they are those that come after the trainers'.
+    """
+
+    gpus_per_node: PositiveInt | None = None
+    """GPUs for generation, if `cluster.num_nodes` is 1; else null or `cluster.gpus_per_node`."""
+    num_nodes: PositiveInt | None = None
+    """Nodes for generation, if `cluster.num_nodes` is greater than 1; else null or 1."""
+
+
+class Colocated(Section, frozen=True, kw_only=True):
+    """Whether generation shares its devices with training."""
+
+    enabled: bool = True
+    """true: training and generation take turns on the same devices. Engines sleep from the end of a generation to the
+    next and hold no KV cache; trainers keep the optimizer's state on the device only while they train. false: each side
+    has devices of its own, and keeps what it has; no engine reads the trainer's memory in place."""
+    resources: ColocatedResources = ColocatedResources()
+
+
+class Generation(Section, frozen=True, kw_only=True):
+    """How the rollouts of GRPO generate; no other algorithm reads it."""
+
+    backend: Literal["transformers", "vllm", "sglang", "megatron"] = "transformers"
+    """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""
+    max_new_tokens: PositiveInt
+    """Longest response, in tokens; with several turns, of each."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by this before sampling. Training uses the same."""
+    top_p: Fraction = 1.0
+    """Sample from the smallest set of tokens that holds this much probability."""
+    top_k: PositiveInt | None = None
+    """Sample from this many likeliest tokens; null means all."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response, beside the tokenizer's end-of-sequence token."""
+    stop_strings: tuple[str, ...] | None = None
+    """Texts that end a response."""
+    tool_call_parser: ToolCallParser | None = None
+    """New. How the model writes calls of tools, by vLLM's names, so that agents get them as `tool_calls`: hermes
+    (Qwen, Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3:
+    ``{"name": ..., "parameters": {...}}``). null: they stay text."""
+    transformers_cfg: TransformersCfg
+    vllm_cfg: VllmCfg
+    vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
+    sglang_cfg: dict[str, Any] | None = None
+    """Settings of SGLang; read only where `backend` is sglang."""
+    mcore_generation_config: dict[str, Any] | None = None
+    """Settings of Megatron-Core's own engine; read only where `backend` is megatron."""
+    bad_words: tuple[str, ...] | None = None
+    """Texts that a response may not have."""
+    quant_cfg: NonEmptyStr | None = None
+    """Quantise what engines hold, as a file of NVIDIA's ModelOpt says."""
+    real_quant: bool = False
+    """Whether `quant_cfg` shrinks the weights, or only rounds them."""
+    use_async_rollouts: bool | None = None
+    """Accepted: an earlier name of `async_engine`, which decides."""
+    port_range_low: Port | None = None
+    """Accepted: the lowest port of NeMo-RL's engines. Here the system chooses free ones."""
+    port_range_high: Port | None = None
+    """Accepted: the highest."""
+    async_engine: bool = False
+    """Let samples go on as soon as the environment has answered them, while the engine generates others, and assign
+    prompts to the engine with the fewest outstanding tokens. Without it the engine waits for answers, and prompts are
+    pinned to engines in turn: then a run can be repeated to the bit."""
+    expose_http_server: bool = False
+    """Have every rollout process answer OpenAI's API while the run goes on, with the weights that it holds:
+    `coordinator serve` and `coordinator chat` of the run folder are then answered by the run itself. What is asked gets
+    what training leaves of the engines, and changes nothing of it."""
+    generation_timeout: PositiveFloat | None = None
+    """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
+    ever. Needs `async_engine`."""
+    max_stored_tokens: PositiveInt = 500_000_000
+    """New. Tokens of finished samples that one engine's process keeps, at most, until they are trained on: 13 bytes of
+    host memory each."""
+    colocated: Colocated = Colocated()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether `async_engine` is on, at either place."""
+        return self.async_engine or self.vllm_cfg.async_engine
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether `expose_http_server` is on, at either place."""
+        return self.expose_http_server or self.vllm_cfg.expose_http_server

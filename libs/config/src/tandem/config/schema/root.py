@@ -1,0 +1,326 @@
+"""The whole configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.config.schema import columns
+from tandem.config.schema.algorithms import Dpo, Rm, Sft
+from tandem.config.schema.base import NonEmptyStr, Section
+from tandem.config.schema.data import Data, Environment
+from tandem.config.schema.declarations import ALGORITHMS, Algorithm, AlgorithmName
+from tandem.config.schema.distillation import (
+    Distillation,
+    OffPolicyDistillation,
+    OnPolicyDistillation,
+    Teacher,
+)
+from tandem.config.schema.evaluation import Eval
+from tandem.config.schema.grpo import Grpo, Rollouts
+from tandem.config.schema.loss import LossFn
+from tandem.config.schema.policy import Model, Policy
+from tandem.config.schema.ppo import Ppo, Value, ValueLossFn
+from tandem.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
+
+MODELS = ("policy", "value", "teacher")
+"""Sections that hold a model, each with `policy`'s keys."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole configuration of a run, resolved: every default filled in, every interpolation replaced."""
+
+    algorithm: AlgorithmName
+    """New. What the run does."""
+    prerequisite: NonEmptyStr | None = None
+    """New. Configuration of a run that makes `policy.model_name`, a teacher's, or that of the reward model that scores
+    samples; it runs first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
+    grpo: Grpo = Grpo()
+    ppo: Ppo = Ppo()
+    sft: Sft = Sft()
+    dpo: Dpo = Dpo()
+    rm: Rm = Rm()
+    distillation: Distillation = Distillation()
+    off_policy_distillation: OffPolicyDistillation = OffPolicyDistillation()
+    on_policy_distillation: OnPolicyDistillation | None = None
+    """GRPO with a teacher in the place of rewards; null is as `enabled: false`."""
+    loss_fn: LossFn = LossFn()
+    value_loss_fn: ValueLossFn = ValueLossFn()
+    policy: Policy
+    value: Value | None
+    """The value model of PPO."""
+    teacher: Teacher | None = None
+    """The teacher of distillation."""
+    teachers: tuple[Teacher, ...] | None = None
+    """Several teachers of distillation, in the place of one."""
+    data: Data
+    env: dict[str, Environment] = msgspec.field(default_factory=dict)
+    """Ways to score samples, by name."""
+    checkpointing: Checkpointing
+    logger: Logger = Logger()
+    cluster: Cluster
+    refit: Refit = Refit()
+    data_plane: DataPlane | None = None
+    """Accepted: NeMo-RL's own way for samples to travel."""
+    replay: Replay | None = None
+    """New. Null: the run makes its own samples."""
+    eval: Eval = Eval()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares that a global batch is cut into: trainers that see different sequences."""
+        return self.cluster.trainers // self.policy.model_parallel_size
+
+    @property
+    def processes_of(self) -> dict[columns.Model, int]:
+        """Trainers of each group that holds models by itself: the policy's first, and those of a model each."""
+        found: dict[columns.Model, int] = {"policy": self.cluster.trainers}
+        for model in self.declaration.holds(self):
+            num = 0 if model == "policy" else getattr(self.cluster.processes_of, model)
+            if num:
+                found[model] = num
+        return found
+
+    @property
+    def num_trainers(self) -> int:
+        """Trainers of all these groups."""
+        return sum(self.processes_of.values())
+
+    @property
+    def declaration(self) -> Algorithm:
+        """What the algorithm in use needs."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run takes no step, and only validates the model that it begins with."""
+        return self.algorithm_section.max_num_steps == 0
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self.data.num_validation != 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
+        return self.declaration.rolls_out and self.replay is None
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Entries of `env` that score samples of the run; the first is that of `data.environment`."""
+        if not self.declaration.rolls_out:
+            return ()
+        of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
+        return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
+
+    @property
+    def reward_models(self) -> dict[str, Environment]:
+        """Those of them that are reward models, if anything is generated that they score."""
+        entries = {name: self.env.get(name) for name in self.environments} if self.generates else {}
+        return {name: entry for name, entry in entries.items() if entry is not None and entry.is_reward_model}
+
+    @property
+    def environment_keys(self) -> str:
+        """Their keys, as a message to the user says where to look."""
+        return ", ".join(f"env.{name}" for name in self.environments)
+
+    def of_environment(self, name: str) -> Config:
+        """Return the configuration as though this entry of `env` scored all samples."""
+        return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
+
+    @property
+    def agent(self) -> Environment | None:
+        """The program outside that plays the episodes of the run, if one does."""
+        environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
+        return environment if environment is not None and environment.is_agent else None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether training and generation share their devices, so that each gives up what only it needs while the other
+        works."""
+        return self.generates and self.policy.generation.colocated.enabled
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that one unit of the batch sizes stands for."""
+        return self.declaration.sequences_per_unit
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the model it started from."""
+        return "reference" in self.declaration.holds(self)
+
+    def settings_of(self, model: columns.Model, number: int = 0) -> Model:
+        """Return the section of a model that trainers hold, of teachers that with this number.
+
+        The reference is the policy before any training.
+        """
+        if model in ("policy", "reference"):
+            return self.policy
+        if model == "teacher":
+            return [*self.teacher_sections.values()][number]
+        section: Model | None = getattr(self, model)
+        assert section is not None, "the algorithm declares that it holds one"
+        return section
+
+    def num_of(self, model: columns.Model) -> int:
+        """Return how many models of a kind trainers hold: there may be several teachers."""
+        return len(self.teacher_sections) if model == "teacher" else 1
+
+    @property
+    def table_columns(self) -> dict[str, str]:
+        """The dtypes of what travels with the table of a batch beside what every table has, by name."""
+        several = {f"{columns.TEACHER}_S": "int32"} if self.num_of("teacher") > 1 else {}
+        return self.loss_fn.environment_columns | several
+
+    def with_policy(self, section: Model, **others: Any) -> Config:
+        """Return the configuration as though another model's section, with `others` in it, were the policy's."""
+        own = {name: getattr(section, name) for name in Model.__struct_fields__} | others
+        return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
+
+    @property
+    def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
+        """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
+        `val_at_start`."""
+        section: Rollouts | Sft | Dpo | Rm = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def rollout_section(self) -> Rollouts:
+        """The same, of an algorithm that rolls out."""
+        assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
+        section: Rollouts = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def largest_logprob_error(self) -> float | None:
+        """The multiplicative error of probabilities above which a sequence is left out of the loss, if any is."""
+        return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
+
+    @property
+    def max_trajectory_age_steps(self) -> int:
+        """Training steps that the weights a sample is begun with may be behind; 0 is synchronous training."""
+        asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None
+        return asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether engines take weights while they generate, between two tokens."""
+        return self.max_trajectory_age_steps > 0 and self.rollout_section.asynchronous.in_flight_weight_updates
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether trainers keep a copy of their weights for engines to read while they step."""
+        if not self.generates or not self.max_trajectory_age_steps:
+            return False
+        if self.refit.keep_copy != "auto":
+            return self.refit.keep_copy == "on"
+        # A step waits for the samples that engines finish with weights one step old anyway; and to other nodes trainers
+        # have to send, which they do not do while they step.
+        return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
+
+    @property
+    def data_set_section(self) -> Sft | Dpo | Rm:
+        """The same, of an algorithm over a data set."""
+        assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
+        section: Sft | Dpo | Rm = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def units_per_step(self) -> int:
+        """Samples, or whatever else batch sizes count, that a step trains on."""
+        if not self.declaration.rolls_out:
+            return self.policy.train_global_batch_size
+        return self.rollout_section.num_prompts_per_step * self.rollout_section.num_generations_per_prompt
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the policy in a step."""
+        return self.num_passes * -(-self.units_per_step // self.policy.train_global_batch_size)
+
+    @property
+    def num_passes(self) -> int:
+        """Times that a step trains on its batch."""
+        return self.rollout_section.num_passes if self.declaration.rolls_out else 1
+
+    def trained_in(self, step: int) -> tuple[columns.Model, ...]:
+        """Return the models that a step trains, in order: all, but in the first steps of some runs not the policy."""
+        is_early = self.declaration.rolls_out and step <= self.rollout_section.num_steps_without_policy
+        return tuple(model for model in self.declaration.trains if model != "policy" or not is_early)
+
+    @property
+    def routes(self) -> OnPolicyDistillation | None:
+        """Which samples which of several teachers teaches; None where there is one for all, or none."""
+        section = self.on_policy_distillation
+        return section if section is not None and section.enabled else None
+
+    @property
+    def teacher_sections(self) -> dict[str, Model]:
+        """The teachers that the policy learns from, by the key of each one's name, in order."""
+        if "teacher" not in self.declaration.holds(self):
+            return {}
+        return self._routed() or {"teacher.model_name": self._teacher_like("")}
+
+    def _routed(self) -> dict[str, Model]:
+        routes = self.routes
+        if routes is None:
+            return {}
+        key, found = "on_policy_distillation.teacher_model_by_agent_name", dict[str, Model]()
+        for alias, name in routes.teacher_model_by_agent_name.items():
+            known = [section.model_name for section in found.values()]
+            if name not in known or not routes.deduplicate_shared_teacher_checkpoints:
+                found[f"{key}.{alias}"] = self._teacher_like(name)
+        return found
+
+    def _teacher_like(self, name: str) -> Model:
+        """Return the section `teacher`, or where there is none one like the policy's; of this model if one is named."""
+        section: Model | None = self.teacher
+        if section is None:
+            section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
+            if self.routes is not None and self.routes.non_colocated_teachers.enabled:
+                section = self.routes.non_colocated_teachers.default_teacher_cfg.applied_to(section)
+        if not name or name == section.model_name:
+            return section
+        tokenizer = msgspec.structs.replace(section.tokenizer, name=name)
+        return msgspec.structs.replace(section, model_name=name, tokenizer=tokenizer, new_model=None)
+
+    def teacher_of(self, *names: str) -> int | None:
+        """Return which of several teachers teaches samples of these names (of their environment, of their data set):
+        that of the first name that has one, or the default; None if there is neither."""
+        routes = self.routes
+        if routes is None:
+            return 0
+        models = routes.teacher_model_by_agent_name
+        default = () if routes.strict_agent_name_match else (routes.default_teacher_alias or "",)
+        alias = next((name for name in (*names, *default) if name in models), None)
+        if alias is None:
+            return None
+        sections = list(self._routed().values())
+        return [section.model_name for section in sections].index(models[alias])
+
+    @property
+    def learns_from_logprobs(self) -> bool:
+        """Whether advantages are a teacher's log-probabilities minus the policy's."""
+        estimator = self.rollout_section.group_estimator
+        return estimator is not None and estimator.name == "opd"
+
+    @property
+    def topk_logits_k(self) -> int:
+        """Likeliest tokens that a teacher says of each token; 0 where it says none."""
+        return int(getattr(self.algorithm_section, "topk_logits_k", 0))
+
+    @property
+    def learns_entropy(self) -> bool:
+        """Whether the policy's loss has a gradient by its entropy."""
+        loss = self.loss_fn
+        return bool(self.topk_logits_k) and loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What logits are divided by before log-probabilities are taken of them: what samples are drawn at.
+
+        A temperature of zero is greedy decoding, whose distribution has no gradient.
+        """
+        return (self.policy.generation.temperature or 1.0) if self.declaration.rolls_out else 1.0

@@ -1,0 +1,163 @@
+"""Bring NeMo-RL's looser shapes into the schema's, before defaults are filled in.
+
+One scheduler becomes a list, Megatron-Core's own keys are gathered in one place, metrics get our names, and what says
+indirectly which algorithm or environment is meant says it by its key.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tandem.config.conform import config_type, field_of, struct_types
+from tandem.config.schema import MODELS, Environment
+from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
+
+ELSEWHERE = (
+    "vlm",
+    "clevr-cogent",
+    "geometry3k",
+    "refcoco",
+    "avqa",
+    "mmau",
+    "mmpr-tiny",
+    "daily-omni",
+    "nemo_gym",
+    "dapo",
+    "code",
+    "code_jaccard",
+    "llm_judge",
+    "retriever",
+)
+"""Environments of NeMo-RL that are not built."""
+
+EVERY_ONE = 1_000_000
+"""Validation problems: as many as there are."""
+
+_ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
+_OF_BOTH_DISTILLATIONS = (
+    "max_num_epochs",
+    "max_num_steps",
+    "val_period",
+    "val_at_start",
+    "val_at_end",
+    "seed",
+    "topk_logits_k",
+)
+
+
+def reshape(tree: dict[str, Any]) -> None:
+    """Change the settings in place. Of what has another type nothing is read: `conform` complains."""
+    _name_off_policy_distillation(tree)
+    for name in MODELS:
+        model = tree.get(name)
+        if isinstance(model, dict):
+            reshape_model(model)
+    for section in tree.values():
+        if isinstance(section, dict):
+            _reshape_validation(section)
+    if isinstance(tree.get("env"), dict):
+        _reshape_environments(tree["env"])
+    checkpointing = tree.get("checkpointing")
+    if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
+        checkpointing["metric_name"] = _metric(checkpointing["metric_name"])
+
+
+def reshape_model(model: dict[str, Any]) -> None:
+    """Change the section of a model in place."""
+    scheduler = model.get("scheduler", [])
+    model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
+    megatron = model.get("megatron_cfg")
+    if isinstance(megatron, dict):
+        others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
+        is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
+        if is_usual and "activation_checkpointing" in megatron:  # which alone decides in NeMo-RL's files
+            del megatron["recompute_granularity"]
+        (described,) = struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
+        ours = {field.encode_name for field in described.fields}
+        free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
+        if free:
+            megatron["forwarded"] = {**(megatron.get("forwarded") or {}), **free}
+
+
+def choose_environment(tree: dict[str, Any]) -> None:
+    """Let NeMo Gym decide where it is asked for, and the puzzle's environment where nothing else does.
+
+    NeMo-RL's file of the puzzle inherits another, and its data set.
+    """
+    env, data = tree.get("env"), tree.get("data")
+    if not isinstance(env, dict) or not isinstance(data, dict):
+        return
+    if env.pop("should_use_nemo_gym", False):
+        env.setdefault("nemo_gym", {})
+        data["environment"] = "nemo_gym"
+        for each in (*data.get("train", ()), *data.get("validation", ())):
+            each["env_name"] = "nemo_gym"
+    if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
+        data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}
+
+
+def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
+    """Distillation over recorded text has the section of the other, and a list of teachers; no other file has one."""
+    written, meant = DISTILLATION.name, OFF_POLICY_DISTILLATION.name
+    teachers, given = tree.get("teachers"), tree.get(written)
+    if tree.get("algorithm") != written or not isinstance(teachers, list) or not teachers:
+        return
+    given = given if isinstance(given, dict) else {}
+    tree.pop(written, None)
+    tree["algorithm"] = meant
+    loss, policy = (_section(tree, name) for name in ("loss_fn", "policy"))
+    own = {key: given[key] for key in _OF_BOTH_DISTILLATIONS if key in given}
+    if "vocab_topk" in loss:
+        own["topk_logits_k"] = loss["vocab_topk"]
+    if given.get("val_batch_size") is not None:
+        own["val_global_batch_size"] = given["val_batch_size"]
+    tree[meant] = own | _section(tree, meant)
+    if "num_prompts_per_step" in given:
+        policy.setdefault("train_global_batch_size", given["num_prompts_per_step"])
+    if "reverse_kl" in loss:  # and not by `kl_type`, which is inherited
+        loss["kl_type"] = "reverse" if loss["reverse_kl"] else "forward"
+    if len(teachers) == 1 and isinstance(teachers[0], dict) and teachers[0].get("projection_matrix_path") is None:
+        tree |= {"teacher": teachers[0], "teachers": None}
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of settings, made if there is none; of another type, one that is not theirs."""
+    section = tree.setdefault(name, {})
+    return section if isinstance(section, dict) else {}
+
+
+def _reshape_validation(section: dict[str, Any]) -> None:
+    """Say in our words that validation never is, or is on everything there is."""
+    if section.get("val_period") == -1:
+        section["val_period"] = 0
+    if "max_val_samples" in section and section["max_val_samples"] is None:
+        section["max_val_samples"] = EVERY_ONE
+    if "val_batch_size" in section and section["val_batch_size"] is None:
+        del section["val_batch_size"]
+
+
+def _metric(name: str) -> str:
+    """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
+    where, colon, metric = name.rpartition(":")
+    metric = re.sub(r"^validation-default_", "val_", metric)
+    metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)
+    metric = re.sub(r"^total_reward/mean$", "reward", metric)  # with NeMo Gym
+    if not colon:
+        return metric
+    return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
+
+
+def _reshape_environments(env: dict[str, Any]) -> None:
+    """Keep what is said of environments that are not built as it is, in ``cfg``."""
+    env.pop("should_log_nemo_gym_responses", None)
+    for name in ELSEWHERE:
+        entry = env.get(name)
+        if isinstance(entry, dict) and entry.get("class") is None:
+            free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
+            if free:
+                entry["cfg"] = {**(entry.get("cfg") or {}), **free}
+    for entry in env.values():
+        tokenizer = entry.get("tokenizer") if isinstance(entry, dict) else None
+        if isinstance(tokenizer, dict) and tokenizer.get("name") is None:
+            tokenizer["name"] = entry.get("model_name")

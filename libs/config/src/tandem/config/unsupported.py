@@ -1,0 +1,256 @@
+"""Keys that are known but not supported yet: refused where they are switched on.
+
+Building one of these means deleting its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from tandem.config.installed.vllm_arguments import NOT_BUILT
+from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
+from tandem.config.problem import shown
+from tandem.config.schema import Config
+from tandem.config.shapes import ELSEWHERE
+
+Asks = Callable[[Config], bool]
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+def _rolls_out(config: Config) -> bool:
+    return config.declaration.rolls_out
+
+
+def _vllm(config: Config) -> bool:
+    return _rolls_out(config) and config.policy.generation.backend == "vllm"
+
+
+def _float8_engine(config: Config) -> bool:
+    return _vllm(config) and config.policy.generation.vllm_cfg.precision == "fp8"
+
+
+def _is_language_model(config: Config) -> bool:
+    return config.declaration.head_of("policy") == "vocabulary"
+
+
+def _algorithm(name: str) -> Asks:
+    return lambda config: config.algorithm == name
+
+
+def _distils(config: Config) -> bool:
+    return "teacher" in config.declaration.holds(config)
+
+
+def _has(section: str) -> Asks:
+    return lambda config: getattr(config, section) is not None
+
+
+def _trains_with(section: str, *, megatron: bool) -> Asks:
+    """Whether a model is trained with Megatron-Core, or with DTensor."""
+    return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
+
+
+_PARALLEL = (
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+)
+"""Keys of a teacher on Megatron-Core that must be what they are of the policy where the same ranks hold both."""
+
+
+def _adapts(config: Config) -> bool:
+    return config.policy.adapters is not None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One key that is known but not built."""
+
+    key: str
+    off: tuple[Any, ...]
+    """The values that leave it switched off."""
+    read: Asks = _always
+    """Whether the run would read the key at all."""
+
+
+_PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
+"""Element types of vLLM's weights, by its names."""
+
+_VLLM_CFG = "policy.generation.vllm_cfg"
+
+
+def _of_a_model(section: str) -> tuple[Row, ...]:
+    """Return the rows of every section that holds a model."""
+    there, dtensor, megatron = (
+        _has(section),
+        _trains_with(section, megatron=False),
+        _trains_with(section, megatron=True),
+    )
+    return (
+        Row(f"{section}.draft.enabled", (False,), there),
+        Row(f"{section}.quant_cfg", (None,), there),
+        Row(f"{section}.dequantize_base_checkpoint", (False,), there),
+        Row(f"{section}.tokenizer.audio", (None, {}), there),
+        Row(f"{section}.tokenizer.video", (None, {}), there),
+        Row(f"{section}.dtensor_cfg.expert_parallel_size", (1,), dtensor),
+        Row(f"{section}.dtensor_cfg.dp_replicate_size", (1,), dtensor),
+        Row(f"{section}.megatron_cfg.fp8_cfg.enabled", (None, False), megatron),
+        Row(f"{section}.megatron_cfg.mtp_num_layers", (None, 0), megatron),
+    )
+
+
+def _of_the_policy_alone(section: str) -> tuple[Row, ...]:
+    """Return the rows of what the policy can have, and a model beside it cannot."""
+    return (
+        Row(f"{section}.router_replay.enabled", (False,), _has(section)),
+        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
+        Row(f"{section}.megatron_cfg.peft.enabled", (False,), _trains_with(section, megatron=True)),
+    )
+
+
+NOT_SUPPORTED_YET = (
+    Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
+    Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
+    *_of_a_model("policy"),
+    Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
+    Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
+    *_of_a_model("value"),
+    *_of_a_model("teacher"),
+    Row("teacher.projection_matrix_path", (None,), _distils),
+    Row("teacher.weight", (None, 1.0), _distils),
+    Row("teacher.gold_loss", (None, False), _distils),
+    Row("teacher.xtoken_loss", (None, False), _distils),
+    Row("loss_fn.dynamic_loss_scaling", (False,), _distils),
+    Row("loss_fn.temperature", (1.0,), _distils),
+    Row("loss_fn.gold_loss", (False,), _distils),
+    Row("loss_fn.xtoken_loss", (False,), _distils),
+    *_of_the_policy_alone("value"),
+    *_of_the_policy_alone("teacher"),
+    Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
+    Row("policy.generation.bad_words", (None, ()), _rolls_out),
+    Row("policy.generation.quant_cfg", (None,), _rolls_out),
+    Row("policy.generation.real_quant", (False,), _rolls_out),
+    Row(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
+    Row(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
+    Row(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
+    Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
+    Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
+    Row("logger.swanlab_enabled", (False,)),
+)
+"""Refused, in the order in which an error lists them."""
+
+_DATA_SETS = (
+    "avqa",
+    "clevr-cogent",
+    "daily-omni",
+    "geometry3k",
+    "mmau",
+    "mmpr-tiny",
+    "refcoco",
+    "audiomcq",
+    "NemoGymDataset",
+)
+"""Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
+_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor")
+"""Its functions that make of rows what is not built."""
+
+_ATTRIBUTES = {"_v2": "version_2"}
+"""Fields whose name in Python is another."""
+
+NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
+"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
+
+
+def refusal(config: Config) -> str | None:
+    """Return the line that lists everything switched on but not built, or None."""
+    found = [
+        row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
+        for row in _switched_on(config, NOT_SUPPORTED_YET)
+    ]
+    found += [*_of_teachers(config), *_not_built_here(config)]
+    return f"not supported yet: {', '.join(found)}" if found else None
+
+
+def _of_teachers(config: Config) -> Iterator[str]:
+    """Yield what is said of teachers that the run needs, and is not built."""
+    if not _distils(config):
+        return
+    for index, teacher in enumerate(config.teachers or ()):
+        path = teacher.projection_matrix_path
+        yield f"teachers[{index}]" if path is None else f"teachers[{index}].projection_matrix_path ({path})"
+    if config.teacher is None or "teacher" in config.processes_of:
+        return
+    for key in _PARALLEL:
+        own, policys = (value_at(config, f"{section}.{key}") for section in ("teacher", "policy"))
+        if config.teacher.megatron_cfg.enabled and own != policys:
+            yield f"teacher.{key} ({own})"
+
+
+def _of_engines(config: Config) -> Iterator[str]:
+    """Yield what vLLM would do by further ranks, or by another model, of which refits know nothing."""
+    if not _vllm(config):
+        return
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        yield (
+            f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
+            f"which is {vllm.tensor_parallel_size})"
+        )
+    for name in NOT_BUILT:
+        if config.policy.generation.vllm_kwargs.get(name) is not None:
+            yield f"policy.generation.vllm_kwargs.{name}"
+
+
+def _not_built_here(config: Config) -> Iterator[str]:
+    """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
+    yield from _of_engines(config)
+    for chosen in config.environments:
+        entry = config.env.get(chosen)
+        if entry is None or entry.is_own:
+            continue
+        if chosen in ELSEWHERE:
+            yield f"env.{chosen}"
+    is_of_evaluations = config.evaluates and config.data.dataset_name.lower() in NOT_BUILT_EVALUATIONS
+    if config.data.dataset_name in _DATA_SETS or is_of_evaluations:
+        yield f"data.dataset_name ({config.data.dataset_name})"
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(config.data, side)):
+            key = f"data.{side}[{index}]"
+            if each.processor in _PROCESSORS:
+                yield f"{key}.processor ({each.processor})"
+            if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
+                yield f"{key}.dataset_name ({each.dataset_name})"
+
+
+def without_effect_yet(config: Config) -> list[str]:
+    """Return a line for each key that is accepted but has no effect yet."""
+    return [
+        f"{row.key} ({_plain(value_at(config, row.key))}) has no effect yet"
+        for row in _switched_on(config, NO_EFFECT_YET)
+    ]
+
+
+def _switched_on(config: Config, rows: tuple[Row, ...]) -> list[Row]:
+    return [row for row in rows if row.read(config) and value_at(config, row.key) not in row.off]
+
+
+def value_at(config: Config, key: str) -> Any:
+    """Return the value at a key; None if a section on the way there is null."""
+    node: Any = config
+    for part in key.split("."):
+        if node is None:
+            return None
+        node = node.get(part) if isinstance(node, dict) else getattr(node, _ATTRIBUTES.get(part, part))
+    return node
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)

@@ -1,0 +1,336 @@
+"""The fork server: a process that has imported what services need, and forks them.
+
+Importing torch and transformers takes seconds of a core in every process. Done once, in a process that does nothing
+else, it is done by the time the first service is wanted: each then starts in milliseconds, one in the place of a lost
+one too, and what was imported is in memory once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, NoReturn
+
+import msgspec
+from setproctitle import setproctitle
+
+from tandem.common import gc_tuning, signals
+from tandem.common.errors import DeadlineExceeded, ServiceLost
+from tandem.common.process_lifetime import die_with, reaper
+
+_NAME = "the process that forks services"
+_ATTEMPTS = 2
+_FORK_S = 5.0
+"""How long a fork may take once all is imported: who takes longer hangs, and another takes its place."""
+_POLL_S = 0.1
+_KILLED_S = 10.0
+"""How long the kernel may take to end a process that was killed."""
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Compute threads sleep while they have nothing to do: training and generation take turns on the same cores, and
+threads that spin would take them from whoever is at work. Read when torch is imported."""
+_WHILE_IMPORTING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whoever asks torch for a GPU would otherwise begin to use it, and what is forked afterwards could not."""
+_GPU_MEMORY = "/dev/nvidia-uvm"
+"""What CUDA opens when a process begins to use it."""
+
+
+class Birth(msgspec.Struct, frozen=True, kw_only=True):
+    """What a forked process is to be, as if it had been started by a command."""
+
+    module: str
+    """Its ``main`` is given the arguments, and returns the exit code."""
+    arguments: tuple[str, ...]
+    folder: str
+    environment: dict[str, str]
+    parent: int
+    """Whose child it is: the owner of the fork server, or a process above that, which adopts orphans."""
+    heeds_signals: bool
+    """Whether it ends when it is asked to, by SIGTERM or Ctrl-C, from its first moment on."""
+
+
+class Child:
+    """A forked process, with what `subprocess.Popen` has for one that was started by a command."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """Negative: the signal that ended it."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end; return the exit code. Raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The process that services are forked from; it ends with this one. What it forks are children of this process.
+
+    Or they are children of one above it, where that adopts orphans. The first is best made before this process has
+    threads and much memory: what it is then, all that it forks are.
+    """
+
+    def __init__(self, preload: Callable[[], None], deadline_s: float) -> None:
+        """Fork it. It calls `preload`; whatever that raises is left to the process that needs what is missing.
+
+        Args:
+            preload: imports modules, and does nothing that has threads or touches a device.
+            deadline_s: how long a start may take, of the first of which importing may be a part.
+
+        """
+        self._preload = preload
+        self._deadline_s = deadline_s
+        self._meanwhile: Callable[[], object] = lambda: None
+        self._has_answered = False
+        """Whether what forks now has done so before, which means that it has imported all."""
+        self._process, self._orders = self._begin()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def meanwhile(self, do: Callable[[], object]) -> Iterator[None]:
+        """Within the block, `do` something again and again while a start is waited for: it may have to import first."""
+        self._meanwhile = do
+        try:
+            yield
+        finally:
+            self._meanwhile = lambda: None
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        out: IO[bytes],
+        errors: IO[bytes] | None = None,
+        *,
+        heeds_signals: bool = True,
+        keys: bytes = b"",
+        parent: int = 0,
+    ) -> Child:
+        """Run the ``main`` of a module in a new process, with this one's folder and environment.
+
+        It is a child of this process, or of `parent`, which is one above it that adopts orphans.
+
+        Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so. `keys`, where there are
+        some, it finds in a descriptor that nobody else has, the number of which follows its arguments: ``--key-fd N``.
+
+        Raises:
+            ServiceLost: the process that forks has ended.
+            DeadlineExceeded: it did not answer in time.
+
+        """
+        birth = Birth(
+            module=module,
+            arguments=tuple(arguments),
+            folder=os.getcwd(),
+            environment=dict(os.environ),
+            parent=parent or os.getpid(),
+            heeds_signals=heeds_signals,
+        )
+        code = 0
+        for _ in range(_ATTEMPTS):
+            if (pid := self._ask_for(birth, out, errors or out, keys)) is not None:
+                return Child(pid)
+            code = self._end()  # if someone killed or stopped it, that is no reason not to start anything
+            self._has_answered = False
+            self._process, self._orders = self._begin()
+        raise ServiceLost(_NAME, f"starting {module}", f"it ended again and again, at last with code {code}")
+
+    def close(self) -> None:
+        """End it; what it has forked lives on."""
+        self._end()
+
+    def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
+        """Return the id of the process that was born, None if there is nobody to ask any more, or who hangs."""
+        with (
+            contextlib.suppress(OSError),
+            reaper() if birth.parent == os.getpid() else contextlib.nullcontext(),
+            _in_memory("birth", msgspec.json.encode(birth)) as order,
+            _in_memory("keys", keys) as kept,
+        ):
+            descriptors = [file.fileno() for file in (order, out, errors, kept)]
+            socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
+            if not self._answers_within(min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s):
+                if self._has_answered:
+                    return None
+                what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
+                raise DeadlineExceeded(_NAME, "importing modules", what)
+            if answer := self._orders.recv(32):
+                self._has_answered = True
+                return int(answer)
+        return None
+
+    def _answers_within(self, patience_s: float) -> bool:
+        """Wait for an answer; say if there is one, or the end of whoever was to give it."""
+        deadline = time.monotonic() + patience_s
+        while not select.select([self._orders], [], [], min(_POLL_S, patience_s))[0]:
+            self._meanwhile()
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _end(self) -> int:
+        self._orders.close()
+        self._process.kill()
+        return self._process.wait(_KILLED_S)
+
+    def _begin(self) -> tuple[Child | subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = os.getpid()
+        for stream in (sys.stdout, sys.stderr):  # or what they have not written yet would be written twice
+            stream.flush()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return Child(pid), ours
+        try:
+            serve(theirs.fileno(), owner, self._preload)
+        finally:
+            os._exit(1)
+
+
+def _in_memory(name: str, text: bytes) -> IO[bytes]:
+    """Return a file that only whoever has a descriptor of it can read."""
+    file = os.fdopen(os.memfd_create(name), "w+b")
+    file.write(text)
+    file.seek(0)
+    return file
+
+
+def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
+    """Be the process that forks what the owner orders, until that ends or closes its socket."""
+    gc.freeze()  # what the owner no longer needs is not this process's to collect: files would be closed, say
+    die_with(owner)
+    _forget_owner(orders_fd)
+    setproctitle("coordinator: forks services")
+    os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
+    with gc_tuning.paused(), contextlib.suppress(Exception):
+        preload()
+    if _uses_a_gpu():  # a library did so while it was imported; begin anew without, and let each service import
+        os.set_inheritable(orders_fd, True)
+        os.execv(sys.executable, [sys.executable, "-m", "tandem.launch.fork_server", str(orders_fd), str(owner)])
+    gc.freeze()  # or looking for garbage would make each child copy what was imported
+    orders = socket.socket(fileno=orders_fd)
+    while True:
+        word, descriptors, *_ = socket.recv_fds(orders, 1, 4)
+        if not word:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork() == 0:
+                _become(orders, between, *descriptors)
+            os._exit(0)  # which makes its child one of the process's that asked for orphans
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _uses_a_gpu() -> bool:
+    return any(os.path.realpath(entry.path) == _GPU_MEMORY for entry in os.scandir("/proc/self/fd"))
+
+
+def _forget_owner(keep_fd: int) -> None:
+    """Give up what came with the fork: files and sockets, the terminal, and how signals are handled."""
+    os.closerange(3, keep_fd)
+    os.closerange(keep_fd + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.set_wakeup_fd(-1)
+    signals.leave_to_coordinator()  # Ctrl-C in a terminal reaches all that was started there
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _become(
+    orders: socket.socket, between: int, order: int, out: int, errors: int, keys: int | None = None
+) -> NoReturn:
+    """Be the process that was ordered, to its end."""
+    code = 1
+    try:
+        with os.fdopen(order, "rb") as file:
+            birth = msgspec.json.decode(file.read(), type=Birth)
+        while (parent := os.getppid()) == between:
+            time.sleep(0.0005)
+        if parent != birth.parent:  # which has ended
+            os._exit(1)
+        if keys is not None:
+            birth = msgspec.structs.replace(birth, arguments=(*birth.arguments, "--key-fd", str(keys)))
+        os.dup2(out, 1)
+        os.dup2(errors, 2)
+        orders.send(str(os.getpid()).encode())
+        for descriptor in (orders.detach(), out, errors):
+            os.close(descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        code = _run(birth)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _run(birth: Birth) -> int:
+    os.chdir(birth.folder)
+    os.environ.clear()
+    os.environ.update({**_ENVIRONMENT, **birth.environment})
+    paths = birth.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]  # before installed packages, as ever
+    command = birth.module.split(".")[1]
+    sys.argv = [command, *birth.arguments]
+    setproctitle(" ".join(sys.argv))
+    if birth.heeds_signals:
+        signals.restore()
+    main: Callable[[Sequence[str]], int] = importlib.import_module(birth.module).main
+    return main(birth.arguments)
+
+
+def _end(code: int) -> NoReturn:
+    """End as an interpreter does, but for taking itself apart: the stack below is the owner's."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), lambda: None)

@@ -1,0 +1,140 @@
+"""Launch one node's share of a run whose coordinator is on another, and stay until it has ended.
+
+Services do not know of this process: each joins the coordinator by itself, under the number that is its own, and is
+started again here when it dies. They die with this process, kill -9 included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import signals
+from tandem.common.errors import NotAdmitted
+from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
+from tandem.launch.launch import Credentials, Launched, LocalProcesses
+from tandem.launch.nodes import Node
+from tandem.launch.restarts import within
+
+_POLL_S = 0.1
+_RETRY_S = 2.0
+"""Pause before a process is started again that was not admitted: the place of a lost one is not yet free, say."""
+
+
+class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
+    """How services join another node's coordinator: each asks for its number, and proves the run's key file."""
+
+    coordinator: str
+    key_file: Path
+    timeout_s: float
+
+    def __call__(self, number: int) -> Credentials:
+        """Return those of one process."""
+        words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
+        return Credentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """When to give up."""
+
+    admission_s: float
+    """How long a process may go without being admitted, since it was lost or first started."""
+    max_replacements: int
+    """Of the run; the coordinator counts what all nodes lose together, and this node gives up when it alone has lost
+    more within `replacement_window_s`."""
+    replacement_window_s: float
+    grace_s: float
+    """How long services may go on after this process was asked to end: the coordinator finishes a step, and saves."""
+
+
+class NodeProcesses:
+    """The services of one node."""
+
+    def __init__(self, node: Node, processes: LocalProcesses, limits: Limits, say: Callable[[str], None]) -> None:
+        self._processes = processes
+        self._limits = limits
+        self._say = say
+        self._node = node
+        self._losses: dict[str, list[float]] = {}
+        """When each process was lost."""
+        self._asks_since: dict[str, float] = {}
+        """Since when a process has gone without being admitted, as far as is known here."""
+        self._again_at: dict[str, tuple[float, Launched]] = {}
+        self._end_by: float | None = None
+        self.failures: list[str] = []
+        """Processes that ended otherwise than because the run did, a line each."""
+
+    def run(self) -> None:
+        """Start the services, and return when all have ended, and when one is lost for good."""
+        with signals.heard(self._asked):
+            for kind, number in self._node.processes:
+                launched = self._processes.start(kind, number)
+                self._asks_since[launched.name] = time.monotonic()
+                self._say(f"{launched.name}: process {launched.process.pid}, log {launched.log}")
+            running = {f"{kind}-{number}" for kind, number in self._node.processes}
+            while running and not self.failures and not self._is_over():
+                for launched in self._processes.died():
+                    if self._stays_away(launched):
+                        running.discard(launched.name)
+                self._start_those_due()
+                time.sleep(_POLL_S)
+
+    def _asked(self, number: int) -> None:
+        """Give services their time when first asked to end, and none when asked again."""
+        now = time.monotonic()
+        self._end_by = now + self._limits.grace_s if self._end_by is None else now
+
+    def _is_over(self) -> bool:
+        return self._end_by is not None and time.monotonic() >= self._end_by
+
+    def _stays_away(self, launched: Launched) -> bool:
+        """Decide what becomes of a process that has ended: True if it has no place in the run any more."""
+        code, now = launched.process.wait(0.0), time.monotonic()
+        if code == 0 or self._end_by is not None:
+            return True
+        if code == EXIT_AWAITED_ANEW:
+            self._asks_since[launched.name] = now
+            self._again_at[launched.name] = (now, launched)
+            return False
+        if code == EXIT_NOT_ADMITTED:
+            if now - self._asks_since[launched.name] > self._limits.admission_s:
+                self.failures.append(f"{launched.name}: {launched.describe_death()}")
+                return True
+            self._again_at[launched.name] = (now + _RETRY_S, launched)
+            return False
+        self._losses.setdefault(launched.name, []).append(now)
+        if self._num_lost(now) > self._limits.max_replacements:
+            many = f"this node has lost more processes than cluster.max_replacements ({self._limits.max_replacements})"
+            self.failures.append(f"{launched.name}: {launched.describe_death()}; {many}")
+            return True
+        self._say(f"{launched.name}: {launched.describe_death()}; started again")
+        self._asks_since[launched.name] = now
+        self._again_at[launched.name] = (now, launched)
+        return False
+
+    def _num_lost(self, now: float) -> int:
+        """Return how many losses the run counts at least: trainers are started again together, which is one."""
+        window_s = self._limits.replacement_window_s
+        losses = {name: len(within(window_s, now, times)) for name, times in self._losses.items()}
+        of_trainers = [count for name, count in losses.items() if name.startswith("trainer-")]
+        return sum(losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
+
+    def _start_those_due(self) -> None:
+        for name, (when, launched) in list(self._again_at.items()):
+            if time.monotonic() >= when:
+                del self._again_at[name]
+                self._processes.start(launched.kind, launched.number)
+
+
+def wait_for_key_file(path: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait until the coordinator has written the run's key file. Raises `NotAdmitted` if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    if not path.exists():
+        say(f"waiting for the run's key file {path}, up to {timeout_s:g} s")
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise NotAdmitted(f"--key-file {path}: there is no such file after {timeout_s:g} s; is the run up?")
+        time.sleep(_POLL_S)

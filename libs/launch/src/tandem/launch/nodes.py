@@ -1,0 +1,107 @@
+"""Decide which trainers and rollouts each node of a cluster launches.
+
+The first node has the coordinator, which launches its own share (``cluster.launch``). Every other node runs
+``coordinator join``, which launches the rest: where there are GPUs, by the numbers that processes take
+(`tandem.config.placement`), and in equal parts where they run on CPUs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+
+from tandem.common.errors import ConfigError
+from tandem.common.messages import ServiceKind
+from tandem.config import Config
+from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
+from tandem.launch.expected import expected_processes, launched_processes
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node launches, by the numbers that processes have in the run."""
+
+    number: int
+    """0: the first, where the coordinator is."""
+    trainers: tuple[int, ...]
+    rollouts: tuple[int, ...]
+
+    @property
+    def processes(self) -> list[tuple[ServiceKind, int]]:
+        """Each process with its number."""
+        return [*(("trainer", number) for number in self.trainers), *(("rollout", number) for number in self.rollouts)]
+
+
+def nodes_of(config: Config) -> tuple[Node, ...]:
+    """Return every node of the cluster.
+
+    Raises:
+        ConfigError: some process would be launched by no node, or by two, or a node would launch none.
+
+    """
+    expected, launched = expected_processes(config), launched_processes(config)
+    if launched.get("refit", 0) < expected.get("refit", 0):
+        raise ConfigError("cluster.launch.refit: false, but the first node is the one to launch the refit service")
+    trainers = _shares(config, "trainers", expected["trainer"], launched["trainer"])
+    rollouts = _shares(config, "rollouts", expected.get("rollout", 0), launched.get("rollout", 0))
+    nodes = tuple(
+        Node(number=number, trainers=trainers[number], rollouts=rollouts[number])
+        for number in range(config.cluster.num_nodes)
+    )
+    if idle := [str(node.number) for node in nodes[1:] if not node.processes]:
+        raise ConfigError(
+            f"cluster.num_nodes: {len(nodes)}, but node {', '.join(idle)} would launch nothing: the first launches "
+            f"{len(trainers[0])} of all {expected['trainer']} trainers and {len(rollouts[0])} of all "
+            f"{expected.get('rollout', 0)} rollouts; see cluster.trainers, cluster.rollouts and cluster.launch"
+        )
+    return nodes
+
+
+def node_of(config: Config, number: int) -> Node:
+    """Return one node other than the first. Raises `ConfigError` where there is no such node."""
+    nodes = nodes_of(config)
+    if 1 <= number < len(nodes):
+        return nodes[number]
+    others = "no other node" if len(nodes) == 1 else "nodes 1" + (f" to {len(nodes) - 1}" if len(nodes) > 2 else "")
+    raise ConfigError(f"node {number}: beside the first, which has the coordinator, cluster.num_nodes makes {others}")
+
+
+def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[int, ...]]:
+    """Deal the processes of one kind to the nodes; the first has those that the coordinator launches."""
+    cluster = config.cluster
+    if cluster.num_nodes == 1:
+        if launched < total:
+            raise ConfigError(
+                f"cluster.launch: {launched} of the {total} {key} are launched, but cluster.num_nodes is 1: "
+                "there is no other node to launch the rest"
+            )
+        return [tuple(range(total))]
+    if cluster.gpus_per_node == 0 or (key == "rollouts" and gpus_per_engine(config) == 0):
+        return [tuple(range(launched)), *_evenly(launched, total, cluster.num_nodes - 1)]
+    shares: list[tuple[int, ...]] = [()] * cluster.num_nodes
+    for index in range(total):
+        node = _first_gpu(config, key, index) // cluster.gpus_per_node
+        if node >= cluster.num_nodes:
+            there = cluster.num_nodes * cluster.gpus_per_node
+            raise ConfigError(f"cluster.{key}: {total} need more than the {there} GPUs of the cluster")
+        shares[node] += (index,)
+    if len(shares[0]) != launched:
+        raise ConfigError(
+            f"cluster.launch: the coordinator launches {launched} {key}, but GPUs of the first node are those of "
+            f"{len(shares[0])}; leave cluster.launch out to have as many"
+        )
+    return shares
+
+
+def _first_gpu(config: Config, key: str, index: int) -> int:
+    """Return the number of the first GPU that a process takes, counted through all nodes."""
+    if key == "trainers":
+        return index
+    return first_gpu_of_engines(config) + index * gpus_per_engine(config)
+
+
+def _evenly(first: int, total: int, num_nodes: int) -> list[tuple[int, ...]]:
+    """Cut the numbers from `first` up to `total` into parts that differ by one at most."""
+    count = total - first
+    bounds = [first + count * node // num_nodes for node in range(num_nodes + 1)]
+    return [tuple(range(start, end)) for start, end in pairwise(bounds)]

@@ -1,0 +1,10 @@
+"""How often something was started again lately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
+    """Return the times that lie at most `window_s` before `now`; all are of `time.monotonic`."""
+    return [at for at in times if now - at <= window_s]

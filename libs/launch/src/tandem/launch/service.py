@@ -1,0 +1,321 @@
+"""What trainer, rollout and refit processes share: joining, answering orders, failing, leaving.
+
+A service is an object with `handle` (one order in, replies out) and `work` (a slice of what goes on between orders).
+`run_service` drives it: it consumes orders from the link, produces replies, and waits for nothing but the next order,
+which the coordinator's `Shutdown` or the heartbeat timeout always ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.common import descriptors, gc_tuning, signals
+from tandem.common.errors import ConfigError, NotAdmitted, TandemError, WireError
+from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
+from tandem.common.messages import (
+    MAX_TEXT,
+    MAX_TRACEBACK,
+    PROTOCOL_VERSION,
+    Command,
+    Failed,
+    Hello,
+    Leaving,
+    Message,
+    ServiceKind,
+    Shutdown,
+    Welcome,
+)
+from tandem.common.process_lifetime import die_with
+from tandem.common.texts import shortened
+from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Frames, Link, encode, exit_code
+from tandem.config import Config, config_from_json
+from tandem.config.model_names import fetch_models
+
+_IDLE_POLL_S = 1.0
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""What the system says that has no more descriptors, memory or processes to give."""
+_EXIT_INTERRUPTED = 130
+_REMEMBERED_COMMANDS = 16
+
+
+class Member:
+    """This process's place in the run and its voice: replies and the phase that heartbeats report."""
+
+    def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
+        self._link = link
+        self.name = welcome.member
+        self.coordinator = coordinator
+        """Address of the coordinator, as given on the command line."""
+        self.keys = link.own
+        """By which other members know this process."""
+        self.trainers = link.trainers
+        """The keys by which it knows the run's trainers."""
+        self.index = welcome.index
+        self.run_id = welcome.run_id
+        self.config: Config = _config_of(welcome)
+        self._phase = "idle"
+        self._heartbeat_s = welcome.heartbeat_interval_s
+        self._is_leaving = False
+        self._say_leaving_at = -math.inf
+        self._answered: OrderedDict[int, list[Frames]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the process does inside the block, for heartbeats and error messages.
+
+        When the block raises, the name stays, so that the failure report says where it happened.
+        """
+        outer = self._phase
+        self._set_phase(name)
+        yield
+        self._set_phase(outer)
+
+    def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
+        """Answer a command, in parts or whole, from any thread; the answer is kept in case the command comes again."""
+        frames = encode(message, arrays)
+        self._answered.setdefault(command_id, []).append(frames)
+        self._link.send(frames)
+
+    def leave(self) -> None:
+        """Take note that this process is to leave the run; in the handler of a signal."""
+        self._is_leaving = True
+
+    def say_if_leaving(self) -> None:
+        """Ask the coordinator to be let go, if this process is to leave: at once, and again until it is."""
+        now = time.monotonic()
+        if not self._is_leaving or now < self._say_leaving_at:
+            return
+        if self._say_leaving_at == -math.inf:
+            how = "it finishes what it has begun; told again it ends at once"
+            print(f"{self.name} was told to leave: {how}", flush=True)
+        self._say_leaving_at = now + self._heartbeat_s
+        self._link.send(encode(Leaving()))
+
+    def wake(self) -> None:
+        """Have `Service.work` called soon, from any thread."""
+        self._link.wake()
+
+    def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
+        """Report, from any thread, that a command could not be carried out.
+
+        `aside` is what it is about, where that is not what the process does now.
+        """
+        phase = aside or self._phase
+        expected = isinstance(error, TandemError) and not _lacks_resources(error)
+        text = shortened(str(error) if expected else f"{type(error).__name__}: {error}")
+        trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+        with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
+            print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
+        failed = Failed(
+            command_id=command_id,
+            phase=phase[:MAX_TEXT],
+            error=text,
+            expected=expected,
+            traceback=trace,
+        )
+        if not aside:
+            self._set_phase("idle")
+        self.reply(command_id, failed)
+
+    def accept(self, command: Command) -> bool:
+        """Note a command; False if it is a repetition, whose answers so far are sent again."""
+        if command.command_id in self._answered:
+            for frames in self._answered[command.command_id]:
+                self._link.send(frames)
+            return False
+        self._answered[command.command_id] = []
+        while len(self._answered) > _REMEMBERED_COMMANDS:
+            self._answered.popitem(last=False)
+        return True
+
+    def _set_phase(self, name: str) -> None:
+        self._phase = name
+        self._link.set_phase(name)
+
+
+def _lacks_resources(error: BaseException | None) -> bool:
+    """Tell whether an error comes of a lack of descriptors, memory or processes: another process may have them."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKING):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _config_of(welcome: Welcome) -> Config:
+    """Return the run's configuration. Raises `WireError` for what is none."""
+    try:
+        return config_from_json(welcome.config_json)
+    except ConfigError as error:
+        raise WireError(f"Welcome.config_json: {error}") from error
+
+
+class Service(Protocol):
+    """What `run_service` drives."""
+
+    def handle(self, order: Any, arrays: Arrays) -> None:
+        """Carry out one order and reply through the member; exceptions become `Failed`."""
+        ...
+
+    def work(self) -> bool:
+        """Do a slice of work that goes on between orders; True if there is more to do at once."""
+        ...
+
+    def close(self) -> None:
+        """Release everything the service holds."""
+        ...
+
+
+def run_service(
+    kind: ServiceKind,
+    incoming: Any,
+    make_service: Callable[[Member], Service],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run one service process from its command line to its end; return the exit code."""
+    gc_tuning.retire_at_exit()
+    descriptors.raise_limit()
+    arguments = _parser(kind).parse_args(argv)
+    host = socket.gethostname()
+    identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(16)}"
+    hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid(), index=arguments.index)
+
+    def say_so() -> None:
+        timeout_s = f"{arguments.join_timeout:g}"
+        print(f"{kind}: waiting for a coordinator at {arguments.coordinator}, up to {timeout_s} s", flush=True)
+
+    try:
+        watch = _heed_signals(arguments.launched_by)
+        keys = _keys(arguments)
+        link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming, keys, str(arguments.key_file or ""))
+        welcome = link.join(hello, arguments.join_timeout, say_so)
+    except TandemError as error:
+        print(f"{kind}: {error}", file=sys.stderr)
+        return EXIT_NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
+    except KeyboardInterrupt:
+        print(f"{kind}: interrupted before it had joined", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    service, code = None, 0
+    try:
+        print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
+        member = Member(link, welcome, arguments.coordinator)
+        if kind == "rollout" and _hears_of_signals():  # no other can be done without
+            signals.leave_when_asked(member.leave, is_launched=bool(arguments.launched_by))
+            if watch is not None:
+                watch.leave_first()
+        with gc_tuning.paused():
+            fetch_models(member.config, partial(print, flush=True))  # on a node other than the coordinator's
+            service = make_service(member)
+        gc_tuning.keep()
+        shutdown = _answer_orders(link, member, service)
+        reason, code = shutdown.reason, exit_code(shutdown)
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    except WireError as error:
+        reason, code = f"the coordinator has sent {error}", 1
+    gc_tuning.retire()
+    if service is not None:
+        service.close()
+    link.close(reason)
+    print(f"{welcome.member} leaves: {reason}", flush=True)
+    return code
+
+
+def _keys(arguments: argparse.Namespace) -> MemberKeys:
+    """Return the keys of this process: the coordinator hands those that it launches a descriptor."""
+    if arguments.key_fd is None:
+        return read_key_file(arguments.key_file)
+    with os.fdopen(arguments.key_fd, "rb") as file:
+        return decode_member_keys(file.read())
+
+
+def _heed_signals(launched_by: int) -> signals.Watch | None:
+    """End with the coordinator that launched this process, or else when this process is asked to."""
+    if launched_by:
+        die_with(launched_by)
+        signals.leave_to_coordinator()
+    elif _hears_of_signals():
+        signals.interrupt_when_asked()
+        return signals.end_when_stuck()
+    return None
+
+
+def _hears_of_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdown:
+    """Answer orders until the coordinator has this process go; return what it said.
+
+    Raises `WireError` for what is no order, if not even its id can be read.
+    """
+    busy = False
+    while True:
+        member.say_if_leaving()
+        try:
+            received = link.receive(0.0 if busy else _IDLE_POLL_S)
+        except WireError as error:
+            if error.command_id is None:
+                raise
+            member.fail(error.command_id, error)
+            continue
+        if received is None:
+            busy = service.work()
+            continue
+        match received.message:
+            case Shutdown() as shutdown:
+                return shutdown
+            case Command() as command:
+                if member.accept(command):
+                    try:
+                        service.handle(command, received.arrays)
+                    except Exception as error:
+                        member.fail(command.command_id, error)
+                busy = service.work()
+            case other:
+                raise WireError(f"{member.name} did not expect {type(other).__name__}")
+
+
+def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=kind, description=f"One {kind} process of a Tandem run.")
+    parser.add_argument(
+        "--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's coordinator listens"
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait to be admitted (default: 300)",
+    )
+    parser.add_argument(
+        "--index",
+        type=int,
+        metavar="N",
+        help=f"its place among the run's {kind} processes, from 0 on (default: the first that is free)",
+    )
+    keys = parser.add_mutually_exclusive_group(required=True)
+    keys.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the run's keys, which its coordinator writes to RUN/keys/members.json and nobody else may read",
+    )
+    keys.add_argument("--key-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,98 @@
+"""Data that come again and again, until they are known by heart."""
+
+from __future__ import annotations
+
+from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
+from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.health import learning_rate_keys
+from tandem.observe.report import held_out_accuracy
+
+GAP_OF_ACCURACIES = 0.3
+"""By which training is better than what is held out, from which on problems are known by heart."""
+REPEATS = 4
+"""Times that each problem was drawn in the steps that are looked at, from which on few problems are left to learn."""
+RISE_OF_LOSS = 0.1
+"""By which share the held-out loss rises above its best, from which on data are learned by heart."""
+
+
+def another_tokenizer(evidence: Evidence) -> Finding | None:
+    """Find a tokenizer that is not the model's own, where the model hardly answers from the beginning on."""
+    policy, accuracy = evidence.config.policy, evidence.points("accuracy")
+    name = policy.tokenizer.name
+    if not name or name == policy.model_name or len(accuracy) < SHORT_RUN:
+        return None
+    best = max(value for _, value in accuracy[:SHORT_RUN])
+    if best > held_out_accuracy.STILL_LOW:
+        return None
+    return Finding(
+        name="another tokenizer",
+        what="The tokenizer is not the model's own, and the model hardly answers with it: it takes tokens for others.",
+        evidence=(
+            f"policy.tokenizer.name is {shortened(name)}, policy.model_name {shortened(policy.model_name)}",
+            f"accuracy was {best:.4g} at best in the first {SHORT_RUN} steps "
+            f"({held_out_accuracy.STILL_LOW:g} is the threshold)",
+        ),
+        look_at="policy.tokenizer.name; null takes the model's own",
+        certainty="likely",
+        since=evidence.first_step,
+        explains=("equal rewards", "groups without spread", "truncated responses", "no gradient", "no progress"),
+    )
+
+
+def repeated_problems(evidence: Evidence) -> Finding | None:
+    """Find problems that were drawn again and again, and are known by heart."""
+    places = {(row.step, row.group): row.problem_id for row in evidence.samples}
+    distinct = len({*places.values()})
+    if not distinct or len(places) < REPEATS * distinct:
+        return None
+    train, held = evidence.points("accuracy"), held_out(evidence, "val_accuracy")
+    lines = [
+        f"{len(places)} groups of the steps that are looked at have {distinct} problems between them "
+        f"({REPEATS} groups a problem is the threshold)"
+    ]
+    by_heart = bool(train and held) and train[-1][1] - held[-1][1] >= GAP_OF_ACCURACIES
+    if train and held:
+        lines.append(f"accuracy at last is {train[-1][1]:.4g} in training, {held[-1][1]:.4g} on held-out problems")
+    return Finding(
+        name="repeated problems",
+        what="The same few problems come again and again" + (", and are known by heart." if by_heart else "."),
+        evidence=tuple(lines),
+        look_at="data.num_train, and where data comes from",
+        certainty="likely" if by_heart else "possible",
+        explains=("no progress",) if by_heart else (),
+    )
+
+
+def overfitting(evidence: Evidence) -> Finding | None:
+    """Find a held-out loss that rises while the training loss falls."""
+    loss, held = change(evidence, "loss"), held_out(evidence, "val_loss")
+    if loss is None or len(held) < 2 or evidence.config.declaration.rolls_out:
+        return None
+    best_step, best = min(held, key=lambda point: point[1])
+    if held[-1][1] < (1 + RISE_OF_LOSS) * best or loss.late >= loss.early:
+        return None
+    return Finding(
+        name="overfitting",
+        what="The loss on held-out data rises while that of training falls: the data are learned by heart.",
+        evidence=(str(loss), f"val_loss was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
+        look_at=f"{evidence.config.algorithm}.max_num_epochs, {evidence.config.algorithm}.max_num_steps, and data",
+        certainty="likely",
+        since=best_step + 1,
+    )
+
+
+def no_progress(evidence: Evidence) -> Finding | None:
+    """Find held-out accuracy that is near zero, or does not rise, after many steps."""
+    accuracy = held_out(evidence, "val_accuracy")
+    said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
+    if said is None:
+        return None
+    return Finding(
+        name="no progress",
+        what="The run learned next to nothing.",
+        evidence=(said,),
+        look_at="SFT before it (prerequisite, docs/how_much_sft.md), how hard data is, data.prompt_template, "
+        f"{evidence.config.environment_keys}, and {learning_rate_keys(evidence.config)}",
+        certainty="likely",
+        since=accuracy[-1][0],
+    )

@@ -1,0 +1,323 @@
+"""What a diagnosis reads: the record of a run, taken from its folder once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import ConfigError, RunFolderError, SamplesError
+from tandem.config import Config, config_from_json
+from tandem.config.notices import most_learning_rate
+from tandem.observe.health import NUM_STEPS, Condition, conditions
+from tandem.observe.report.held_out_accuracy import SOLVED
+from tandem.observe.run_folder.ending import ENDED
+from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord, read_journal
+from tandem.observe.run_folder.journal_file import is_taken
+from tandem.samples import sample_files
+
+SHORT_RUN = 3
+"""Steps of the shortest run that a condition can hold for, if it does so in all of them; see `Evidence.streak`."""
+MAX_STEPS_OF_SAMPLES = 16
+"""Steps whose samples are looked at: the first, the last, and others evenly between them."""
+_FEWEST = 3
+"""Steps that tell what a metric is at first, or at last; see `Change`."""
+_LOG_LINES, _LOG_BYTES = 5, 1 << 16
+"""Of each log, what is read of its end."""
+_COLUMNS = (
+    "step",
+    "group",
+    "problem_id",
+    "reference_answer",
+    "response",
+    "reward",
+    "failure",
+    "rollout",
+    "response_length",
+    "started_at",
+    "finished_at",
+)
+
+
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a diagnosis looks at of a recorded sample; `tandem.samples.sample_record` says what each column is."""
+
+    step: int
+    group: int
+    problem_id: str
+    reference_answer: str
+    response: str
+    reward: float
+    failure: str
+    rollout: str
+    response_length: int
+    started_at: float
+    finished_at: float
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended."""
+
+    outcome: str
+    """``finished``, ``was interrupted`` or ``failed``."""
+    kind: str
+    """The class of the error that it failed of."""
+    why: str
+
+
+class Streak(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps in a row for which a condition held."""
+
+    condition: Condition
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def first(self) -> int:
+        """The first of the steps."""
+        return self.steps[0].step
+
+    @property
+    def last(self) -> int:
+        """The last of the steps."""
+        return self.steps[-1].step
+
+    def __str__(self) -> str:
+        """Say which they are, and what was so."""
+        held = self.condition.evidence.format_map(self.steps[-1].metrics)
+        return f"{in_steps(self.first, self.last)}: {held}"
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a run."""
+
+    folder: Path
+    run: RunRecord
+    config: Config
+    steps: tuple[StepRecord, ...]
+    """That were trained."""
+    held_out: tuple[StepRecord, ...]
+    """That were validated, step 0 among them."""
+    refits: tuple[RefitRecord, ...]
+    events: tuple[str, ...]
+    """What was said during the run."""
+    ending: Ending | None
+    is_running: bool
+    """Whether a coordinator has the folder now."""
+    quiet_s: float
+    """Seconds since anything was written to the journal."""
+    samples: tuple[SampleRow, ...]
+    """Of some steps; see `MAX_STEPS_OF_SAMPLES`."""
+    unread: str
+    """Why samples are not looked at; empty if they are."""
+    logs: dict[str, tuple[str, ...]]
+    """The last lines of each process's log, by its name."""
+    most_learning_rate: float | None = None
+    """The rate above which the optimizer breaks a model of this size; None where that is not known."""
+
+    @property
+    def first_step(self) -> int:
+        """The first step that was trained; 1 if there is none."""
+        return self.steps[0].step if self.steps else 1
+
+    def points(self, metric: str) -> list[tuple[int, float]]:
+        """Return a metric of the trained steps that have it, with the steps."""
+        return [(record.step, record.metrics[metric]) for record in self.steps if metric in record.metrics]
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the first steps' problems were answered already."""
+        first = [value for _, value in self.points("accuracy")[:SHORT_RUN]]
+        return bool(first) and statistics.median(first) >= SOLVED
+
+    def condition(self, metric: str) -> Condition | None:
+        """Return what `tandem.observe.health` watches for in a metric of such a run."""
+        return next((each for each in conditions(self.config) if each.metric == metric), None)
+
+    def streak(self, metric: str) -> Streak | None:
+        """Return the longest time for which that condition held: `NUM_STEPS` at least, or all of a short run."""
+        condition = self.condition(metric)
+        if condition is None:
+            return None
+        steps = [record for record in self.steps if metric in record.metrics]
+        grouped = itertools.groupby(steps, lambda record: condition.holds(record.metrics))
+        runs = [tuple(records) for held, records in grouped if held]
+        longest = max(runs, key=len, default=())
+        enough = NUM_STEPS if len(steps) > NUM_STEPS else max(SHORT_RUN, len(steps))
+        return Streak(condition=condition, steps=longest) if len(longest) >= enough else None
+
+
+def gather(folder: Path) -> Evidence:
+    """Read the record of the run in a folder, which may still go on. Raises `RunFolderError` if that cannot be read."""
+    with read_journal(folder) as journal:
+        try:
+            config = config_from_json(journal.config_json)
+        except ConfigError as error:
+            raise RunFolderError(f"{folder} cannot be diagnosed by another release than began it: {error}") from error
+        steps, events, run = journal.steps(), journal.events(), journal.run
+        refits = journal.refits()
+    times = [at for at, _, _ in events] + [record.committed_at for record in steps] + [run.created_at]
+    lines = [text for _, _, text in events]
+    samples, unread = _samples(folder, run.run_id)
+    return Evidence(
+        folder=folder,
+        run=run,
+        config=config,
+        steps=tuple(record for record in steps if record.step),
+        held_out=tuple(record for record in steps if any(name.startswith("val_") for name in record.metrics)),
+        refits=tuple(refits),
+        events=tuple(lines),
+        ending=_ending(lines),
+        is_running=is_taken(folder),
+        quiet_s=time.time() - max(times),
+        samples=samples,
+        unread=unread,
+        logs=_logs(folder),
+        most_learning_rate=most_learning_rate(config),
+    )
+
+
+def _ending(lines: Iterable[str]) -> Ending | None:
+    """Return how the run ended the last time; None if it does not say so, as where it was killed or goes on again."""
+    last = None
+    for line in lines:
+        found = ENDED.fullmatch(line)
+        if found is not None:
+            last = Ending(outcome=found["outcome"], kind=found["kind"] or "", why=found["why"] or "")
+        elif last is not None:
+            last = None  # it was resumed
+    return last
+
+
+def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
+    """Return the recorded samples of some steps, or why there are none."""
+    from tandem.samples import sample_record
+
+    record = folder / sample_files.FOLDER
+    shards = sample_files.files(record, sample_files.SHARD)
+    steps = sorted({file.step for file in shards})
+    if not steps:
+        return (), "no samples are recorded"
+    chosen = {
+        steps[round(place * (len(steps) - 1) / (MAX_STEPS_OF_SAMPLES - 1))] for place in range(MAX_STEPS_OF_SAMPLES)
+    }
+    rows: list[SampleRow] = []
+    try:
+        for file in shards:
+            if file.step in chosen:
+                found = sample_record.read_shard(file.path, run_id, _COLUMNS).to_pylist()
+                rows += [msgspec.convert(row, SampleRow) for row in found]
+    except SamplesError as error:
+        return tuple(rows), str(error)
+    return tuple(rows), ""
+
+
+def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
+    tails = {}
+    for path in sorted((folder / "logs").glob("*.log")):
+        with contextlib.suppress(OSError):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                text = file.read().decode(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()]
+            lines = [line for line in lines if not line.startswith(f"{path.stem} leaves: ")]
+            tails[path.stem] = tuple(lines[-_LOG_LINES:])
+    return tails
+
+
+# --- what checks have in common ------------------------------------------------------------------------------------
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric at the beginning of a run and at its end: medians of a quarter of the steps each.
+
+    A quarter is `_FEWEST` steps at least, unless that is more than half of them.
+    """
+
+    name: str
+    early: float
+    late: float
+    last_early: int
+    """The last step of what is called its beginning."""
+    first_late: int
+    """The first step of what is called its end."""
+
+    def __str__(self) -> str:
+        """Say from what to what."""
+        return (
+            f"{self.name} was {self.early:.4g} at first (to step {self.last_early}), and {self.late:.4g} at last "
+            f"(from step {self.first_late} on)"
+        )
+
+
+def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Change | None:
+    """Return how a metric of training changed, or did from the first step on; None if too few steps have it."""
+    points = evidence.points(metric)
+    if len(points) <= SHORT_RUN:
+        return None
+    count = max(1, len(points) // 4, min(_FEWEST, len(points) // 2))
+    early, late = points[:count], points[-count:]
+    if from_first:
+        early = points[:1]
+    return Change(name=metric, early=_median(early), late=_median(late), last_early=early[-1][0], first_late=late[0][0])
+
+
+class Jump(msgspec.Struct, frozen=True, kw_only=True):
+    """The step from which on a metric is another than before, by the means of both sides."""
+
+    name: str
+    step: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        """Say from what to what, and when."""
+        return f"{self.name} went from {self.before:.4g} to {self.after:.4g} in step {self.step}"
+
+
+def jump(evidence: Evidence, metric: str) -> Jump | None:
+    """Return where a metric of training changed for good; None if too few steps have it."""
+    return change_point(metric, evidence.points(metric))
+
+
+def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> Jump | None:
+    """Return the change point of a series: its halves, of `fewest` points at least, differ least from their means."""
+    values = [value for _, value in points]
+    if len(values) < max(2 * fewest, SHORT_RUN + 1) or not all(map(math.isfinite, values)):
+        return None
+    sums = [0.0, *itertools.accumulate(values)]
+    places = range(fewest, len(values) - fewest + 1)
+
+    def explained(place: int) -> float:
+        """Return the squared error that two means save, but for what does not depend on the place."""
+        return sums[place] ** 2 / place + (sums[-1] - sums[place]) ** 2 / (len(values) - place)
+
+    place = max(places, key=explained)
+    after = (sums[-1] - sums[place]) / (len(values) - place)
+    return Jump(name=name, step=points[place][0], before=sums[place] / place, after=after)
+
+
+def _median(points: Sequence[tuple[int, float]]) -> float:
+    return statistics.median(value for _, value in points)
+
+
+def held_out(evidence: Evidence, metric: str) -> list[tuple[int, float]]:
+    """Return a metric of what is held out, with the steps that were validated."""
+    return [(record.step, record.metrics[metric]) for record in evidence.held_out if metric in record.metrics]
+
+
+def in_steps(first: int, last: int) -> str:
+    """Name the steps from one to another."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """Return the beginning of what someone else wrote, on one line."""
+    line = re.sub(r"\s+", " ", text).strip()
+    return line if len(line) <= longest else f"{line[:longest]} …"

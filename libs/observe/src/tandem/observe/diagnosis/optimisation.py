@@ -1,0 +1,272 @@
+"""Optimizer steps that are too large, do nothing, or end in no number; and what becomes of the policy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tandem.config.notices import FAR_ABOVE, LOWEST_RATE
+from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
+from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.health import LOW_ENTROPY, learning_rate_keys
+
+HIGH_LEARNING_RATE = 0.01
+"""Of Adam and its kin, which move every weight by about that much a step: weights of a language model are about 0.02
+in size, so that a few such steps make another model of it. Usual are 1e-7 to 1e-4, and up to 3e-3 from scratch."""
+GROWTH_OF_GRADIENT = 10.0
+"""Times the gradient norm that it was at first."""
+HIGH_KL, FAR_FROM_REFERENCE = 0.5, 5.0
+"""Nats a token that the policy moves within a step, of which 0 to 0.05 are usual, and from its reference."""
+HIGH_CLIP_SHARE = 0.5
+"""Share of tokens whose ratio is clipped; usual are 0 to 0.2."""
+ENTROPY_LEFT = 0.1
+"""Share of its first entropy below which the policy's has collapsed."""
+ENTROPY_GROWN = 3.0
+"""Times its first entropy, from which on the policy has forgotten what to say."""
+REWARD_LEFT = 0.25
+"""Share of its reward that a policy keeps when one that answered is destroyed."""
+LOW_SHARE_OF_PEAK = 1e-4
+"""Share of the rate that pretraining of a model of this width bears, below which hardly anything changes. Usual in
+reinforcement learning are a three hundredth to a few thousandths of it: 1e-6 to 1e-7."""
+NARROW_CLIP, MUCH_CLIPPED = 0.02, 0.1
+"""Bounds of a token's ratio around 1, of which 0.2 is usual, and the share of tokens that such bounds clip."""
+HIGH_PENALTY, NEAR_REFERENCE = 0.5, 1.0
+"""The penalty, of an advantage of about 1, that leaves rewards without a say; and the nats a token from the reference
+within which it is its weight that is large, and not the distance."""
+RISE_OF_LOSS = 0.2
+"""By which share the loss over a data set rises above what it was at first."""
+_LEAST_ENTROPY = 0.1
+"""Nats a token that there must have been at first for entropy to collapse."""
+_LEAST_REWARD = 0.05
+"""Mean reward that there must have been for it to be lost."""
+_OF_A_COLLAPSE = (
+    "low entropy",
+    "equal rewards",
+    "groups without spread",
+    "no gradient",
+    "growing responses",
+    "responses shrink",
+    "truncated responses",
+    "one answer to everything",
+    "stale samples",
+    "no progress",
+    "run failed",
+)
+
+
+def zero_learning_rate(evidence: Evidence) -> Finding | None:
+    """Find a learning rate of 0."""
+    return _of_health(
+        evidence.streak("learning_rate"),
+        "no learning rate",
+        "The learning rate is 0: no weight changes.",
+        ("unchanged weights", "no progress"),
+    )
+
+
+def small_rate(evidence: Evidence) -> Finding | None:
+    """Find a learning rate with which Adam changes next to nothing."""
+    rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
+    peak = evidence.most_learning_rate / FAR_ABOVE if evidence.most_learning_rate else 0.0
+    least = max(LOWEST_RATE, LOW_SHARE_OF_PEAK * peak)
+    if len(evidence.steps) < SHORT_RUN or not _is_adam(evidence) or not 0 < rate < least:
+        return None
+    lines = [f"the learning rate was {rate:g} at most; {least:.2g} is the threshold"]
+    moved = max((abs(value) for _, value in evidence.points("approx_kl")), default=None)
+    if moved is not None:
+        lines.append(f"the policy moved by {moved:.2g} nats a token at most in a step (approx_kl)")
+    return Finding(
+        name="learning rate too small",
+        what="The learning rate is so small that weights hardly change.",
+        evidence=tuple(lines),
+        look_at=learning_rate_keys(evidence.config),
+        certainty="certain" if rate < LOWEST_RATE else "likely",
+        since=evidence.first_step,
+        explains=("unchanged weights", "no progress"),
+    )
+
+
+def narrow_clip(evidence: Evidence) -> Finding | None:
+    """Find bounds of the ratio so narrow that tokens stop teaching as soon as the policy moves at all."""
+    loss, clipped = evidence.config.loss_fn, [value for _, value in evidence.points("clip_fraction")]
+    low, high = loss.ratio_clip_min, loss.ratio_clip_max
+    # The ratio of a sequence is near 1: GSPO's bounds are 3e-4 and 4e-4.
+    if loss.sequence_level_importance_ratios or max(low, high) > NARROW_CLIP or len(clipped) < SHORT_RUN:
+        return None
+    share = statistics.median(clipped)
+    if share < MUCH_CLIPPED:
+        return None
+    return Finding(
+        name="clip range too narrow",
+        what="The ratio of tokens is clipped as soon as the policy moves, so that most of a batch teaches nothing.",
+        evidence=(
+            f"ratios are kept from {1 - low:g} to {1 + high:g}; {NARROW_CLIP:g} to either side is narrow, 0.2 is usual",
+            f"clip_fraction was {share:.4g} in the median of all steps; {MUCH_CLIPPED:g} is the threshold",
+        ),
+        look_at="loss_fn.ratio_clip_min and loss_fn.ratio_clip_max",
+        certainty="likely",
+        since=evidence.first_step,
+        explains=("no progress", "learning rate too large"),
+    )
+
+
+def large_penalty(evidence: Evidence) -> Finding | None:
+    """Find a penalty for leaving the reference that outweighs what is rewarded, however near the policy stays."""
+    weight, kl = evidence.config.loss_fn.reference_policy_kl_penalty, [value for _, value in evidence.points("kl")]
+    if not weight or len(kl) < SHORT_RUN:
+        return None
+    usual = statistics.median(kl)
+    if usual > NEAR_REFERENCE or weight * usual < HIGH_PENALTY:
+        return None
+    return Finding(
+        name="KL penalty too large",
+        what="The penalty for leaving the reference outweighs the rewards: the policy is kept where it began.",
+        evidence=(
+            f"loss_fn.reference_policy_kl_penalty is {weight:g}, and kl {usual:.4g} nats a token in the median: "
+            f"{weight * usual:.4g} in the loss, where advantages are about 1 ({HIGH_PENALTY:g} is the threshold)",
+        ),
+        look_at="loss_fn.reference_policy_kl_penalty; 0 to 0.05 are usual",
+        certainty="likely",
+        since=evidence.first_step,
+        explains=("no progress", "learning rate too large"),
+    )
+
+
+def zero_gradient(evidence: Evidence) -> Finding | None:
+    """Find steps without a gradient."""
+    return _of_health(evidence.streak("grad_norm"), "no gradient", "The gradient is 0: no weight changes.", ())
+
+
+def _of_health(streak: Streak | None, name: str, what: str, explains: tuple[str, ...]) -> Finding | None:
+    if streak is None:
+        return None
+    look_at = streak.condition.look_at
+    return Finding(
+        name=name,
+        what=what,
+        evidence=(str(streak),),
+        look_at=look_at,
+        certainty="certain",
+        since=streak.first,
+        explains=explains,
+    )
+
+
+def large_steps(evidence: Evidence) -> Finding | None:
+    """Find optimizer steps that are too large, by what they do: two signs are enough, or numbers that are none."""
+    signs = [sign.text for sign in sorted(_signs(evidence))]
+    rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
+    high = min(HIGH_LEARNING_RATE, evidence.most_learning_rate or HIGH_LEARNING_RATE)
+    is_high = _is_adam(evidence) and rate >= high
+    ending = evidence.ending
+    broke = (
+        ending is not None and ending.outcome == "failed" and "optimizer step" in ending.why and "loss" in ending.why
+    )
+    if not broke and len(signs) + is_high < 2 and not (signs and not evidence.config.declaration.rolls_out):
+        return None
+    lines = [f"the learning rate was up to {rate:g}"]
+    if is_high:
+        lines[0] += f"; with Adam, {high:.2g} makes another model of it within a few steps"
+    if broke and ending is not None:
+        lines.append(shortened(ending.why))
+    return Finding(
+        name="learning rate too large",
+        what="Optimizer steps are too large: they destroy what the model knew.",
+        evidence=(*lines, *signs),
+        look_at=f"{learning_rate_keys(evidence.config)}, policy.max_grad_norm, and the batch size",
+        certainty="certain" if is_high else "likely",
+        since=evidence.first_step + 1 if evidence.steps else 1,
+        explains=_OF_A_COLLAPSE,
+    )
+
+
+def _is_adam(evidence: Evidence) -> bool:
+    policy = evidence.config.policy
+    if policy.megatron_cfg.enabled:
+        return "adam" in str(policy.megatron_cfg.optimizer.get("optimizer", "adam")).lower()
+    return policy.optimizer is not None and "adam" in policy.optimizer.name.lower()
+
+
+class _Sign(NamedTuple):
+    """What large steps do to a policy, in the order in which it happens: a cause before what it does in that step."""
+
+    step: int
+    rank: int
+    """Gradient, KL and ratio before entropy, and entropy before reward."""
+    text: str
+
+
+def _signs(evidence: Evidence) -> Iterator[_Sign]:
+    """Yield what large steps do to a policy, and when."""
+    gradient = change(evidence, "grad_norm")
+    highest = max(evidence.points("grad_norm"), key=lambda point: point[1], default=(0, 0.0))
+    if gradient is not None and max(gradient.late, highest[1] / 10) >= GROWTH_OF_GRADIENT * gradient.early > 0:
+        text = f"{gradient}, {highest[1]:.4g} in step {highest[0]}; {GROWTH_OF_GRADIENT:g} times as much is a sign"
+        yield _Sign(highest[0], 0, text)
+    for name, called, high in (
+        ("approx_kl", "within a step", HIGH_KL),
+        ("kl", "from the reference", FAR_FROM_REFERENCE),
+    ):
+        step, value = next((point for point in evidence.points(name) if point[1] >= high), (0, 0.0))
+        if value >= high:
+            text = f"the policy moved by {value:.4g} nats a token {called} in step {step} ({name}; {high:g} is a sign)"
+            yield _Sign(step, 0, text)
+    step, clipped = next((each for each in evidence.points("clip_fraction") if each[1] >= HIGH_CLIP_SHARE), (0, 0.0))
+    if clipped:
+        yield _Sign(step, 0, f"clip_fraction was {clipped:.4g} in step {step}; {HIGH_CLIP_SHARE:g} is a sign")
+    if evidence.config.declaration.rolls_out:
+        yield from _of_rollouts(evidence)
+    else:
+        yield from _rising_loss(evidence)
+
+
+def _of_rollouts(evidence: Evidence) -> Iterator[_Sign]:
+    """Yield what becomes of a policy that answers: over a data set, entropy falls where it is learned."""
+    entropy, fell = change(evidence, "entropy", from_first=True), jump(evidence, "entropy")
+    if entropy is not None and fell is not None and _has_collapsed(entropy):
+        text = f"{entropy} nats a token, by a jump in step {fell.step}; {ENTROPY_LEFT:.0%} of what it was is a sign"
+        yield _Sign(fell.step, 1, text)
+    elif fell is not None and fell.after >= ENTROPY_GROWN * max(fell.before, _LEAST_ENTROPY):
+        yield _Sign(fell.step, 1, f"{fell} nats a token; {ENTROPY_GROWN:g} times what it was is a sign")
+    reward = jump(evidence, "reward")
+    if reward is not None and reward.before >= _LEAST_REWARD and reward.after <= REWARD_LEFT * reward.before:
+        yield _Sign(reward.step, 2, f"{reward}; {REWARD_LEFT:.0%} of what it was is a sign")
+
+
+def _rising_loss(evidence: Evidence) -> Iterator[_Sign]:
+    points = evidence.points("loss")
+    if len(points) >= 4 and points[0][1] > 0:
+        late = statistics.median(value for _, value in points[-max(1, len(points) // 4) :])
+        if late >= (1 + RISE_OF_LOSS) * points[0][1]:
+            text = f"loss was {points[0][1]:.4g} at first and {late:.4g} at last; {RISE_OF_LOSS:.0%} more is a sign"
+            yield _Sign(points[-1][0], 1, text)
+
+
+def low_entropy(evidence: Evidence) -> Finding | None:
+    """Find a policy that always says the same."""
+    condition, streak, entropy = (
+        evidence.condition("entropy"),
+        evidence.streak("entropy"),
+        change(evidence, "entropy", from_first=True),
+    )
+    collapsed = entropy is not None and _has_collapsed(entropy)
+    if condition is None or (streak is None and not collapsed):
+        return None
+    lines = [str(streak)] if streak is not None else []
+    if collapsed:
+        lines.append(f"{entropy} nats a token; {ENTROPY_LEFT:.0%} of what it was, or {LOW_ENTROPY:g}, is the threshold")
+    return Finding(
+        name="low entropy",
+        what="The policy hardly varies what it says any more: samples of a prompt are alike, and nothing new is tried.",
+        evidence=tuple(lines),
+        look_at=condition.look_at,
+        certainty="certain" if streak is not None else "likely",
+        since=streak.first if streak is not None else entropy.first_late if entropy is not None else 1,
+        # Of problems that are solved, answers do not vary: it is no harm, and no cause.
+        explains=() if evidence.is_solved else ("groups without spread", "equal rewards", "no gradient", "no progress"),
+    )
+
+
+def _has_collapsed(entropy: Change) -> bool:
+    return entropy.early >= _LEAST_ENTROPY and entropy.late <= ENTROPY_LEFT * entropy.early

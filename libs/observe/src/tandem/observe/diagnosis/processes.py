@@ -1,0 +1,244 @@
+"""Processes that are lost, slow, or wait for each other."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+
+from tandem.observe.diagnosis.evidence import Evidence, Jump, SampleRow, change_point, shortened
+from tandem.observe.diagnosis.finding import Finding
+
+MANY_LOSSES = 3
+"""Processes that were lost, from which on the run did little else."""
+SLOW = 2.0
+"""Times as long as the others, in the median, from which on an engine is slow."""
+MOST_STEPS = 0.75
+"""Share of steps in which one rank must be the slowest: in a healthy run that is now one, now another."""
+LOST_SHARE = 0.1
+"""Of the time of a run, what a slow rank must cost."""
+STAYS_SLOW = 0.8
+"""Share of the steps since it became slow in which a process must be so, and before, must not have been."""
+IDLE_SHARE = 0.5
+"""Share of an asynchronous run in which engines or trainers have nothing to do."""
+STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
+"""Seconds, and median steps, without anything new, from which on a run that still goes on stands still."""
+_LOST = re.compile(r"(?P<member>\S+) is lost: (?P<why>.*)", re.DOTALL)
+_OF_PROCESSES = ("ServiceLost", "DeadlineExceeded")
+_LEAST_STEPS = 3
+_LEAST_OF_A_SIDE = 4
+"""Steps before a process became slow, and since."""
+_SHOWN = 3
+
+
+def lost_processes(evidence: Evidence) -> Finding | None:
+    """Find processes that died, or were silent for too long."""
+    lost = [found for line in evidence.events if (found := _LOST.fullmatch(line)) is not None]
+    ending = evidence.ending
+    ended = ending is not None and ending.kind in _OF_PROCESSES
+    if not lost and not ended:
+        return None
+    counts = Counter(found["member"] for found in lost)
+    told = ", ".join(f"{member} {count} times" if count > 1 else member for member, count in counts.most_common())
+    lines = [f"{found['member']}: {shortened(found['why'], 400)}" for found in lost[-_SHOWN:]]
+    if ended and ending is not None:
+        lines.append(shortened(ending.why, 600))
+    return Finding(
+        name="lost processes",
+        what=f"Processes were lost{f' and replaced: {told}' if told else ''}."
+        + (" The run ended with it." if ended else ""),
+        evidence=tuple(lines),
+        look_at="the logs of these processes and the memory of their machine; cluster.heartbeat_timeout_s, "
+        "cluster.deadlines and cluster.max_replacements",
+        certainty="certain" if ended else "likely" if len(lost) >= MANY_LOSSES else "possible",
+        explains=("run failed",),
+    )
+
+
+def slow_engine(evidence: Evidence) -> Finding | None:
+    """Find an engine that makes tokens much more slowly than the others."""
+    seconds: dict[str, list[float]] = {}
+    steps = sorted({row.step for row in evidence.samples})
+    for step in steps[1:]:  # in the first, engines warm up
+        for rollout, value in _seconds_a_token([row for row in evidence.samples if row.step == step]).items():
+            seconds.setdefault(rollout, []).append(value)
+    medians = {name: statistics.median(values) for name, values in seconds.items() if len(values) >= _LEAST_STEPS}
+    if len(medians) < 2:
+        return None
+    slowest = max(medians, key=lambda name: medians[name])
+    others = statistics.median(value for name, value in medians.items() if name != slowest)
+    if medians[slowest] < SLOW * others:
+        return None
+    return Finding(
+        name="slow engine",
+        what=f"{slowest} takes {_times(medians[slowest], others)} as long for a token as the other engines do, and "
+        "every synchronous step waits for it.",
+        evidence=(
+            f"{slowest}: {medians[slowest] * 1e3:.3g} ms a token and sample, in the median of {len(seconds[slowest])} "
+            f"recorded steps; others: {others * 1e3:.3g} ms ({SLOW:g} times as long is the threshold)",
+        ),
+        look_at=f"the machine of {slowest}: what else runs there, its clock and its temperature; "
+        "cluster.threads_per_process",
+        certainty="likely",
+        since=steps[1],
+    )
+
+
+def _times(slow: float, others: float) -> str:
+    return f"{slow / others:.1f} times" if others else "many times"
+
+
+def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
+    """Return how long each engine took for a token of a sample, in the median of a step's samples."""
+    by_rollout: dict[str, list[float]] = {}
+    for row in rows:
+        if row.response_length:
+            took = (row.finished_at - row.started_at) / row.response_length
+            by_rollout.setdefault(row.rollout, []).append(took)
+    return {name: statistics.median(values) for name, values in by_rollout.items()}
+
+
+def slow_trainer(evidence: Evidence) -> Finding | None:
+    """Find a trainer rank that takes much longer for its own work than the others, all of which wait for it."""
+    steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # in the first, it is cold
+    if len(steps) < _LEAST_STEPS:
+        return None
+    (rank, _), *_ = Counter(int(record.metrics["slowest_trainer"]) for record in steps).most_common(1)
+    slow = [record for record in steps if record.metrics["slowest_trainer"] == rank]
+    own, others, waited = (
+        statistics.median(record.metrics[name] for record in slow)
+        for name in ("trainer_compute_max_s", "trainer_compute_median_s", "trainer_waited_max_s")
+    )
+    total = sum(record.seconds.get("total", 0.0) for record in steps)
+    lost = sum(r.metrics["trainer_compute_max_s"] - r.metrics["trainer_compute_median_s"] for r in slow)
+    if len(slow) < MOST_STEPS * len(steps) or own < SLOW * others or lost < LOST_SHARE * total:
+        return None
+    name, settings = f"trainer-{rank}", evidence.config.policy.megatron_cfg
+    stages = settings.pipeline_model_parallel_size if settings.enabled else 1
+    return Finding(
+        name="slow trainer rank",
+        what=f"{name} takes {_times(own, others)} as long for its own work as the other ranks do, and all of them wait "
+        "for it in every step.",
+        evidence=(
+            f"{name}: {own:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was the "
+            f"slowest; others: {others:.3g} s ({SLOW:g} times as long is the threshold)",
+            f"others waited up to {waited:.3g} s a step in collective operations; were it like them, "
+            f"{lost / total:.0%} of all the time would be saved",
+        ),
+        look_at=f"the machine of {name}: what else runs there, its clock and its temperature; "
+        "cluster.threads_per_process"
+        + (
+            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal shares of the layers"
+            if stages > 1
+            else ""
+        ),
+        certainty="likely",
+        since=slow[0].step,
+    )
+
+
+def became_slow(evidence: Evidence) -> Finding | None:
+    """Find an engine, or trainers, that became slow in the middle of a run and stayed so."""
+    slowed = {
+        name: found for name, points in _courses(evidence).items() if (found := _slowed(name, points)) is not None
+    }
+    if not slowed:
+        return None
+    name, at = min(slowed.items(), key=lambda item: item[1].step)
+    return Finding(
+        name="became slow",
+        what=f"{name} became slow in step {at.step}, and stayed so.",
+        evidence=tuple(
+            f"{each}: {found.before * 1e3:.3g} ms a token before step {found.step}, {found.after * 1e3:.3g} ms from it "
+            f"on ({SLOW:g} times as long is the threshold)"
+            for each, found in slowed.items()
+        ),
+        look_at=f"the machine of {name} at that time: what else began to run there, its clock, temperature and memory; "
+        f"the log of {name}",
+        certainty="likely",
+        since=at.step,
+    )
+
+
+def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
+    """Return seconds a token of each engine and of the slowest trainer rank by step, but for the first, a cold one."""
+    courses: dict[str, list[tuple[int, float]]] = {}
+    for step in sorted({row.step for row in evidence.samples})[1:]:
+        rows = [row for row in evidence.samples if row.step == step]
+        for rollout, value in _seconds_a_token(rows).items():
+            courses.setdefault(rollout, []).append((step, value))
+    ranks = [record for record in evidence.steps[1:] if record.metrics.get("num_valid_tokens")]
+    slowest = [int(record.metrics["slowest_trainer"]) for record in ranks if "slowest_trainer" in record.metrics]
+    if slowest:
+        # The rank that is slow at last is the slowest in most of the last steps.
+        (rank, _), *_ = Counter(slowest[-max(_LEAST_OF_A_SIDE, len(slowest) // 4) :]).most_common(1)
+        courses[f"trainer-{rank}"] = [
+            (record.step, record.metrics["trainer_compute_max_s"] / record.metrics["num_valid_tokens"])
+            for record in ranks
+            if "trainer_compute_max_s" in record.metrics
+        ]
+    else:
+        courses["trainer-0"] = [
+            (record.step, record.seconds["policy_training"] / record.metrics["num_valid_tokens"])
+            for record in ranks
+            if record.seconds.get("policy_training")
+        ]
+    return courses
+
+
+def _slowed(name: str, points: list[tuple[int, float]]) -> Jump | None:
+    """Return since when seconds are `SLOW` times as many, in nearly every step; None if they are not."""
+    found = change_point(name, points, _LEAST_OF_A_SIDE)
+    if found is None:
+        return None
+    before = [value for step, value in points if step < found.step]
+    after = [value for step, value in points if step >= found.step]
+    stays = sum(value >= SLOW * statistics.median(before) for value in after) >= STAYS_SLOW * len(after)
+    calm = sum(value >= SLOW * statistics.median(before) for value in before) <= (1 - STAYS_SLOW) * len(before)
+    if not (stays and calm and statistics.median(before) > 0):
+        return None
+    return Jump(name=name, step=found.step, before=statistics.median(before), after=statistics.median(after))
+
+
+def waiting(evidence: Evidence) -> Finding | None:
+    """Find engines or trainers of an asynchronous run that wait for the others most of the time."""
+    if not evidence.config.max_trajectory_age_steps:
+        return None
+    total = sum(record.seconds.get("total", 0.0) for record in evidence.steps[1:])
+    shares = {
+        kind: sum(record.metrics.get(f"{kind}_idle_s", 0.0) for record in evidence.steps[1:]) / total
+        for kind in ("engine", "trainer")
+        if total
+    }
+    kind = max(shares, key=lambda kind: shares[kind], default="")
+    if not kind or shares[kind] < IDLE_SHARE:
+        return None
+    who, whom = ("engines", "trainers") if kind == "engine" else ("trainers", "engines")
+    return Finding(
+        name="waiting",
+        what=f"The run is as slow as its {whom}: {who} have nothing to do most of the time.",
+        evidence=(
+            f"{who} were idle {shares[kind]:.0%} of the time ({kind}_idle_s; {IDLE_SHARE:.0%} is the threshold)",
+        ),
+        look_at="cluster.rollouts and cluster.trainers, and coordinator report for where the time goes",
+        certainty="possible",
+    )
+
+
+def standstill(evidence: Evidence) -> Finding | None:
+    """Find a run that goes on and does nothing."""
+    usual = statistics.median([record.seconds.get("total", 0.0) for record in evidence.steps] or [0.0])
+    if not evidence.is_running or evidence.quiet_s < max(STANDSTILL_S, STANDSTILL_STEPS * usual):
+        return None
+    last = evidence.steps[-1].step if evidence.steps else 0
+    return Finding(
+        name="standstill",
+        what=f"The run goes on, and has done nothing since step {last}.",
+        evidence=(
+            f"its record is {evidence.quiet_s:.0f} s old; a step takes {usual:.3g} s in the median "
+            f"({STANDSTILL_STEPS:g} of them, and {STANDSTILL_S:g} s, is the threshold)",
+        ),
+        look_at="the logs of its processes; cluster.deadlines says how long it waits for them",
+        certainty="likely",
+        since=last + 1,
+    )

@@ -1,0 +1,199 @@
+"""Rewards that teach nothing, and rewards that rise without the task being learned."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tandem.observe.diagnosis.evidence import Evidence, SampleRow, change, held_out, in_steps, shortened
+from tandem.observe.diagnosis.finding import Finding
+
+MOST_GROUPS = 0.9
+"""Share of groups without spread, in the last quarter of a run, from which on nearly nothing is learned."""
+RISE, FALL = 0.1, 0.1
+"""By how much rewards rise while held-out accuracy falls, where the reward is not what is wanted."""
+SAME_SHARE, SAME_PROBLEMS = 0.5, 3
+"""Share of a step's samples with one response, and the problems that it is given to, from which on it is a habit."""
+BEYOND_ANSWERS = 1.5
+"""Times the share of the most common reference answer, which that share must be at least: of questions to be answered
+by yes or no, half of the responses may well be the same."""
+MANY_RIGHT, LEAST_RIGHT = 0.1, 8
+"""Share of samples that have their problem's answer, beyond those that have another problem's, and their number, from
+which on rewards can be judged by it."""
+_FIRST_STEPS = 3
+_OF_A_WRONG_REWARD = (
+    "equal rewards",
+    "groups without spread",
+    "no gradient",
+    "low entropy",
+    "truncated responses",
+    "growing responses",
+    "responses shrink",
+    "one answer to everything",
+    "no progress",
+)
+WRONG_WAY = 0.5
+"""Share of the range of rewards by which the right ones must get less than the others to be the wrong way round."""
+_GRADIENT = ("groups without spread", "no gradient", "no progress")
+
+
+def equal_rewards(evidence: Evidence) -> Finding | None:
+    """Find steps all of whose samples have the same reward."""
+    streak = evidence.streak("reward_max")
+    if streak is None:
+        return None
+    values = {record.metrics["reward_max"] for record in streak.steps}
+    correct = streak.steps[-1].metrics.get("accuracy", 0.0)
+    if correct == 1:
+        said = "Every response is right: there is nothing left to learn from these problems."
+    elif values == {0.0}:
+        said = "No response was ever rewarded: the environment never finds what it looks for, or problems are too hard."
+    else:
+        said = "All responses have the same reward: no sample is better than another, and nothing is learned."
+    lines = [str(streak), *_examples(evidence)]
+    return Finding(
+        name="equal rewards",
+        what=said,
+        evidence=tuple(lines),
+        look_at="data, which may be harder" if correct == 1 else streak.condition.look_at,
+        certainty="certain",
+        since=evidence.first_step if evidence.is_solved else streak.first,
+        explains=(*_GRADIENT, "low entropy") if evidence.is_solved else _GRADIENT,
+    )
+
+
+def _examples(evidence: Evidence) -> list[str]:
+    """Return what a model answered in the last step that is recorded."""
+    last = [row for row in evidence.samples if row.response][-1:]
+    return [f"such as, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
+
+
+def groups_without_spread(evidence: Evidence) -> Finding | None:
+    """Find steps whose groups have one reward each."""
+    name = "groups_without_spread"
+    condition, streak, course = evidence.condition(name), evidence.streak(name), change(evidence, name)
+    if condition is None or course is None or (streak is None and course.late < MOST_GROUPS):
+        return None
+    lines = [str(streak)] if streak is not None else []
+    since = streak.first if streak is not None else course.first_late
+    return Finding(
+        name="groups without spread",
+        what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing."
+        + (" The problems were solved from the beginning on: they are too easy." if evidence.is_solved else ""),
+        evidence=(*lines, f"{course}; {MOST_GROUPS:g} is the threshold"),
+        look_at=f"{condition.look_at}; grpo.use_dynamic_sampling leaves such groups out",
+        certainty="certain" if streak is not None else "likely",
+        since=evidence.first_step if evidence.is_solved else since,
+        explains=("no gradient", "low entropy", "no progress")
+        if evidence.is_solved
+        else ("no gradient", "no progress"),
+    )
+
+
+def one_answer(evidence: Evidence) -> Finding | None:
+    """Find one response that is given to whatever is asked."""
+    if not evidence.samples:
+        return None
+    last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
+    ((response, count),) = Counter(row.response for row in last).most_common(1)
+    given = [row for row in last if row.response == response]
+    problems = {row.problem_id for row in given}
+    threshold = _habitual_share(last)
+    if count < threshold * len(last) or len(problems) < SAME_PROBLEMS:
+        return None
+    worth = sum(row.reward for row in given) / count
+    before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
+    was = sum(row.reward for row in before) / len(before)
+    pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
+    return Finding(
+        name="one answer to everything",
+        what="The policy gives the same response whatever is asked"
+        + (", and is rewarded for it: the reward does not ask for what is wanted." if pays else "."),
+        evidence=(
+            f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
+            f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
+            f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
+        ),
+        look_at=f"{evidence.config.environment_keys}, loss_fn.reference_policy_kl_penalty and "
+        "policy.generation.temperature",
+        certainty="likely",
+        since=last[0].step if last[0].step == before[0].step else before[0].step + 1,
+        explains=("low entropy", "groups without spread", "equal rewards", "responses shrink") if pays else (),
+    )
+
+
+def _habitual_share(rows: Sequence[SampleRow]) -> float:
+    """Return the share of samples with one response that is a habit, however few answers problems have."""
+    ((answer, count),) = Counter(row.reference_answer for row in rows).most_common(1)
+    return max(SAME_SHARE, min(1.0, BEYOND_ANSWERS * count / len(rows))) if answer else SAME_SHARE
+
+
+def reward_without_accuracy(evidence: Evidence) -> Finding | None:
+    """Find rewards that rise while what is held out gets worse."""
+    reward, held = change(evidence, "reward"), held_out(evidence, "val_accuracy")
+    if reward is None or len(held) < 2:
+        return None
+    best_step, best = max(held, key=lambda point: point[1])
+    if reward.late - reward.early < RISE or best - held[-1][1] < FALL:
+        return None
+    return Finding(
+        name="reward without accuracy",
+        what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
+        "solving them, or the training problems are learned by heart.",
+        evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
+        look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
+        certainty="likely",
+        since=evidence.first_step,
+        explains=_OF_A_WRONG_REWARD,
+    )
+
+
+def against_the_answers(evidence: Evidence) -> Finding | None:
+    """Find rewards that do not go to responses with the reference answer, by the first steps that are recorded."""
+    steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
+    rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
+    right = [row for row in rows if _has(row.response, row.reference_answer)]
+    others = [row for row in rows if not _has(row.response, row.reference_answer)]
+    if len(right) < LEAST_RIGHT or not others:
+        return None
+    # What is said of another problem's answer is chance.
+    chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shifted(rows), strict=True))
+    if len(right) - chance < MANY_RIGHT * len(rows):
+        return None
+    worth, other = (sum(row.reward for row in each) / len(each) for each in (right, others))
+    highest = max(row.reward for row in rows)
+    lowest = min(row.reward for row in rows)
+    unrewarded = lowest == highest == 0
+    if not unrewarded and (lowest == highest or other - worth < WRONG_WAY * (highest - lowest)):
+        return None
+    return Finding(
+        name="right answers unrewarded" if unrewarded else "reward against the answers",
+        what="Responses have the right answer, and the environment never rewards them: it looks for another form."
+        if unrewarded
+        else "Responses with the right answer get less than those without it: the reward is the wrong way round.",
+        evidence=(
+            f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
+            f"answer, {chance} that of another problem",
+            f"these are worth {worth:.4g} in the mean, the others {other:.4g}; such as "
+            f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
+        ),
+        look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",
+        certainty="certain" if not unrewarded else "likely",
+        since=evidence.first_step,
+        explains=(*_OF_A_WRONG_REWARD, "reward without accuracy"),
+    )
+
+
+def _has(response: str, answer: str) -> bool:
+    """Return whether a response has an answer, as a word or number of its own."""
+    return re.search(rf"(?<![\w.-]){re.escape(answer)}(?![\w]|\.\d)", response) is not None
+
+
+def _shifted(rows: list[SampleRow]) -> list[SampleRow]:
+    """Return for each sample one of another problem, with another answer where there is one."""
+    ordered = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
+    return [
+        next((each for each in (other, *ordered) if each.reference_answer != row.reference_answer), other)
+        for row, other in zip(rows, ordered, strict=True)
+    ]

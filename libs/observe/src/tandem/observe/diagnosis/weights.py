@@ -1,0 +1,139 @@
+"""Weights that are not what they should be: damaged ones, and such as training does not change."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+
+from tandem.observe.diagnosis.evidence import Evidence, in_steps, shortened
+from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.health import learning_rate_keys
+
+NUM_REPAIRS = 3
+"""Refits of one engine that had to be repeated, from which on something is wrong with it."""
+NUM_EQUAL = 3
+"""Versions in a row with the same digest, from which on training changes nothing."""
+_NOT_HELD = re.compile(r"does not hold version (\d+)")
+_OF_REFITS = re.compile(r"failed while (refitting|attesting|copying weights|committing)")
+_SHOWN = 3
+
+
+def damaged_weights(evidence: Evidence) -> Finding | None:
+    """Find engines, or trainers' copies, that did not hold what was trained."""
+    repaired = [
+        (record.version, engine, why) for record in evidence.refits for engine, why in record.quarantined.items()
+    ]
+    lines = [f"version {version}: {engine} was quarantined and refitted: {why}" for version, engine, why in repaired]
+    shown = [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
+    ending = evidence.ending
+    if ending is not None and (_NOT_HELD.search(ending.why) or _OF_REFITS.search(ending.why)):
+        version = _NOT_HELD.search(ending.why)
+        return Finding(
+            name="damaged weights",
+            what="An engine did not hold the weights that were trained, again after a second transfer, so that the run "
+            "ended before any of its samples was trained on.",
+            evidence=(ending.why, *shown),
+            look_at="the memory and the link of the process that is named, and refit.alias; refit.verify found it",
+            certainty="certain",
+            since=int(version[1]) + 1 if version else evidence.first_step,
+            explains=("run failed",),
+        )
+    if not repaired:
+        return None
+    engine, count = Counter(engine for _, engine, _ in repaired).most_common(1)[0]
+    often = count >= NUM_REPAIRS
+    return Finding(
+        name="damaged weights",
+        what=f"Engines did not hold the weights that were trained, {len(repaired)} times; they were repaired before a "
+        f"sample of theirs was trained on{f', and {engine} had it {count} times' if often else ''}.",
+        evidence=tuple(shown),
+        look_at=f"the memory and the link of {engine}, and its log",
+        certainty="likely" if often else "possible",
+        since=repaired[0][0] + 1,
+    )
+
+
+def damaged_checkpoint(evidence: Evidence) -> Finding | None:
+    """Find a checkpoint whose files are not what was written."""
+    ending = evidence.ending
+    if ending is None or ending.kind != "DamagedCheckpoint":
+        return None
+    return Finding(
+        name="damaged checkpoint",
+        what="The checkpoint that the run was to go on from is not what was written.",
+        evidence=(ending.why,),
+        look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP goes on from "
+        "another checkpoint",
+        certainty="certain",
+        explains=("run failed",),
+    )
+
+
+def unchanged_weights(evidence: Evidence) -> Finding | None:
+    """Find versions of weights that are equal to the bit though steps were taken between them."""
+    digests = [(r.version, r.digest) for r in evidence.refits if r.verify == "full" and r.digest]
+    runs = [[version for version, _ in group] for _, group in itertools.groupby(digests, lambda pair: pair[1])]
+    same = max((sorted({*versions}) for versions in runs), key=len, default=[])
+    steps = [record for record in evidence.steps if record.version in same[1:]]
+    moved = [r for r in steps if r.metrics.get("learning_rate", 0) > 0 and r.metrics.get("grad_norm", 0) > 0]
+    if len(same) < NUM_EQUAL or not moved:
+        return None
+    last = moved[-1].metrics
+    return Finding(
+        name="unchanged weights",
+        what="Steps were taken, and the weights stayed the same to the bit: their updates are smaller than the "
+        "precision of the weights.",
+        evidence=(
+            f"versions {same[0]} to {same[-1]} have one digest ({NUM_EQUAL} are enough to tell)",
+            f"step {moved[-1].step}: learning rate {last['learning_rate']:g}, gradient norm {last['grad_norm']:.4g}",
+        ),
+        look_at=f"{learning_rate_keys(evidence.config)}, and policy.precision",
+        certainty="likely",
+        since=same[0] + 1,
+    )
+
+
+def run_failed(evidence: Evidence) -> Finding | None:
+    """Find what a run says that it failed of, whatever that is."""
+    ending = evidence.ending
+    if ending is None or ending.outcome != "failed":
+        return None
+    named = next((name for name in evidence.logs if ending.why.startswith(f"{name} ")), "")
+    log = [f"last in logs/{named}.log: {shortened(line)}" for line in evidence.logs.get(named, ())[-1:]]
+    done = evidence.steps[-1].step if evidence.steps else 0
+    return Finding(
+        name="run failed",
+        what=f"The run ended with an error after step {done} ({ending.kind}).",
+        evidence=(shortened(ending.why, 600), *log),
+        look_at=f"logs/{named}.log" if named else "what it says",
+        certainty="certain",
+        since=done + 1,
+    )
+
+
+def killed(evidence: Evidence) -> Finding | None:
+    """Find a run that stopped without an end: its coordinator was killed, or its machine went down."""
+    last = evidence.steps[-1].step if evidence.steps else 0
+    if evidence.ending is not None or evidence.is_running or last >= (planned_steps(evidence) or last):
+        return None
+    return Finding(
+        name="killed",
+        what=f"The run stopped after step {last} and says nothing of an end: its coordinator was killed, or its "
+        "machine went down.",
+        evidence=(
+            f"{in_steps(1, last)} of {planned_steps(evidence)} are done" if last else "no step is done",
+            "no process has the run folder now",
+        ),
+        look_at="the memory of the machine, and whoever may end jobs; coordinator up CONFIG --resume goes on",
+        certainty="certain",
+        since=last + 1,
+    )
+
+
+def planned_steps(evidence: Evidence) -> int | None:
+    """Return the last step that the run was to take; None where its data decide that, too."""
+    config = evidence.config
+    if config.replay is not None:
+        return config.replay.to_step
+    return config.algorithm_section.max_num_steps if config.declaration.rolls_out else None

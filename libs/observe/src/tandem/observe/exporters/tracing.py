@@ -1,0 +1,101 @@
+"""Send the steps of a timeline, with their refits and requests, to a collector of OpenTelemetry.
+
+Spans are handed over when their step is done, to a thread of the library's, which sends them. A collector that is slow
+or gone costs the run nothing but its spans, and that is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, Tracer, set_span_in_context
+
+from tandem.observe.run_folder.timeline_file import COORDINATOR, Span, StepSpans
+
+_TIMEOUT_S = 5.0
+"""How long the collector may take to answer, at the end of a run as well."""
+_MOST_SPANS = 1 << 16
+"""That wait to be sent; those beyond are dropped."""
+
+
+class Tracing:
+    """Sends spans until it is closed."""
+
+    def __init__(
+        self, endpoint: str, run_id: str, say: Callable[[str], None], exporter: SpanExporter | None = None
+    ) -> None:
+        """`exporter` takes the place of what sends to `endpoint`; `say` is told, once, that spans do not arrive."""
+        # The library would log each batch that fails; it is said once instead.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        watched = _Watched(exporter or OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S), endpoint, say)
+        resource = Resource.create({"service.name": "tandem", "tandem.run_id": run_id})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(watched, max_queue_size=_MOST_SPANS, export_timeout_millis=_TIMEOUT_S * 1e3)
+        )
+        self._tracer: Tracer = self._provider.get_tracer("tandem")
+
+    def send(self, steps: Sequence[StepSpans]) -> None:
+        """Hand over what has happened: a span for each step, and within it one for all that ended meanwhile."""
+        for step in steps:
+            root = self._tracer.start_span(
+                f"step {step.step}", attributes={"tandem.step": step.step}, start_time=_nanoseconds(step.start)
+            )
+            context = set_span_in_context(root)
+            for span in step.spans:
+                child = self._tracer.start_span(
+                    span.what,
+                    context,
+                    # A process is asked over the network; the coordinator's own spans are phases of the run.
+                    SpanKind.INTERNAL if span.process == COORDINATOR else SpanKind.CLIENT,
+                    _attributes(span),
+                    start_time=_nanoseconds(span.start),
+                )
+                child.end(_nanoseconds(span.end))
+            root.end(_nanoseconds(step.end))
+
+    def close(self) -> None:
+        """Send what is left, while the collector answers, and end."""
+        self._provider.shutdown()
+
+
+class _Watched(SpanExporter):
+    """Says once that what another exporter sends does not arrive."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str, say: Callable[[str], None]) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._say = say
+        self._has_said = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # a thread that died of it would send nothing any more
+            result = SpanExportResult.FAILURE
+        if result is not SpanExportResult.SUCCESS and not self._has_said:
+            self._has_said = True
+            self._say(f"logger.opentelemetry.endpoint: {self._endpoint} does not take spans; the run goes on without")
+        return result
+
+    def shutdown(self) -> None:
+        """Pass it on."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Pass it on."""
+        return bool(self._exporter.force_flush(timeout_millis))
+
+
+def _attributes(span: Span) -> dict[str, str | int]:
+    return {"tandem.process": span.process, "tandem.step": span.step, "tandem.detail": span.detail}
+
+
+def _nanoseconds(unix: float) -> int:
+    return int(unix * 1e9)

@@ -1,0 +1,70 @@
+"""Lines for people to read: a step that is done, durations, and curves drawn with characters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from tandem.observe.run_folder.journal import StepRecord
+
+_BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 60
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """Draw values as a line of bars, from their smallest to their largest; neighbours are averaged to fit `width`.
+
+    What is no finite number is left out.
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in means)
+
+
+def step_line(record: StepRecord, last_step: int, times: str = "") -> str:
+    """Describe a step that is done in one line; `times` says how far that is."""
+    metrics, seconds = record.metrics, record.seconds
+    parts = [f"step {record.step}/{last_step}"]
+    for name, label in (*curves_of(metrics), *policy_of(metrics), ("avg_trajectory_age", "mean age")):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:.3f}")
+    if "val_loss" in metrics:
+        parts.append(f"held-out loss {metrics['val_loss']:.3f}")
+    if "tokens_per_s" in metrics:
+        parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if times:
+        parts.append(times)
+    parts.append(f"{seconds.get('total', 0.0):.2f} s ({shares(seconds)})")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as hours, minutes and seconds: ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+    """Return the metrics to show, with their labels. GRPO's accuracy says what its reward says already."""
+    first = ("reward", "reward") if "reward" in metrics else ("accuracy", "accuracy")
+    return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
+
+
+def policy_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+    """Return those of the policy. Where no reference is held, its divergence is what the step itself made, if any."""
+    divergences = (("kl", "kl"), ("approx_kl", "kl of the step"))
+    return (*[each for each in divergences if metrics.get(each[0])][:1], ("entropy", "entropy"))
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """Say which share of a step went where, the largest first."""
+    total = seconds.get("total", 0.0)
+    parts = sorted(((s, name) for name, s in seconds.items() if name != "total" and total and s / total > 0.005))
+    return " ".join(f"{name} {s / total:.0%}" for s, name in reversed(parts)) or "no time at all"

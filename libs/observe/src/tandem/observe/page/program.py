@@ -1,0 +1,61 @@
+"""Serve the page until this process is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from tandem.common import web
+from tandem.common.http_server import SignalledServer
+from tandem.observe.page.address import END
+from tandem.observe.page.server import make_app
+from tandem.observe.page.stream import Watch
+
+_END_S = 5
+"""How long requests may take that are not answered when the program is to end."""
+
+
+def serve(
+    folders: Sequence[Path], listener: socket.socket, token: str | None = None, *, heeds_signals: bool = True
+) -> None:
+    """Serve the page of these runs until this process gets SIGINT or SIGTERM; `END` if it does not heed these."""
+    app = make_app(folders, token)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        http=web.Protocol,
+        backlog=web.backlog(),
+        ws="none",
+        timeout_graceful_shutdown=_END_S,
+        limit_concurrency=200,
+    )
+    server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
+    with asyncio.Runner() as runner:
+        # A loop that a signal interrupts while it is made complains when it is collected.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            runner.get_loop()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        runner.run(server.serve(sockets=[listener]))
+
+
+class _Server(SignalledServer):
+    """Ends its streams as well."""
+
+    def __init__(self, config: uvicorn.Config, watch: Watch, *, heeds_signals: bool) -> None:
+        super().__init__(config, heeds_signals=heeds_signals, end=END)
+        self._watch = watch
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams, or they would be waited for."""
+        self._watch.end()
+        await super().shutdown(sockets)

@@ -1,0 +1,214 @@
+"""One run, as the page reads it: the journal, ``live.json``, and whether a coordinator has the lock.
+
+Nothing here is kept open between two requests, and no read is long: the journal has a rollback journal, so that the
+coordinator's commits wait for whoever reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.observe.run_folder.ending import outcome_in
+from tandem.observe.run_folder.journal import RefitRecord, last_event
+from tandem.observe.run_folder.journal_file import connect_checked, file_errors, is_taken, require_journal
+from tandem.observe.run_folder.live import Live, read_live
+
+State = Literal["running", "finished", "failed", "interrupted", "ended"]
+
+_CONFIG = "SELECT json FROM configs ORDER BY id DESC LIMIT 1"
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in the list of runs."""
+
+    index: int
+    name: str
+    path: str
+    run_id: str
+    algorithm: str
+    model: str
+    created_at: float
+    state: State
+    """``ended`` if nobody knows how: its coordinator was killed."""
+    last_step: int | None
+    num_steps: int | None
+    updated_at: float
+
+
+class Refit(msgspec.Struct, frozen=True, kw_only=True):
+    """A refit, as the page shows it."""
+
+    version: int
+    engines: tuple[str, ...]
+    num_bytes: dict[str, int]
+    seconds: dict[str, float]
+    predicted_s: float
+    bound_s: float
+    share_of_bound: float
+    digest: str
+    """In hexadecimal, which JavaScript does not round; empty if it was not verified."""
+    verify: str
+    quarantined: dict[str, str]
+    aliased: bool
+    """Whether engines read all of it where the trainer keeps it: not a byte was copied."""
+
+
+class PastEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the event log."""
+
+    id: int
+    at: float
+    source: str
+    text: str
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run's record is: what tells whether there is anything new."""
+
+    last_step: int | None
+    last_event: int
+    live_at: float
+    state: State
+
+
+class RunReader:
+    """Reads one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `RunFolderError` if there is no journal in it, or none that can be read."""
+        self.folder = folder.absolute()
+        with self.journal():
+            pass
+
+    @contextlib.contextmanager
+    def journal(self) -> Iterator[sqlite3.Connection]:
+        """Open the journal. Raises `RunFolderError`, also for what goes wrong inside the block."""
+        require_journal(self.folder)
+        with contextlib.closing(connect_checked(self.folder, checks_pages=False)) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            with file_errors(self.folder):
+                yield connection
+
+    def summary(self, index: int) -> RunSummary:
+        """Return what the run is, and how far."""
+        with self.journal() as journal:
+            run_id, created_at, algorithm = journal.execute("SELECT run_id, created_at, algorithm FROM run").fetchone()
+            (config_json,) = journal.execute(_CONFIG).fetchone()
+            (last_step,) = journal.execute("SELECT max(step) FROM steps WHERE superseded_at IS NULL").fetchone()
+            newest = journal.execute(
+                "SELECT max((SELECT committed_at FROM steps ORDER BY id DESC LIMIT 1), "
+                "coalesce((SELECT at FROM events ORDER BY id DESC LIMIT 1), 0))"
+            ).fetchone()[0]
+            state = self._state(journal)
+        config = msgspec.json.decode(config_json)
+        live = read_live(self.folder)
+        num_steps = config.get(algorithm, {}).get("max_num_steps") if live is None else live.num_steps
+        return RunSummary(
+            index=index,
+            name=self.folder.name,
+            path=str(self.folder),
+            run_id=run_id,
+            algorithm=algorithm,
+            model=config.get("policy", {}).get("model_name", ""),
+            created_at=created_at,
+            state=state,
+            last_step=last_step,
+            num_steps=num_steps,
+            updated_at=max(created_at, newest or 0.0, 0.0 if live is None else live.at),
+        )
+
+    def _state(self, journal: sqlite3.Connection) -> State:
+        """Return how the run is; what ended before it was begun the last time is over."""
+        return outcome_in(last_event(journal)) or ("running" if is_taken(self.folder) else "ended")
+
+    def live(self) -> Live | None:
+        """Return what the coordinator said last; None once the run has ended."""
+        live = read_live(self.folder)
+        if live is None:
+            return None
+        with self.journal() as journal:
+            return live if self._state(journal) == "running" else None
+
+    def run_id(self) -> str:
+        """Return the run's name."""
+        with self.journal() as journal:
+            return str(journal.execute("SELECT run_id FROM run").fetchone()[0])
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the configuration that the run goes by."""
+        with self.journal() as journal:
+            (config_json,) = journal.execute(_CONFIG).fetchone()
+        found: dict[str, Any] = msgspec.json.decode(config_json)
+        return found
+
+    def models(self) -> list[str]:
+        """Return where the model's tokenizer may be: its folder or name, and the newest checkpoint."""
+        newest = (
+            "SELECT checkpoint FROM steps WHERE checkpoint != '' AND superseded_at IS NULL ORDER BY id DESC LIMIT 1"
+        )
+        with self.journal() as journal:
+            (config_json,) = journal.execute(_CONFIG).fetchone()
+            checkpoints = journal.execute(newest).fetchall()
+        policy = msgspec.json.decode(config_json).get("policy", {})
+        tokenizer = policy.get("tokenizer") or {}
+        named = [tokenizer.get("name"), policy.get("model_name")]
+        # Names are relative to where the run was begun, which the page need not be; checkpoints mostly lie in the run.
+        folders = [self.folder / "checkpoints" / Path(folder).name for (folder,) in checkpoints]
+        found = [*named, *(f"{folder}/policy" for (folder,) in checkpoints), *(f / "policy" for f in folders)]
+        return [str(name) for name in found if name]
+
+    def step_seconds(self, step: int) -> tuple[float, dict[str, float]] | None:
+        """Return when a step was committed, and its seconds by phase; None if it is not done."""
+        query = "SELECT id, committed_at FROM steps WHERE step = ? AND superseded_at IS NULL"
+        with self.journal() as journal:
+            row = journal.execute(query, (step,)).fetchone()
+            if row is None:
+                return None
+            seconds = journal.execute("SELECT phase, seconds FROM seconds WHERE step_id = ?", (row[0],)).fetchall()
+        return row[1], dict(seconds)
+
+    def refits(self, limit: int) -> list[Refit]:
+        """Return the newest refits of versions that still count, in order."""
+        query = "SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id DESC LIMIT ?"
+        with self.journal() as journal:
+            rows = journal.execute(query, (limit,)).fetchall()
+        return [_refit(msgspec.json.decode(record, type=RefitRecord)) for (record,) in reversed(rows)]
+
+    def events(self, after: int, limit: int) -> list[PastEvent]:
+        """Return the events that follow one, the newest of them, in order."""
+        query = "SELECT id, at, member, text FROM events WHERE id > ? ORDER BY id DESC LIMIT ?"
+        with self.journal() as journal:
+            rows = journal.execute(query, (after, limit)).fetchall()
+        return [PastEvent(id=i, at=at, source=member, text=text) for i, at, member, text in reversed(rows)]
+
+    def mark(self) -> Mark:
+        """Return how far the record is."""
+        with self.journal() as journal:
+            (last_step,) = journal.execute("SELECT max(step) FROM steps WHERE superseded_at IS NULL").fetchone()
+            (last_event,) = journal.execute("SELECT max(id) FROM events").fetchone()
+            state = self._state(journal)
+        live = read_live(self.folder)
+        live_at = 0.0 if live is None else live.at
+        return Mark(last_step=last_step, last_event=last_event or 0, live_at=live_at, state=state)
+
+
+def _refit(record: RefitRecord) -> Refit:
+    return Refit(
+        version=record.version,
+        engines=record.engines,
+        num_bytes=record.num_bytes,
+        seconds=record.seconds,
+        predicted_s=record.predicted_s,
+        bound_s=record.bound_s,
+        share_of_bound=record.share_of_bound,
+        digest=f"{record.digest:016x}" if record.digest else "",
+        verify=record.verify,
+        quarantined=record.quarantined,
+        aliased=record.is_aliased,
+    )

@@ -1,0 +1,136 @@
+"""The samples of a run as the page shows them: a list of some, and one with its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from tandem.common.errors import SamplesError
+from tandem.common.messages import Purpose
+from tandem.observe.page.tokens import texts_of
+
+if TYPE_CHECKING:  # Arrow takes a while to be imported
+    from tandem.observe.samples import SampleQuery
+    from tandem.samples.sample_record import RecordedSample
+
+SORTS: tuple[Literal["group", "reward", "length", "advantage"], ...] = ("group", "reward", "length", "advantage")
+PURPOSES: tuple[Purpose, ...] = ("train", "validate")
+_MAX_STEPS = 200
+"""Of which the samples of a problem are looked up, the newest."""
+
+
+class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of samples."""
+
+    step: int | None
+    total: int
+    """That the query asks for."""
+    steps: dict[str, tuple[int, int]]
+    """The first step and the last that are recorded, by purpose."""
+    rows: list[dict[str, Any]]
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of a sample."""
+
+    id: int
+    text: str
+    """That is complete with it; where a character takes several tokens, it is the last one's."""
+    made_by_policy: bool
+    logprob: float | None
+    trainer_logprob: float | None
+    version: int | None
+
+
+def query_samples(run: Path, query: SampleQuery, run_id: str) -> SampleRows:
+    """Return what a query asks for. Raises `SamplesError` for a damaged file."""
+    from tandem.observe.samples import recorded_steps, search
+
+    there = {purpose: steps for purpose in PURPOSES if (steps := recorded_steps(run, purpose))}
+    ends: dict[str, tuple[int, int]] = {purpose: (steps[0], steps[-1]) for purpose, steps in there.items()}
+    steps = there.get(query.purpose, [])
+    if not steps or (query.step is not None and query.step not in steps):
+        return SampleRows(step=query.step, total=0, steps=ends, rows=[])
+    found = search(run, query, run_id)
+    return SampleRows(step=found.step, total=found.num_chosen, steps=ends, rows=[_row(each) for each in found.samples])
+
+
+def one_sample(
+    run: Path, place: tuple[int, int, int], purpose: Purpose, run_id: str, models: Sequence[str]
+) -> dict[str, Any]:
+    """Return a sample with its tokens, by its step, group and number; `models` are where a tokenizer may be.
+
+    Raises `SamplesError` if there is none.
+    """
+    from tandem.observe.samples import SampleQuery, recorded_steps, select, trainer_logprobs
+
+    step, group, number = place
+    if step in recorded_steps(run, purpose):
+        for sample in select(run, SampleQuery(purpose=purpose, step=step, group=group), run_id):
+            if sample.scored.sample == number:
+                recorded = trainer_logprobs(run, step, run_id) if purpose == "train" else {}
+                logprobs_T = recorded.get((group, number))
+                trainer = None if logprobs_T is None else logprobs_T.tolist()
+                return _row(sample) | {"tokens": _tokens(sample, trainer, models)}
+    raise SamplesError(f"{run} has no recorded sample {number} of group {group} of step {step}, for {purpose}")
+
+
+def samples_of_problem(run: Path, problem_id: str, run_id: str) -> list[dict[str, Any]]:
+    """Return the samples of a problem in the newest steps, in order of steps, those of validation among them."""
+    from tandem.observe.samples import SampleQuery, recorded_steps, select
+
+    found: list[dict[str, Any]] = []
+    for purpose in PURPOSES:
+        for step in recorded_steps(run, purpose)[-_MAX_STEPS:]:
+            query = SampleQuery(purpose=purpose, step=step, problem_id=problem_id, with_tokens=False)
+            try:
+                samples = select(run, query, run_id)
+            except SamplesError:
+                if step in recorded_steps(run, purpose):
+                    raise
+                continue  # the oldest are deleted where the record is bounded
+            found += [_row(sample) | {"purpose": purpose} for sample in samples]
+    return sorted(found, key=lambda row: (row["step"], row["purpose"], row["group"], row["sample"]))
+
+
+def _row(sample: RecordedSample) -> dict[str, Any]:
+    """Return a sample under the names of the record's columns."""
+    scored: dict[str, Any] = msgspec.to_builtins(sample.scored)
+    return scored | {
+        "step": sample.step,
+        "rollout": sample.rollout,
+        "problem_id": sample.problem_id,
+        "question": sample.question,
+        "reference_answer": sample.answer,
+        "prompt": sample.prompt,
+        "advantage": sample.advantage,
+    }
+
+
+def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Sequence[str]) -> list[Token]:
+    arrays = sample.arrays
+    ids: list[int] = arrays.token_ids_T.tolist()
+    columns = zip(
+        ids,
+        texts_of(models, ids),
+        arrays.loss_mask_T.tolist(),
+        arrays.generation_logprobs_T.tolist(),
+        trainer or [math.nan] * len(ids),
+        arrays.versions_T.tolist(),
+        strict=True,
+    )
+    return [
+        Token(
+            id=token_id,
+            text=text,
+            made_by_policy=is_made,
+            logprob=logprob if is_made else None,
+            trainer_logprob=None if not is_made or math.isnan(trainer_logprob) else trainer_logprob,
+            version=version if is_made else None,
+        )
+        for token_id, text, is_made, logprob, trainer_logprob, version in columns
+    ]

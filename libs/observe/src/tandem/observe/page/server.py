@@ -1,0 +1,215 @@
+"""The page's program: a web server that reads run folders, and does nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from tandem.common.errors import RunFolderError, SamplesError, TandemError
+from tandem.observe.page import samples
+from tandem.observe.page.gpus import Gpus
+from tandem.observe.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
+from tandem.observe.page.reader import RunReader
+from tandem.observe.page.security import Guard, error
+from tandem.observe.page.series import Along, Curves
+from tandem.observe.page.stream import Watch
+from tandem.observe.page.timeline import flame, timeline
+
+STATIC = Path(__file__).parent / "static"
+_MOST_POINTS = 10_000
+_MOST_ROWS = 1000
+_MOST_NAMES = 200
+_MOST_STEPS = 200
+
+
+class Run:
+    """A run, and what of it is kept between requests."""
+
+    def __init__(self, folder: Path, gpus: Gpus) -> None:
+        """Raises `RunFolderError` if it cannot be read."""
+        self.gpus = gpus
+        self.reader = RunReader(folder)
+        self.curves = Curves(self.reader)
+
+
+Answer = Callable[[Run, Request], Any]
+"""Returns what a request about a run is answered with; what it raises is said on one line."""
+
+
+def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
+    """Return the program over these run folders; its state has the `Watch` of its streams.
+
+    Raises `RunFolderError` for a folder that cannot be read.
+    """
+    gpus = Gpus()
+    runs = [Run(folder, gpus) for folder in folders]
+    watch = Watch([run.reader for run in runs])
+
+    def list_runs(request: Request) -> Response:
+        return _json([run.reader.summary(index) for index, run in enumerate(runs)])
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(watch.changes(request), media_type="text/event-stream")
+
+    of_run = [
+        Route(f"/api/runs/{{run:int}}/{path}", functools.partial(_answer, runs, answer)) for path, answer in _ANSWERS
+    ]
+    app = Starlette(
+        routes=[
+            Route("/api/runs", _said(list_runs)),
+            *of_run,
+            Route("/api/stream", stream),
+            Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
+        ],
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={HTTPException: _refused},
+    )
+    app.state.watch = watch
+    return app
+
+
+def _answer(runs: Sequence[Run], answer: Answer, request: Request) -> Response:
+    index = request.path_params["run"]
+    if not index < len(runs):
+        return error(404, f"there is no run {index}: there are {len(runs)}, from 0 on")
+    return _said(lambda asked: _json(answer(runs[index], asked)))(request)
+
+
+def _said(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    """Have what an endpoint raises said on one line."""
+
+    def answer(request: Request) -> Response:
+        try:
+            return endpoint(request)
+        except BadQuery as problem:
+            return error(400, str(problem))
+        except (RunFolderError, SamplesError) as problem:
+            return error(404, str(problem))
+        except TandemError as problem:
+            return error(422, str(problem))
+
+    return answer
+
+
+def _json(answer: Any) -> Response:
+    """Encode an answer; what is not a number is null."""
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _refused(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException), "it is the handler of nothing else"
+    return error(problem.status_code, f"{request.url.path[:200]}: {problem.detail}")
+
+
+# --- what is asked about a run -------------------------------------------------------------------------------------
+
+
+def _metrics(run: Run, request: Request) -> Any:
+    return {"names": run.curves.names()}
+
+
+def _series(run: Run, request: Request) -> Any:
+    names = [name for name in request.query_params.get("names", "").split(",") if name]
+    if len(names) > _MOST_NAMES:
+        raise BadQuery(f"names: at most {_MOST_NAMES} at once, not {len(names)}")
+    return _curves(run, request, names)
+
+
+def _memory(run: Run, request: Request) -> Any:
+    return _curves(run, request, [each.name for each in run.curves.names() if each.group == "memory"])
+
+
+def _curves(run: Run, request: Request, names: Sequence[str]) -> Any:
+    points = whole_number(request, "points", 800, 1, _MOST_POINTS)
+    first, last = maybe_whole_number(request, "from"), maybe_whole_number(request, "to")
+    along = request.query_params.get("along", "steps")
+    if along not in get_args(Along):
+        raise BadQuery(f"along: {along[:100]!r}, must be one of {', '.join(get_args(Along))}")
+    return run.curves.series(names, points, first, last, cast(Along, along))
+
+
+def _live(run: Run, request: Request) -> Any:
+    return run.reader.live()
+
+
+def _timeline(run: Run, request: Request) -> Any:
+    num_steps = whole_number(request, "steps", 10, 1, _MOST_STEPS)
+    view = timeline(run.reader.folder, num_steps, maybe_whole_number(request, "to"))
+    step = maybe_whole_number(request, "flame")
+    return view if step is None else msgspec.structs.replace(view, flame=flame(run.reader, step))
+
+
+def _refits(run: Run, request: Request) -> Any:
+    return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
+
+
+def _config(run: Run, request: Request) -> Any:
+    return run.reader.configuration()
+
+
+def _gpus(run: Run, request: Request) -> Any:
+    """Return the GPUs of this machine while the run goes on, which may be one of several."""
+    return run.gpus.read() if run.reader.live() is not None else []
+
+
+def _events(run: Run, request: Request) -> Any:
+    return run.reader.events(whole_number(request, "after", 0), whole_number(request, "limit", 500, 1, _MOST_ROWS))
+
+
+def _samples(run: Run, request: Request) -> Any:
+    from tandem.observe.samples import SampleQuery  # Arrow takes a while to be imported
+
+    least, most = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
+    query = SampleQuery(
+        step=maybe_whole_number(request, "step"),
+        purpose=choice(request, "purpose", samples.PURPOSES),
+        sort=choice(request, "sort", samples.SORTS),
+        descending=choice(request, "descending", ("0", "1")) == "1",
+        contains=request.query_params.get("contains", ""),
+        group=maybe_whole_number(request, "group"),
+        min_reward=-math.inf if least is None else least,
+        max_reward=math.inf if most is None else most,
+        offset=whole_number(request, "offset", 0),
+        limit=whole_number(request, "limit", 50, 1, _MOST_ROWS),
+        with_tokens=False,
+    )
+    return samples.query_samples(run.reader.folder, query, run.reader.run_id())
+
+
+def _sample(run: Run, request: Request) -> Any:
+    step, group, sample = (int(request.path_params[name]) for name in ("step", "group", "sample"))
+    purpose = choice(request, "purpose", samples.PURPOSES)
+    reader = run.reader
+    return samples.one_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
+
+
+def _problem(run: Run, request: Request) -> Any:
+    return samples.samples_of_problem(run.reader.folder, request.path_params["problem_id"], run.reader.run_id())
+
+
+_ANSWERS: tuple[tuple[str, Answer], ...] = (
+    ("metrics", _metrics),
+    ("series", _series),
+    ("memory", _memory),
+    ("live", _live),
+    ("timeline", _timeline),
+    ("config", _config),
+    ("refits", _refits),
+    ("gpus", _gpus),
+    ("events", _events),
+    ("samples", _samples),
+    ("samples/{step:int}/{group:int}/{sample:int}", _sample),
+    ("problems/{problem_id:path}/samples", _problem),
+)

@@ -1,0 +1,84 @@
+"""Changes of runs as server-sent events: files are looked at twice a second while anybody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from tandem.common.errors import RunFolderError
+from tandem.observe.page.reader import Mark, RunReader
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.live import LIVE_NAME
+
+_LOOK_S = 0.5
+"""How often, which is also how often a listener hears of a run at most."""
+_ALIVE_S = 15.0
+"""After so much silence a listener is told that nothing is new, or what lies between would end the connection."""
+
+
+class Watch:
+    """Looks at runs for all who listen."""
+
+    def __init__(self, readers: Sequence[RunReader]) -> None:
+        self._readers = readers
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Have all streams end: nobody can end them otherwise but the listeners."""
+        self._has_ended = True
+
+    async def changes(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield how far each run is, and again whenever that is further, until nobody listens.
+
+        When the program is to end, all is looked at once more: that may be because the run has ended.
+        """
+        seen: list[tuple[object, Mark | None]] = [(None, None)] * len(self._readers)
+        silent_s = 0.0
+        while not await request.is_disconnected():
+            is_last = self._has_ended
+            silent_s += _LOOK_S
+            for index, reader in enumerate(self._readers):
+                before, told = seen[index]
+                now, mark = await run_in_threadpool(_look, reader, before, told)
+                seen[index] = now, mark
+                if mark is not None and mark != told:
+                    silent_s = 0.0
+                    yield _event(index, mark)
+            if silent_s > _ALIVE_S:
+                silent_s = 0.0
+                yield b": nothing new\n\n"
+            if is_last:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+
+def _look(reader: RunReader, before: object, told: Mark | None) -> tuple[object, Mark | None]:
+    """Return what the files are like, and how far the run is; the journal is opened only where they have changed."""
+    now = _files(reader)
+    if now == before:
+        return before, told
+    try:
+        return now, reader.mark()
+    except RunFolderError:  # it is being moved away, or made
+        return None, told
+
+
+def _files(reader: RunReader) -> object:
+    found: list[tuple[int, int, int] | None] = []
+    for name in (JOURNAL_NAME, LIVE_NAME):
+        try:
+            status = os.stat(reader.folder / name)
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _event(index: int, mark: Mark) -> bytes:
+    said = {"run": index} | msgspec.to_builtins(mark)
+    return b"data: " + msgspec.json.encode(said) + b"\n\n"

@@ -1,0 +1,170 @@
+"""The timeline of the newest steps, a lane a process, and the flame of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.observe.page.reader import RunReader
+from tandem.observe.run_folder.timeline_file import COORDINATOR, Span, StepSpans, What, read_timeline
+
+_LEAST_S = 1e-3
+"""Shorter waits are not told: they are the message's way."""
+_PHASES: dict[str, What] = {
+    "generation": "generating",
+    "get_logprobs": "log-probabilities",
+    "value_inference": "log-probabilities",
+    "teacher_logprob_inference": "log-probabilities",
+    "value_training": "training",
+    "policy_training": "training",
+    "refit": "refitting",
+    "validation": "validating",
+    "checkpointing": "saving",
+}
+"""Of a step's seconds, in the order in which they pass."""
+_KINDS = ("coordinator", "trainer", "rollout", "refit")
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When a step was in progress."""
+
+    step: int
+    start: float
+    end: float
+
+
+class LaneSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process did."""
+
+    what: What
+    step: int
+    start: float
+    end: float
+    detail: str
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one process did."""
+
+    process: str
+    spans: list[LaneSpan]
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """One bar of a flame: those of a depth lie within one of the depth above."""
+
+    name: str
+    start: float
+    end: float
+    process: str
+    depth: int
+
+
+class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest steps."""
+
+    steps: list[StepTimes]
+    lanes: list[Lane]
+    flame: list[Frame] = []
+
+
+def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
+    """Return the newest steps up to one."""
+    rows = read_timeline(folder, num_steps, to)
+    if not rows:
+        return TimelineView(steps=[], lanes=[])
+    first, last = rows[0].start, rows[-1].end
+    of_process: dict[str, list[Span]] = {}
+    for span in _clipped(_spans(rows), first, last):
+        of_process.setdefault(span.process, []).append(span)
+    return TimelineView(
+        steps=[StepTimes(step=row.step, start=row.start, end=row.end) for row in rows],
+        lanes=[
+            Lane(process=process, spans=_lane(of_process[process], first, last))
+            for process in sorted(of_process, key=_place)
+        ],
+    )
+
+
+def flame(reader: RunReader, step: int) -> list[Frame]:
+    """Return a step, its phases, and within these what processes did; without a timeline what its seconds tell.
+
+    What goes on through several phases is cut where one ends.
+    """
+    rows = [row for row in read_timeline(reader.folder, 1, step) if row.step == step]
+    if not rows:
+        return _flame_of_seconds(reader, step)
+    (row,) = rows
+    frames = [Frame(name=f"step {step}", start=row.start, end=row.end, process=COORDINATOR, depth=0)]
+    spans = list(_clipped(row.spans, row.start, row.end))
+    for phase in sorted((span for span in spans if span.process == COORDINATOR), key=_start):
+        frames.append(_frame(phase, 1))
+        within = [span for span in spans if span.process != COORDINATOR]
+        within = sorted(_clipped(within, phase.start, phase.end), key=lambda span: (_place(span.process), span.start))
+        frames += [_frame(span, 2) for span in within]
+    return frames
+
+
+def _flame_of_seconds(reader: RunReader, step: int) -> list[Frame]:
+    found = reader.step_seconds(step)
+    if found is None:
+        return []
+    committed_at, seconds = found
+    at = start = committed_at - seconds.get("total", 0.0)
+    frames = [Frame(name=f"step {step}", start=start, end=committed_at, process=COORDINATOR, depth=0)]
+    for name, what in _PHASES.items():
+        if seconds.get(name, 0.0) > 0:
+            frames.append(Frame(name=what, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
+            at += seconds[name]
+    return frames
+
+
+def _lane(spans: Sequence[Span], first: float, last: float) -> list[LaneSpan]:
+    """Return what a process did, in order, and when it waited; the coordinator does nothing itself and never waits."""
+    ordered = sorted(spans, key=_start)
+    if ordered[0].process != COORDINATOR:
+        ordered = sorted([*ordered, *_waits(ordered, first, last)], key=_start)
+    return [LaneSpan(what=s.what, step=s.step, start=s.start, end=s.end, detail=s.detail) for s in ordered]
+
+
+def _waits(ordered: Sequence[Span], first: float, last: float) -> Iterator[Span]:
+    at = first
+    for span in ordered:
+        if span.start - at > _LEAST_S:
+            yield _wait(span, at, span.start)
+        at = max(at, span.end)
+    if last - at > _LEAST_S:
+        yield _wait(ordered[-1], at, last)
+
+
+def _wait(for_what: Span, start: float, end: float) -> Span:
+    return Span(process=for_what.process, what="waiting", step=for_what.step, start=start, end=end)
+
+
+def _spans(rows: Iterable[StepSpans]) -> Iterator[Span]:
+    for row in rows:
+        yield from row.spans
+
+
+def _clipped(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]:
+    """Yield what of spans lies between two moments."""
+    for span in spans:
+        start, end = max(first, span.start), min(last, span.end)
+        if end > start:
+            yield msgspec.structs.replace(span, start=start, end=end)
+
+
+def _frame(span: Span, depth: int) -> Frame:
+    return Frame(name=span.what, start=span.start, end=span.end, process=span.process, depth=depth)
+
+
+def _start(span: Span) -> float:
+    return span.start
+
+
+def _place(process: str) -> tuple[int, int, str]:
+    """Return what processes are sorted by: their kind, and their number."""
+    kind, _, number = process.partition("-")
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), int(number) if number.isdigit() else 0, process

@@ -1,0 +1,1 @@
+"""Reports of runs: summaries, charts, and one page that holds them"""

@@ -1,0 +1,152 @@
+"""Runs as PNG: the eight panels of a report, and the two that the README shows.
+
+Matplotlib is imported when one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.common import gc_tuning
+from tandem.config.schema.declarations import ALGORITHMS
+from tandem.observe.report.charts import ROUNDING
+from tandem.observe.report.panels import PHASES, SECONDS, Curve, Panel, panels_of
+from tandem.observe.report.side_by_side import Run
+from tandem.observe.report.summary import RunSummary
+
+_TITLES = {
+    "reward": "mean reward of the training samples",
+    "val_accuracy": "accuracy on held-out problems",
+    "loss": "training loss",
+    "val_loss": "loss on held-out problems",
+}
+_STYLES = ("-", "--", ":")
+_FEW = 40
+"""Points up to which each is marked: a curve of one point is nothing without."""
+
+
+@gc_tuning.paused()  # the import
+def draw_panels(runs: Sequence[Run], path: Path) -> None:
+    """Draw the eight panels of one or more runs."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, 4, figsize=(18, 7.5))
+    for panel, place in zip(panels_of(run.summary.algorithm for run in runs), axes.flat, strict=True):
+        place.set_title(panel.title, fontsize="medium")
+        place.grid(alpha=0.3)
+        place.tick_params(labelsize="small")
+        if panel.title == SECONDS and len(runs) == 1:
+            _stack(place, runs[0])
+        else:
+            _draw(place, panel, runs)
+    for place in axes.flat:
+        place.set_xlabel("step", fontsize="small")
+        place.xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
+    """Draw the curves of a panel; several runs differ in colour, the curves of one as well."""
+    left, right = panel.drawn([run.curves for run in runs])
+    if not left and not right:
+        axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
+        axes.tick_params(labelbottom=False, bottom=False)
+        axes.set_yticks([])
+        return
+    sides = [(axes, left)] if left else []
+    if right:
+        sides.append((axes.twinx() if left else axes, right))
+    lines: list[Any] = []
+    number = 0
+    for side, curves in sides:
+        for curve in curves:
+            lines += _lines(side, curve, number, runs)
+            number += 1
+        side.tick_params(labelsize="small")
+        _widen(side)
+        if len(sides) > 1:
+            side.set_ylabel(", ".join(curve.label for curve in curves), fontsize="small")
+    axes.legend(handles=lines, fontsize="x-small").set_zorder(9)
+
+
+def _widen(side: Any) -> None:
+    """Have an axis show no differences that rounding makes, which it would label by an offset that nobody can read."""
+    low, high = side.get_ylim()
+    least = ROUNDING * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        side.set_ylim(middle - least, middle + least)
+    side.ticklabel_format(axis="y", useOffset=False)
+
+
+def _lines(side: Any, curve: Curve, number: int, runs: Sequence[Run]) -> list[Any]:
+    lines = []
+    for place, run in enumerate(runs):
+        points = run.curves.get(curve.name, [])
+        if points:
+            label = curve.label if len(runs) == 1 else f"{run.label}: {curve.label}"
+            (line,) = side.plot(
+                [step for step, _ in points],
+                [value for _, value in points],
+                _STYLES[number % len(_STYLES)],
+                color=f"C{place if len(runs) > 1 else number}",
+                label=label,
+                linewidth=1.2,
+                marker="." if len(points) < _FEW else None,
+            )
+            lines.append(line)
+    return lines
+
+
+def _stack(axes: Any, run: Run) -> None:
+    """Stack the seconds of a run's phases."""
+    layers = stacked_seconds(run.summary)
+    if layers:
+        steps = [step for step, _ in run.summary.seconds["total"]]
+        axes.stackplot(steps, *layers.values(), labels=[*layers], alpha=0.8)
+        axes.legend(fontsize="x-small")
+
+
+def stacked_seconds(summary: RunSummary) -> dict[str, list[float]]:
+    """Return the seconds of each phase at every step, and of what is in none of them; by what people call them."""
+    totals = summary.seconds.get("total", [])
+    layers: dict[str, list[float]] = {}
+    for name, label in PHASES.items():
+        of_step = dict(summary.seconds.get(name, []))
+        if any(of_step.values()):
+            layers[label] = [of_step.get(step, 0.0) for step, _ in totals]
+    if layers:
+        parts = [sum(values) for values in zip(*layers.values(), strict=True)]
+        layers["other"] = [max(0.0, total - part) for (_, total), part in zip(totals, parts, strict=True)]
+    return layers
+
+
+@gc_tuning.paused()  # the import
+def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
+    """Draw what runs trained on and what they held out, by step: two panels, which their algorithms declare."""
+    pyplot = _pyplot()
+    # Margins that tick labels fit into: finding them out would have it all drawn twice.
+    margins = {"left": 0.08, "right": 0.98, "bottom": 0.13, "top": 0.91, "wspace": 0.2}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), gridspec_kw=margins)
+    for label, summary in runs.items():
+        for axes, name in zip((left, right), ALGORITHMS[summary.algorithm].curves, strict=True):
+            points = summary.curves.get(name, [])
+            axes.plot([s for s, _ in points], [v for _, v in points], label=label, linewidth=1.2)
+            axes.set(xlabel="step", title=_TITLES[name])
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

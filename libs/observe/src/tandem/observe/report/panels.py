@@ -1,0 +1,158 @@
+"""The eight panels of a report: which metrics each of them draws, of which algorithm.
+
+A panel has two axes, because a length and a share, or a norm and a share, have no common scale. Its first curve is
+drawn solid, the others dashed; several runs differ in colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.config.schema.declarations import ALGORITHMS
+
+Points = Sequence[tuple[int, float]]
+"""Of a curve: steps and values."""
+
+
+class Curve(NamedTuple):
+    """A metric, and what people call it."""
+
+    name: str
+    label: str
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """What one panel draws, as far as runs have it."""
+
+    title: str
+    left: tuple[Curve, ...] = ()
+    """On the axis to the left."""
+    right: tuple[Curve, ...] = ()
+    missing: str
+    """What is said where no run has any of these."""
+
+    def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[Curve], list[Curve]]:
+        """Return the curves of both axes that some run has; one without a reference has a KL of 0 from it."""
+        known = {
+            name
+            for of_run in curves
+            for name, points in of_run.items()
+            if (points if name != "kl" else any(value for _, value in points))
+        }
+        left, right = ([curve for curve in axis if curve.name in known] for axis in (self.left, self.right))
+        return left, right
+
+
+SECONDS, MEMORY = "seconds by phase", "memory"
+"""The titles of the panels whose curves are no metrics of the algorithm's."""
+PHASES = {
+    "generation": "generation",
+    "get_logprobs": "log-probabilities",
+    "policy_training": "training",
+    "refit": "refit",
+    "validation": "validation",
+    "checkpointing": "checkpoints",
+}
+"""Parts of a step's seconds, as they are stacked."""
+TOTAL = Curve("seconds/total", "a whole step")
+_PHASES_OF_MEMORY = ("generation", "training", "refit")
+_KINDS = ("trainer", "engine")
+_PEAKS = tuple(Curve(f"memory/{kind}", f"{kind}, GB") for kind in _KINDS)
+
+
+def _panel(
+    title: str, left: Sequence[tuple[str, str]], right: Sequence[tuple[str, str]] = (), missing: str = ""
+) -> Panel:
+    return Panel(
+        title=title,
+        left=tuple(Curve(*pair) for pair in left),
+        right=tuple(Curve(*pair) for pair in right),
+        missing=missing or "no such metric is recorded",
+    )
+
+
+_LAST = (
+    Panel(title=SECONDS, left=(TOTAL,), missing="no seconds are recorded"),
+    Panel(title=MEMORY, left=_PEAKS, missing="no memory is recorded"),
+)
+_LEARNING_RATE = _panel("learning rate", [("learning_rate", "learning rate")])
+_NOT_VALIDATED = "nothing was validated"
+_ROLLED_OUT = (
+    _panel("reward", [("reward", "reward"), ("training_reward", "as trained on"), ("filtered_reward", "as filtered")]),
+    _panel("held-out accuracy", [("val_accuracy", "accuracy"), ("val_reward", "reward")], missing=_NOT_VALIDATED),
+    _panel(
+        "KL and entropy",
+        [("entropy", "entropy, nats a token")],
+        [("kl", "KL from the reference"), ("approx_kl", "KL of a step")],
+    ),
+    _panel(
+        "lengths and truncation",
+        [("mean_generation_length", "mean length"), ("max_generation_length", "longest")],
+        [("truncated_fraction", "share cut off")],
+    ),
+    _panel("gradient norm and clipping", [("grad_norm", "gradient norm")], [("clip_fraction", "share clipped")]),
+    _panel(
+        "log-probability gap, engine to trainer",
+        [("token_mult_prob_error", "factor between probabilities")],
+        [("sampling_importance_ratio", "importance weight")],
+    ),
+    *_LAST,
+)
+_SUPERVISED = (
+    _panel("loss", [("loss", "loss")]),
+    _panel("held-out loss", [("val_loss", "loss")], missing=_NOT_VALIDATED),
+    _panel(
+        "token accuracy and entropy", [("entropy", "entropy, nats a token")], [("token_accuracy", "token accuracy")]
+    ),
+    _panel("batch sizes", [("num_valid_tokens", "tokens in the loss")], [("num_valid_samples", "sequences")]),
+    _panel("gradient norm", [("grad_norm", "gradient norm")]),
+    _LEARNING_RATE,
+    *_LAST,
+)
+_PREFERENCES = (
+    _panel("loss", [("loss", "loss"), ("preference_loss", "of preferences"), ("sft_loss", "of the chosen")]),
+    _panel("held-out accuracy", [("val_accuracy", "accuracy")], [("val_loss", "loss")], missing=_NOT_VALIDATED),
+    _panel(
+        "rewards of chosen and rejected",
+        [("rewards_chosen_mean", "chosen"), ("rewards_rejected_mean", "rejected")],
+        [("accuracy", "accuracy")],
+    ),
+    *_SUPERVISED[3:],
+)
+
+
+def panels_of(algorithms: Iterable[str]) -> tuple[Panel, ...]:
+    """Return the eight panels of runs of these algorithms; of several, each panel has the curves of all."""
+    sets = list(dict.fromkeys(_panels(name) for name in algorithms))
+    return tuple(_together(panels) for panels in zip(*sets, strict=True))
+
+
+def _panels(algorithm: str) -> tuple[Panel, ...]:
+    declared = ALGORITHMS[algorithm]
+    if declared.rolls_out:
+        return _ROLLED_OUT
+    return _PREFERENCES if declared.learns_preferences else _SUPERVISED
+
+
+def _together(panels: Sequence[Panel]) -> Panel:
+    left = tuple(dict.fromkeys(curve for panel in panels for curve in panel.left))
+    return Panel(
+        title=" / ".join(dict.fromkeys(panel.title for panel in panels)),
+        left=left,
+        right=tuple(dict.fromkeys(c for panel in panels for c in panel.right if c not in left)),
+        missing=panels[0].missing,
+    )
+
+
+def peak_memory(curves: Mapping[str, Points]) -> dict[str, list[tuple[int, float]]]:
+    """Return the most memory that a process of each kind had in any phase of a step, as curves."""
+    found: dict[str, dict[int, float]] = {}
+    for kind in _KINDS:
+        for phase in _PHASES_OF_MEMORY:
+            for step, value in curves.get(f"memory_{phase}_{kind}_gb", ()):
+                steps = found.setdefault(f"memory/{kind}", {})
+                steps[step] = max(steps.get(step, 0.0), value)
+    return {name: sorted(steps.items()) for name, steps in found.items()}

@@ -1,0 +1,203 @@
+"""The tables of a report: runs side by side, and in which keys their configurations differ."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tandem.config import differing
+from tandem.config.schema.declarations import ALGORITHMS
+from tandem.observe.report.panels import PHASES, TOTAL, peak_memory
+from tandem.observe.report.summary import SUMMED_UP, RunSummary
+from tandem.observe.run_folder.ending import ENDED
+from tandem.observe.run_folder.journal import JournalReader, RefitRecord, RunRecord, read_journal
+from tandem.observe.run_folder.journal_file import damage
+
+_OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
+"""Keys that differ between any two runs, and say nothing."""
+_NONE = "-"
+
+
+class Run(NamedTuple):
+    """A run as a report shows it."""
+
+    label: str
+    folder: Path
+    record: RunRecord
+    summary: RunSummary
+    config: dict[str, Any]
+    """As its journal has it, whichever release wrote it."""
+    refits: list[RefitRecord]
+    notes: list[tuple[float, str]]
+    """What was said during the run, with Unix times."""
+    curves: dict[str, list[tuple[int, float]]]
+    """Metrics, seconds and memory by step, under the names that panels draw."""
+
+
+class Row(NamedTuple):
+    """A row of a table: what it is, and what each run has."""
+
+    what: str
+    values: tuple[str, ...]
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read the journals of runs. Raises `RunFolderError` where there is none."""
+    return [_load(label, folder) for label, folder in zip(labels(folders), folders, strict=True)]
+
+
+def _load(label: str, folder: Path) -> Run:
+    with read_journal(folder) as journal:
+        summary = RunSummary.of(journal)
+        seconds = {f"seconds/{name}": points for name, points in summary.seconds.items()}
+        return Run(
+            label=label,
+            folder=folder,
+            record=journal.run,
+            summary=summary,
+            curves=summary.curves | seconds | peak_memory(summary.curves),
+            config=_plain_config(journal),
+            refits=journal.refits(),
+            notes=[(at, text) for at, member, text in journal.events() if member == "coordinator"],
+        )
+
+
+def _plain_config(journal: JournalReader) -> dict[str, Any]:
+    """Return a run's configuration without the sections of other algorithms."""
+    with damage(journal.folder):
+        plain = msgspec.json.decode(journal.config_json, type=dict[str, Any])
+    others = ALGORITHMS.keys() - {journal.run.algorithm}
+    return {section: value for section, value in plain.items() if section not in others}
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of paths that tell folders apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    longest = max(len(each) for each in parts)
+    for depth in range(1, longest + 1):
+        found = ["/".join(each[-depth:]) for each in parts]
+        if len({*found}) == len({*parts}):
+            return found
+    raise AssertionError("whole paths differ")
+
+
+def reached(runs: Sequence[Run]) -> list[Row]:
+    """Return what became of each run: steps, curves from first to last, time, tokens."""
+    rows = [
+        _row("run", (run.record.run_id for run in runs)),
+        _row("algorithm", (run.record.algorithm for run in runs)),
+        _row("model", (str(run.config.get("policy", {}).get("model_name", _NONE)) for run in runs)),
+        _row("begun", (time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created_at)) for run in runs)),
+        _row("ended", map(_ending, runs)),
+        _row("training steps", (str(run.summary.num_steps) for run in runs)),
+    ]
+    for name in SUMMED_UP:
+        points = [run.summary.curves.get(name, []) for run in runs]
+        if any(points):
+            rows.append(_row(f"{name}, first → last", map(_first_to_last, points)))
+    for name, of in (("val_accuracy", max), ("val_loss", min)):
+        points = [run.summary.curves.get(name, []) for run in runs]
+        if any(points):
+            rows.append(_row(f"{name}, best", (_best(each, of) for each in points)))
+    rows += [
+        _row("tokens trained on", (_sum(run.summary.curves.get("num_valid_tokens", [])) for run in runs)),
+        _row("wall time", (_duration(run.summary.wall_seconds) for run in runs)),
+    ]
+    return [row for row in rows if any(value != _NONE for value in row.values)]
+
+
+def times(runs: Sequence[Run]) -> list[Row]:
+    """Return where the time of a step went in the median, and how fast tokens came."""
+    rows = [_row(TOTAL.label, (_seconds(run.summary, "total") for run in runs))]
+    rows += [_row(label, (_seconds(run.summary, name) for run in runs)) for name, label in PHASES.items()]
+    for name, label in (
+        ("tokens_per_s", "tokens generated a second"),
+        ("engine_idle_s", "engines idle, s"),
+        ("trainer_idle_s", "trainers idle, s"),
+    ):
+        rows.append(_row(label, (_median(run.summary.curves.get(name, [])) for run in runs)))
+    if any(run.refits for run in runs):
+        rows.append(_row("refits", (str(len(run.refits)) if run.refits else _NONE for run in runs)))
+        rows.append(_row("bytes of a refit, MB", map(_refit_megabytes, runs)))
+    return [row for row in rows if any(value != _NONE for value in row.values)]
+
+
+def memory(runs: Sequence[Run]) -> list[Row]:
+    """Return the most memory that a process of each kind had in each phase, in all steps."""
+    names = sorted({name for run in runs for name in run.summary.curves if name.startswith("memory_")})
+    return [
+        _row(
+            name.removeprefix("memory_").removesuffix("_gb").replace("_", ", "),
+            (f"{max(v for _, v in points):.3f}" if (points := run.summary.curves.get(name)) else _NONE for run in runs),
+        )
+        for name in names
+    ]
+
+
+def configuration_differences(runs: Sequence[Run]) -> list[Row]:
+    """Return the keys in which configurations differ, and what each run has there."""
+    keys = dict.fromkeys(key for run in runs[1:] for key in differing(runs[0].config, run.config))
+    return [_row(key, (_value_of(run.config, key) for run in runs)) for key in keys if key not in _OF_EVERY_RUN]
+
+
+def _value_of(config: Mapping[str, Any], key: str) -> str:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return _NONE
+        node = node[part]
+    return node if isinstance(node, str) else msgspec.json.encode(node).decode()
+
+
+def _row(what: str, values: Iterable[str]) -> Row:
+    return Row(what, tuple(values))
+
+
+def _ending(run: Run) -> str:
+    """Say how a run ended, as its journal has it."""
+    ends = [text for _, text in run.notes if ENDED.match(text)]
+    return ends[-1].removeprefix("the run ") if ends else "no end is recorded"
+
+
+def _first_to_last(points: Sequence[tuple[int, float]]) -> str:
+    return f"{points[0][1]:.4g} → {points[-1][1]:.4g}" if points else _NONE
+
+
+def _best(points: Sequence[tuple[int, float]], of: Any) -> str:
+    if not points:
+        return _NONE
+    step, value = of(points, key=lambda point: point[1])
+    return f"{value:.4g} (step {step})"
+
+
+def _sum(points: Sequence[tuple[int, float]]) -> str:
+    return f"{sum(value for _, value in points):,.0f}" if points else _NONE
+
+
+def _median(points: Sequence[tuple[int, float]]) -> str:
+    return f"{statistics.median(value for _, value in points):,.4g}" if points else _NONE
+
+
+def _seconds(summary: RunSummary, phase: str) -> str:
+    seconds, total = summary.median_seconds.get(phase), summary.median_seconds.get("total")
+    if seconds is None:
+        return _NONE
+    return f"{seconds:.3f} s" + (f" ({seconds / total:.0%})" if total and phase != "total" else "")
+
+
+def _refit_megabytes(run: Run) -> str:
+    if not run.refits:
+        return _NONE
+    return f"{statistics.median(sum(refit.num_bytes.values()) for refit in run.refits) / 1e6:,.1f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = divmod(int(seconds) // 60, 60)[::-1]
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,178 @@
+"""Checkpoint folders: their names, when they count as whole, and which of them are kept.
+
+Trainer ranks write into a temporary folder, while later steps go on. Only when every rank has synced its part does the
+coordinator add ``training.json`` and ``manifest.json`` and rename the folder to ``step_<n>``, which is atomic: a folder
+of that name was whole when it got it. The link ``latest`` then points to it. What happens to its files later shows in
+the manifest (`tandem.samples.manifest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import CheckpointError, DamagedCheckpoint
+from tandem.samples import manifest
+
+_TEMPORARY = ".writing_step_"
+_RETIRED = ".deleting_step_"
+_ASIDE = "superseded_step_"
+_RECORD = "training.json"
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``training.json`` says."""
+
+    step: int
+    version: int
+    metric_name: str
+    metric: float | None
+    """The value checkpoints are ranked by; None if it was not measured at this step."""
+    config_json: str
+    """The resolved configuration of the run that wrote it."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, root: Path, *, keep_top_k: int | None, higher_is_better: bool, run_id: str = "") -> None:
+        """`keep_top_k` of None keeps all."""
+        self._root = root
+        self._run_id = run_id
+        self._temporary = f"{_TEMPORARY}{{step}}.{secrets.token_hex(4)}"
+        self._keep_top_k = keep_top_k
+        self._higher_is_better = higher_is_better
+
+    @property
+    def temporary_pattern(self) -> str:
+        """Path of the folder ranks write to, with ``{step}`` standing for the step.
+
+        No other run has it: a rank whose coordinator was killed may write on for a while, beside the run that resumes.
+        """
+        return str(self._root.absolute() / self._temporary)
+
+    def prepare(self) -> None:
+        """Make the folder and clear what a crash left half-written or half-deleted."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            for leftover in [*self._root.glob(f"{_TEMPORARY}*"), *self._root.glob(f"{_RETIRED}*")]:
+                shutil.rmtree(leftover)
+        except OSError as error:
+            raise CheckpointError(f"checkpointing.checkpoint_dir: cannot use {self._root}: {error.strerror}") from error
+
+    def publish(self, record: CheckpointRecord, configuration: str = "") -> Path:
+        """Give a fully written checkpoint its final name, and delete those that are no longer kept.
+
+        `configuration` is the fingerprint of the one that it was made with.
+        """
+        temporary = Path(self.temporary_pattern.format(step=record.step))
+        final = self.folder_of(record.step)
+        try:
+            _write_synced(temporary / _RECORD, msgspec.json.format(msgspec.json.encode(record)))
+            whole = manifest.Manifest(
+                run_id=self._run_id,
+                step=record.step,
+                version=record.version,
+                configuration=configuration,
+                files={**manifest.take_parts(temporary), _RECORD: manifest.describe(temporary / _RECORD)},
+            )
+            _write_synced(temporary / manifest.NAME, msgspec.json.encode(whole))
+            _sync_folder(temporary)
+            if final.exists():  # left by a run whose journal is gone
+                self._delete(final)
+            temporary.rename(final)
+            self._point_latest_to(final)
+            self._prune(newest=record.step)
+            _sync_folder(self._root)
+        except OSError as error:
+            raise CheckpointError(f"cannot publish checkpoint {final}: {error.strerror}") from error
+        return final
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
+        return self._root / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, whether or not it can be read, in order."""
+        numbers = [path.name.partition("_")[2] for path in self._root.glob("step_*")]
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def read_record(self, step: int) -> CheckpointRecord:
+        """Return what a checkpoint says of itself. Raises `DamagedCheckpoint`."""
+        path = self.folder_of(step) / _RECORD
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=CheckpointRecord)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DamagedCheckpoint(f"{path.parent} is no Tandem checkpoint: {error}") from error
+
+    def all(self) -> dict[int, CheckpointRecord]:
+        """Return the checkpoints by step. Raises `DamagedCheckpoint`."""
+        return {step: self.read_record(step) for step in self.steps()}
+
+    def newest(self, *, up_to: int) -> tuple[int, Path] | None:
+        """Return step and folder of the newest checkpoint that is not newer than `up_to`."""
+        steps = [step for step in self.steps() if step <= up_to]
+        return (steps[-1], self.folder_of(steps[-1])) if steps else None
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints of later steps, which then no longer count; return where they are."""
+        found = []
+        for later in self.steps():
+            if later > step:
+                numbers = (n for n in range(1, 10_000) if not (self._root / f"{_ASIDE}{later}.{n}").exists())
+                found.append(self.folder_of(later).rename(self._root / f"{_ASIDE}{later}.{next(numbers)}"))
+        if found:
+            self._point_latest_to(self.folder_of(step))
+            _sync_folder(self._root)
+        return found
+
+    def _prune(self, newest: int) -> None:
+        """Keep the best `keep_top_k` and, so that the run can always be resumed, the newest."""
+        if self._keep_top_k is None:
+            return
+        sign = 1.0 if self._higher_is_better else -1.0
+        worst = float("-inf")
+
+        def rank(item: tuple[int, CheckpointRecord]) -> tuple[float, int]:
+            step, record = item
+            return (worst if record.metric is None else sign * record.metric, step)
+
+        readable: dict[int, CheckpointRecord] = {}
+        for step in self.steps():
+            with contextlib.suppress(DamagedCheckpoint):  # it is kept for whoever mends it
+                readable[step] = self.read_record(step)
+        best_first = sorted(readable.items(), key=rank, reverse=True)
+        for step, _ in best_first[self._keep_top_k :]:
+            if step != newest:
+                self._delete(self.folder_of(step))
+
+    def _delete(self, folder: Path) -> None:
+        retired = self._root / folder.name.replace("step_", _RETIRED)
+        folder.rename(retired)  # first, so that a half-deleted folder never looks whole
+        shutil.rmtree(retired)
+
+    def _point_latest_to(self, final: Path) -> None:
+        link = self._root / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.rename(self._root / "latest")
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""``guests.json``: where the rollouts of a run answer OpenAI's API, while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.messages import GuestServer
+from tandem.observe.run_folder.journal_file import is_taken
+
+GUESTS_NAME = "guests.json"
+
+
+class GuestServersFile:
+    """Writes the file, which is there as long as a rollout answers. It has secrets: others may not read it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Forget what was said before."""
+        self._path = folder / GUESTS_NAME
+        self._servers: dict[str, GuestServer] = {}
+        self._write()
+
+    def open(self, member: str, server: GuestServer) -> None:
+        """Say that a rollout answers."""
+        self._servers[member] = server
+        self._write()
+
+    def close(self, member: str) -> None:
+        """Say that it does so no more."""
+        if self._servers.pop(member, None) is not None:
+            self._write()
+
+    def end(self) -> None:
+        """Say that none does."""
+        self._servers.clear()
+        self._write()
+
+    def _write(self) -> None:
+        """Write the file, whole; what the disk says to it never stops the run."""
+        temporary = self._path.with_name(f".{GUESTS_NAME}")
+        with contextlib.suppress(OSError):
+            if not self._servers:
+                self._path.unlink(missing_ok=True)
+                return
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(self._servers))
+            temporary.rename(self._path)
+
+
+def read_guest_servers(folder: Path) -> dict[str, GuestServer] | None:
+    """Return where the rollouts of the run in a folder answer, by name; None if no run goes on there."""
+    if not is_taken(folder):
+        return None
+    try:
+        return msgspec.json.decode((folder / GUESTS_NAME).read_bytes(), type=dict[str, GuestServer])
+    except (OSError, msgspec.MsgspecError):
+        return {}

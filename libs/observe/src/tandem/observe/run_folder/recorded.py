@@ -1,0 +1,40 @@
+"""What a run's folder says of the run: its configuration, its checkpoints, and steps in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from tandem.common.errors import ConfigError, RunFolderError
+from tandem.config import Config, config_from_json
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.journal import JournalReader
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+
+
+def config_of(journal: JournalReader) -> Config:
+    """Return the configuration of a run. Raises `RunFolderError` for one that this release does not know."""
+    try:
+        return config_from_json(journal.config_json)
+    except ConfigError as error:
+        raise RunFolderError(f"{journal.folder / JOURNAL_NAME}: another release wrote it: {error}") from error
+
+
+def checkpoints_of(run: Path, config: Config) -> CheckpointFolder:
+    """Return the checkpoints of the run in a folder, which may have been moved, and they within it."""
+    root, log_dir = Path(config.checkpointing.checkpoint_dir), Path(config.logger.log_dir)
+    if root.is_relative_to(log_dir):
+        root = run / root.relative_to(log_dir)
+    return CheckpointFolder(root, keep_top_k=None, higher_is_better=True)
+
+
+def steps_in_words(steps: Iterable[int]) -> str:
+    """Name steps on one line: ``step 3``, or ``steps 1 to 4, 7``."""
+    numbers = sorted(steps)
+    runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    parts: list[str] = []
+    for _, run in runs:
+        places = [number for _, number in run]
+        parts += [f"{places[0]} to {places[-1]}"] if len(places) > 2 else map(str, places)
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(parts)}"

@@ -1,0 +1,202 @@
+"""``coordinator samples RUN``: samples of a record as text, with styles where there is a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from tandem.common.messages import Purpose
+from tandem.common.texts import visible
+from tandem.observe.samples import Selection
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.tokenizer import Tokenizer
+
+_MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,60}｜>|\[/?[A-Z_]{2,20}\]|</?[a-z_]{1,20}>")
+"""A special token, as tokenizers of chat models write them."""
+_ROLES = {
+    "system": "yellow",
+    "developer": "yellow",
+    "user": "cyan",
+    "inst": "cyan",
+    "assistant": "green",
+    "model": "green",
+    "tool": "magenta",
+    "ipython": "magenta",
+}
+"""Who speaks in a conversation, and in which colour."""
+_ROLE = re.compile(rf"\W*({'|'.join(_ROLES)})\b", re.IGNORECASE)
+_MARKER_STYLE, _HEADING_STYLE = "dim italic", "bold"
+_GAPS = ((0.02, ""), (0.1, "green"), (0.5, "yellow"), (float("inf"), "bold red"))
+"""Up to which gap of log-probabilities a token has which style."""
+
+
+class Part(NamedTuple):
+    """What was said in a row by one side, after the prompt."""
+
+    is_policy: bool
+    """Whether by the policy, and not by the environment."""
+    text: str
+
+
+def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None) -> list[Part]:
+    """Return what followed a sample's prompt, special tokens included; without a tokenizer, as one part without."""
+    mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
+    if tokenizer is None or not len(mask_T):
+        return [Part(True, sample.scored.response)]
+    ids_T = sample.arrays.token_ids_T[sample.scored.prompt_length :]
+    edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
+    return [
+        Part(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
+        for first, end in itertools.pairwise(edges)
+    ]
+
+
+def chat_text(text: str) -> Text:
+    """Return a text in which special tokens, and what each role says, have styles of their own."""
+    shown, style, last = Text(), "", 0
+    for marker in _MARKER.finditer(text):
+        shown.append(visible(text[last : marker.start()]), style)
+        shown.append(visible(marker.group()), _MARKER_STYLE)
+        last = marker.end()
+        if role := _ROLE.match(marker.group()) or _ROLE.match(text, last):
+            style = "" if marker.group().startswith(("</", "[/")) else _ROLES[role.group(1).lower()]
+    shown.append(visible(text[last:]), style)
+    return shown
+
+
+def print_samples(
+    selection: Selection,
+    console: Console,
+    purpose: Purpose,
+    tokenizer: Tokenizer | None,
+    trainer_logprobs: dict[tuple[int, int], np.ndarray] | None = None,
+) -> None:
+    """Print samples, one below the other; with `trainer_logprobs` also the tokens of each."""
+    for sample in selection.samples:
+        lines = [*_head(sample), *_said(sample, tokenizer), *_known(sample, purpose)]
+        if trainer_logprobs is not None and tokenizer is not None:
+            key = sample.scored.group, sample.scored.sample
+            lines += [*_tokens(sample, tokenizer, trainer_logprobs.get(key), is_coloured=console.is_terminal)]
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        console.print()
+    console.print(Text(_count(selection, purpose), "dim"), soft_wrap=True)
+
+
+def _count(selection: Selection, purpose: Purpose) -> str:
+    """Say how many samples there are of how many."""
+    kind = "validation samples" if purpose == "validate" else "samples"
+    which = "" if selection.num_chosen == selection.num_samples else f"{selection.num_chosen} chosen of the "
+    left = selection.num_chosen - len(selection.samples)
+    more = f", {left} of them not shown: --limit says how many are" if left else ""
+    return f"{which}{selection.num_samples} {kind} of step {selection.step}{more}"
+
+
+def _head(sample: RecordedSample) -> Iterator[Text]:
+    scored = sample.scored
+    yield Text(f"━━ step {sample.step}, group {scored.group}, sample {scored.sample}", _HEADING_STYLE)
+    yield _field("problem", sample.problem_id)
+
+
+def _said(sample: RecordedSample, tokenizer: Tokenizer | None) -> Iterator[Text]:
+    """Yield what was said, by whom."""
+    yield Text("prompt", _HEADING_STYLE)
+    yield _indented(chat_text(sample.prompt))
+    num_turns = sample.scored.num_turns
+    turn = itertools.count(1)
+    for part in parts_of(sample, tokenizer):
+        which = f" {next(turn)} of {num_turns}" if part.is_policy and num_turns > 1 and tokenizer is not None else ""
+        yield Text(f"response{which}" if part.is_policy else "environment", _HEADING_STYLE)
+        yield _indented(chat_text(part.text))
+
+
+def _known(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
+    """Yield what is known of a sample beside its texts."""
+    scored = sample.scored
+    if sample.answer:
+        yield _field("reference", sample.answer)
+    verdict = "correct" if scored.correct else "not correct"
+    components = "".join(f", {name} {value:g}" for name, value in scored.components.items())
+    yield _field("reward", f"{scored.reward:g} ({verdict}){components}")
+    if sample.advantage is not None:
+        yield _field("advantage", f"{sample.advantage:.4g}")
+    elif purpose == "train":
+        yield _field("advantage", "none: it was not trained on")
+    yield _field("weights", versions_in_words(sample))
+    ends = {
+        "stop": "the policy stopped",
+        "length": "no room for more tokens",
+        "turns": "grpo.max_rollout_turns were taken",
+    }
+    lengths = f"{scored.prompt_length} tokens of prompt, {scored.response_length} generated"
+    turns = f", {scored.num_turns} turns" if scored.num_turns > 1 else ""
+    took = f"{sample.rollout} in {sample.finished_at - sample.started_at:.1f} s"
+    yield _field("ended", f"{scored.finish_reason}: {ends[scored.finish_reason]}; {lengths}{turns}; by {took}")
+    if scored.failure:
+        what = "timed out" if scored.timed_out else "failed"
+        dropped = "; the sample is dropped" if scored.dropped else ""
+        yield _field("failure", f"the environment {what}: {scored.failure}{dropped}", "red")
+
+
+def versions_in_words(sample: RecordedSample) -> str:
+    """Say which versions of the weights made a sample's tokens."""
+    counts = [
+        (sample.scored.oldest_version + index, count)
+        for index, count in enumerate(sample.scored.tokens_by_version)
+        if count
+    ]
+    if len(counts) == 1:
+        return f"version {counts[0][0]}"
+    return ", ".join(f"version {version} ({count} tokens)" for version, count in counts)
+
+
+def _tokens(
+    sample: RecordedSample, tokenizer: Tokenizer, trainer_T: np.ndarray | None, *, is_coloured: bool
+) -> Iterator[Text]:
+    """Yield the tokens that the policy made: with colours as one text, else a line for each."""
+    arrays = sample.arrays
+    made = np.flatnonzero(arrays.loss_mask_T)
+    engine_K = arrays.generation_logprobs_T[made]
+    trainer_K = np.full(len(made), np.nan, np.float32) if trainer_T is None else trainer_T[made]
+    gap_K = engine_K - trainer_K
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in arrays.token_ids_T[made].tolist()]
+    yield Text("tokens", _HEADING_STYLE)
+    if is_coloured:
+        shown = Text()
+        for text, gap in zip(texts, gap_K.tolist(), strict=True):
+            shown.append(visible(text), next((style for most, style in _GAPS if abs(gap) <= most), ""))
+        yield _indented(shown)
+    else:
+        yield Text(f"  {'position':>8} {'token':>8} {'version':>8} {'engine':>9} {'trainer':>9} {'gap':>9}  text")
+        rows = zip(made.tolist(), engine_K.tolist(), trainer_K.tolist(), gap_K.tolist(), texts, strict=True)
+        for place, engine, trainer, gap, text in rows:
+            numbers = "".join(f" {'-' if np.isnan(value) else f'{value:.4f}':>9}" for value in (engine, trainer, gap))
+            token, version = arrays.token_ids_T[place], arrays.versions_T[place]
+            yield Text(f"  {place:>8} {token:>8} {version:>8}{numbers}  {text!r}")
+    yield _field("gap", _gap_in_words(gap_K, texts))
+
+
+def _gap_in_words(gap_K: np.ndarray, texts: list[str]) -> str:
+    known = np.flatnonzero(np.isfinite(gap_K))
+    if not len(known):
+        return "unknown: the trainer's log-probabilities of this sample are not recorded"
+    largest = known[np.abs(gap_K[known]).argmax()]
+    return (
+        f"engine less trainer, of log-probabilities: {np.abs(gap_K[known]).mean():.4f} on average without its sign, "
+        f"largest {gap_K[largest]:+.4f} at {texts[largest]!r}"
+    )
+
+
+def _field(name: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"{name:<10} ", _HEADING_STYLE), (visible(text), style))
+
+
+def _indented(text: Text) -> Text:
+    """Return a text whose lines are set off from those that say what it is."""
+    return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))

@@ -1,0 +1,175 @@
+"""Assign sequences to trainer ranks: pure functions of lengths and the configuration.
+
+The coordinator assigns, and every rank reads what it was assigned from the batch's table
+(`tandem.samples.batch.BatchTable`); the ranks of one model-parallel group, which see the same sequences, are one
+data-parallel rank here.
+
+Shapes: ``S`` sequences of a batch, in ``U`` units of sequences that must stay together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.config import Config
+from tandem.config.schema.columns import Model
+from tandem.samples.batch import BatchTable
+
+Ints = NDArray[np.int32] | NDArray[np.int64]
+
+EMPTY_ROW = -1
+"""Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
+NO_RANK = -1
+"""In the place of the data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
+NO_PROMPT = -1
+"""In the place of a prompt's number: the sequence shares its prompt with no other."""
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sequences of every batch of a run are assigned."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    batch_size: int
+    """Sequences of a global batch, where no sample has more than one."""
+    unit: int
+    """Consecutive sequences that must stay together; batches are whole numbers of units."""
+    by_tokens: bool
+    """Whether ranks get nearly equal tokens, however many sequences those are; else equal numbers of sequences."""
+    by_prompts: bool
+    """Whether sequences that share a prompt stay together, as far as equal numbers allow."""
+
+    @classmethod
+    def of(cls, config: Config, *, shares_prompts: bool) -> Self:
+        """Read it from a run's configuration; `shares_prompts` says whether the trainers compute prompts once."""
+        policy, unit = config.policy, config.sequences_per_sample
+        return cls(
+            num_ranks=config.data_parallel_size,
+            batch_size=policy.train_global_batch_size * unit,
+            unit=unit,
+            by_tokens=policy.sequence_packing.enabled or policy.dynamic_batching.enabled,
+            by_prompts=policy.share_prompts and shares_prompts and unit == 1,
+        )
+
+    def assign(self, table: BatchTable, parts: Sequence[int] = ()) -> BatchTable:
+        """Return the table with its sequences assigned, each of the `parts` that are evaluated by themselves alone."""
+        ends = np.cumsum(parts or [len(table)])
+        ranks = [
+            self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows])
+            for rows in itertools.starmap(slice, itertools.pairwise([0, *ends]))
+        ]
+        return msgspec.structs.replace(table, rank_S=np.concatenate(ranks))
+
+    def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
+        """Return the data-parallel rank of each sequence of a batch; `branch_S` None: of samples of one each."""
+        rank_S = np.empty(len(lengths_S), dtype=np.int32)
+        lengths_U = lengths_S.astype(np.int64).reshape(-1, self.unit).sum(axis=1)
+        branch_S = np.zeros(len(lengths_S), dtype=np.int32) if branch_S is None else branch_S
+        for rows in batches_of_samples(branch_S, self.batch_size):
+            units = range(rows.start // self.unit, rows.stop // self.unit)
+            if self.by_tokens:
+                assigned = assign_by_tokens(units, lengths_U, self.num_ranks)
+            else:
+                assigned = assign(units, lengths_U, self.num_ranks, prompt_S if self.by_prompts else None)
+            for rank, its_units in enumerate(assigned):
+                for unit in its_units:
+                    if unit != EMPTY_ROW:
+                        rank_S[unit * self.unit : (unit + 1) * self.unit] = rank
+        return rank_S
+
+
+def global_batches(num_sequences: int, size: int) -> list[range]:
+    """Cut a rollout batch into the consecutive sequences of each optimizer step; the last may be smaller."""
+    return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
+
+
+def batches_of_samples(branch_S: Ints, size: int) -> list[range]:
+    """Do the same where each sample may have several sequences: `size` samples each, whatever they have.
+
+    A sample begins where `branch_S` is 0.
+    """
+    starts = [*np.flatnonzero(branch_S == 0).tolist(), len(branch_S)]
+    return [range(starts[rows.start], starts[rows.stop]) for rows in global_batches(len(starts) - 1, size)]
+
+
+def assign(
+    rows: Sequence[int], lengths_S: Sequence[int] | Ints, num_ranks: int, prompt_S: Ints | None = None
+) -> list[list[int]]:
+    """Assign the sequences of a global batch to the ranks: equal counts, nearly equal tokens.
+
+    The longest go first, one to each rank, back and forth: the rank that got the longest of one round gets the shortest
+    of the next. Where the count does not divide, `EMPTY_ROW` fills up. Sequences of equal `prompt_S` stay together as
+    far as equal counts allow: what is assigned are pieces of them, all of one size.
+    """
+    share_size = -(-len(rows) // num_ranks)
+    num_empty = num_ranks * share_size - len(rows)
+    runs = by_prompt(rows, lengths_S, prompt_S)
+    size = math.gcd(share_size, num_empty, *(len(run) for run in runs))
+    pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
+    pieces.sort(key=lambda piece: (-sum(int(lengths_S[row]) for row in piece), piece))
+    pieces += [[EMPTY_ROW] * size] * (num_empty // size)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number, first in enumerate(range(0, len(pieces), num_ranks)):
+        next_ones = pieces[first : first + num_ranks]
+        for share, piece in zip(shares, next_ones if number % 2 == 0 else reversed(next_ones), strict=True):
+            share.extend(piece)
+    return shares
+
+
+def assign_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
+    """Assign sequences so that the ranks have nearly equal tokens, whatever the number of sequences.
+
+    The longest goes first, each to the rank that has the fewest tokens so far: no two ranks differ by more than one
+    sequence has (Graham 1969, "Bounds on multiprocessing timing anomalies", section 4). Within a share the order is
+    that of `rows`.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens = [0] * num_ranks
+    for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(row)
+        tokens[rank] += int(lengths_S[row])
+    return [sorted(share) for share in shares]
+
+
+def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:
+    """Put sequences that share a prompt together, the longest first, and the groups in the order of their longest."""
+    runs: dict[tuple[bool, int], list[int]] = {}
+    for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
+        shares = prompt_S is not None and prompt_S[row] != NO_PROMPT
+        runs.setdefault((shares, int(prompt_S[row]) if prompt_S is not None and shares else row), []).append(row)
+    return list(runs.values())
+
+
+def data_parallel_ranks(config: Config, model: Model = "policy") -> list[int]:
+    """Return the data-parallel rank of each trainer of the policy, or of the processes that another model has.
+
+    Those of one model-parallel group have the same. Both backends count tensor ranks fastest, then context ranks, then
+    data ranks; Megatron-Core's pipeline stages come last of all.
+    """
+    settings, num_trainers = config.settings_of(model), config.processes_of[model]
+    group_size = settings.model_parallel_size // _stages(config, model)
+    num_ranks = num_trainers // settings.model_parallel_size
+    return [rank // group_size % num_ranks for rank in range(num_trainers)]
+
+
+def scoring_trainers(config: Config, model: Model = "policy") -> list[int]:
+    """Return, for each data-parallel rank, the place of one trainer that has what its model says of its tokens.
+
+    It is the first of the last pipeline stage, where the output layer is.
+    """
+    ranks = data_parallel_ranks(config, model)
+    first = len(ranks) - len(ranks) // _stages(config, model)
+    return [first + ranks[first:].index(rank) for rank in sorted({*ranks})]
+
+
+def _stages(config: Config, model: Model) -> int:
+    megatron = config.settings_of(model).megatron_cfg
+    return megatron.pipeline_model_parallel_size if megatron.enabled else 1

@@ -1,0 +1,121 @@
+"""The experts that an engine has sent tokens to, as a column of samples; trainers send them there too.
+
+Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370). A column has of each token the experts of every layer of
+the model. In layers without experts, and of tokens that no engine has computed, such as the last of a sample, nothing
+is known; there the trainer's own routers choose.
+
+Shapes: ``T`` tokens, ``L`` layers, ``K`` experts a token; ``X`` bytes that have ``L * K`` numbers of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import ConfigError, SamplesError, WireError
+from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
+from tandem.samples.batch import SampleArrays
+
+if TYPE_CHECKING:
+    from tandem.config import Config
+    from tandem.config.schema.columns import Model
+
+COLUMN = "routed_experts_TX"
+"""Of samples, and of what a rank trains on."""
+DTYPE = "uint8"
+"""Of the column, whatever the numbers in it have."""
+FILL = 2**8 - 1
+"""Of the column, a byte of what is not known."""
+Bytes = NDArray[np.uint8]
+
+
+class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
+    """What the column of a model is made of."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of an expert's number."""
+        return np.dtype(f"u{self.bytes_of_expert}")
+
+    @property
+    def unknown(self) -> int:
+        """What stands where nothing is known."""
+        return int(np.iinfo(self.dtype).max)
+
+    def nothing(self, num_tokens: int) -> Bytes:
+        """Return the column of tokens of which nothing is known."""
+        return np.full((num_tokens, self.num_bytes), FILL, dtype=np.uint8)
+
+    def encode(self, experts_TLK: NDArray[Any]) -> Bytes:
+        """Return a column; negative numbers are unknown."""
+        known_TLK = np.where(experts_TLK < 0, self.unknown, experts_TLK).astype(self.dtype)
+        return known_TLK.reshape(len(known_TLK), -1).view(np.uint8)
+
+    def decode(self, experts_TX: Bytes) -> NDArray[np.int16]:
+        """Return the experts of each token and layer, -1 where they are unknown."""
+        numbers_TE = np.ascontiguousarray(experts_TX).view(self.dtype)
+        known_TE = np.where(numbers_TE == self.unknown, -1, numbers_TE.astype(np.int32))
+        return known_TE.astype(np.int16).reshape(-1, self.num_layers, self.top_k)
+
+    def of_sequence(self, said: Iterable[Bytes], num_tokens: int) -> Bytes:
+        """Return the column of a sequence from what the engine has said of it, response after response.
+
+        Each of `said` is of the tokens from the first one on. Who knows a token first says where it went: what was
+        drawn next was drawn from that.
+        """
+        whole_TX, num_known = self.nothing(num_tokens), 0
+        for experts_TX in said:
+            whole_TX[num_known : len(experts_TX)] = experts_TX[num_known:]
+            num_known = max(num_known, len(experts_TX))
+        return whole_TX
+
+    def check(self, experts_TX: Bytes) -> None:
+        """Raise `WireError` unless a column can be one of this model."""
+        if experts_TX.shape[1] != self.num_bytes:
+            raise WireError(f"{COLUMN}: {experts_TX.shape[1]} bytes a token, must be {self.num_bytes}")
+        experts_TLK = self.decode(experts_TX)
+        if int(experts_TLK.max(initial=-1)) >= self.num_experts:
+            raise WireError(f"{COLUMN}: expert {experts_TLK.max()}, must be less than {self.num_experts}")
+        sorted_TLK = np.sort(experts_TLK, axis=2)
+        is_unknown_TL = sorted_TLK[:, :, -1] < 0
+        is_twice_TL = (sorted_TLK[:, :, 1:] == sorted_TLK[:, :, :-1]).any(axis=2)
+        if ((is_twice_TL | (sorted_TLK[:, :, 0] < 0)) & ~is_unknown_TL).any():
+            raise WireError(f"{COLUMN}: a token has an expert twice in a layer, or fewer than {self.top_k}")
+
+
+def as_trained_on(recorded: SampleArrays, experts: RoutedExperts | None) -> SampleArrays:
+    """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
+    if experts is None:
+        return msgspec.structs.replace(recorded, columns={})
+    if COLUMN not in recorded.columns:
+        raise SamplesError("samples of the record do not say where their tokens went: policy.router_replay was off")
+    return recorded
+
+
+def experts_in(model: Mapping[str, Any]) -> RoutedExperts | None:
+    """Return what a ``config.json`` says of a model's experts; None where it has none."""
+    sizes = expert_sizes(model)
+    return None if sizes is None else RoutedExperts(**msgspec.structs.asdict(sizes))
+
+
+def replayed_experts(config: Config, model_name: Model = "policy") -> RoutedExperts | None:
+    """Return what samples say of the experts of one of a run's models; None where it replays nothing.
+
+    The reference is the policy before any training, and has its experts. Raises `ConfigError` where they are not known.
+    """
+    policy = config.policy
+    if not policy.router_replay.enabled or model_name not in ("policy", "reference"):
+        return None
+    model = model_config(policy)
+    if model is None:
+        raise ConfigError(
+            f"policy.router_replay.enabled: true, but {policy.model_name} is not on this machine, where its "
+            "config.json would say what experts it has"
+        )
+    experts = experts_in(model)
+    assert experts is not None, "the configuration's checks refuse it"
+    return experts

@@ -1,0 +1,95 @@
+"""A conversation at a terminal: what is typed is asked, the answer is shown while it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.common.errors import ServiceError, nearest
+from tandem.serving.client import ChatServer
+
+PROMPT = "> "
+_COMMANDS = {"/reset": "begin a new conversation", "/quit": "leave", "/help": "list these"}
+HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
+
+
+class Conversation:
+    """What has been said to a server's model, and what is typed next."""
+
+    def __init__(
+        self, find_server: Callable[[], ChatServer], model: str, system: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        """`find_server` returns what answers the next question. Where weights change, it is shown which have answered.
+
+        It may raise `ServiceError`.
+        """
+        self._find_server = find_server
+        self._versions: tuple[int, ...] = ()
+        """Of the weights that have answered last."""
+        self._settings = {"model": model, **{name: value for name, value in settings.items() if value is not None}}
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = [*self._beginning]
+
+    def hold(self) -> None:
+        """Talk until whoever types leaves, by ``/quit`` or the end of the input."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # lines can then be edited and found again
+        while True:
+            try:
+                typed = input(PROMPT).strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:  # what was typed so far is forgotten
+                print("\n(Ctrl-D or /quit leaves)")
+                continue
+            if typed == "/quit":
+                return
+            if typed.startswith("/"):
+                self._carry_out(typed)
+            elif typed:
+                self._ask(typed)
+
+    def _carry_out(self, command: str) -> None:
+        match command:
+            case "/reset":
+                self._messages = [*self._beginning]
+                print("(a new conversation)")
+            case "/help":
+                print(HELP)
+            case _:
+                word = command.split()[0]
+                print(f"error: there is no {word}{nearest(word, _COMMANDS)} ({HELP})", file=sys.stderr)
+
+    def _ask(self, text: str) -> None:
+        """Ask, and show the answer; Ctrl-C stops it, and what has been said until then was said."""
+        question = {"role": "user", "content": text}
+        said: list[str] = []
+        try:
+            server = self._find_server()
+            with contextlib.closing(server.stream([*self._messages, question], **self._settings)) as pieces:
+                for piece in pieces:
+                    said.append(piece)
+                    print(_printable(piece), end="", flush=True)
+            print()
+            self._show_versions(server.versions)
+        except KeyboardInterrupt:
+            print("\n(stopped)")
+        except ServiceError as error:
+            print(f"{chr(10) if said else ''}error: {error.what}", file=sys.stderr, flush=True)
+            return  # the question was not answered, and the next one does not build on it
+        self._messages += [question, {"role": "assistant", "content": "".join(said)}]
+
+    def _show_versions(self, versions: tuple[int, ...]) -> None:
+        """Say which weights have answered, if it is not those that have answered before."""
+        if versions and versions != self._versions:
+            several = "s" if len(versions) > 1 else ""
+            print(f"(weights of step{several} {', '.join(map(str, versions))})")
+        self._versions = versions
+
+
+def _printable(text: str) -> str:
+    """Return a text without what a terminal would act on."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,0 +1,50 @@
+"""Tell whether a run folder is answered by the run itself, and by which of its rollouts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tandem.common.errors import ServiceError
+from tandem.observe.run_folder.guest_servers import read_guest_servers
+from tandem.observe.run_folder.journal import read_journal
+from tandem.observe.run_folder.recorded import config_of
+from tandem.serving.client import ChatServer
+
+_SWITCH = "policy.generation.expose_http_server"
+
+
+def answers_itself(run: Path) -> bool:
+    """Tell whether the run in a folder goes on and its rollouts answer; say so if they only could.
+
+    Raises what `read_journal` raises.
+    """
+    servers = read_guest_servers(run)
+    if servers is None:
+        return False
+    if servers:
+        return True
+    with read_journal(run) as journal:
+        config = config_of(journal)
+    if config.generates and config.policy.generation.has_guests:
+        return True  # they are being built
+    what = f"the run in {run} goes on, and its newest checkpoint is served"
+    how = f"; {_SWITCH}=true has the rollouts of a run answer themselves" if config.generates else ""
+    print(f"note: {what}{how}", flush=True)
+    return False
+
+
+class LiveRun:
+    """The rollouts of a run as what answers a conversation: one of them each question."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+    def server(self) -> ChatServer:
+        """Return a rollout that answers. Raises `ServiceError` if there is none."""
+        servers = read_guest_servers(self.run)
+        if not servers:
+            why = "the run has ended" if servers is None else "none of its rollouts answers now: ask again later"
+            raise ServiceError(str(self.run), "answering", why)
+        server = random.choice([*servers.values()])
+        return ChatServer(server.url, server.token or None)

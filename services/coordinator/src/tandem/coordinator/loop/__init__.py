@@ -1,0 +1,1 @@
+"""The loop around the scheduler: messages in, actions carried out, a step after a step"""

@@ -1,0 +1,113 @@
+"""Make the orders that send a step's batch to trainers: one table, and where its tokens are; pure.
+
+Where samples were generated, ranks fetch their tokens from the rollouts, so nothing here grows with tokens. Where they
+come from a data set, each rank is sent those of its own share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
+from tandem.config import Config
+from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.loop.record_orders import Place
+from tandem.coordinator.scheduler.events import DispatchBatch
+from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.assignment import Assignment, data_parallel_ranks
+from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
+
+
+class Batches:
+    """The orders that send a step's batch to the trainers, made once for all of them."""
+
+    def __init__(self, config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener] = {}) -> None:
+        """`sources` are of samples that no rollout has, by the name that the algorithm gives their source."""
+        self._ranks = data_parallel_ranks(config)
+        """Of each trainer that holds the policy, by its index."""
+        self._config = config
+        self._algorithm = algorithm
+        self._shares_prompts = False
+        self._listeners = dict(sources)
+        """Where the samples of each rollout are."""
+        self._made: tuple[int, str] | None = None
+        """The step and purpose of what follows."""
+        self._sources: dict[str, Listener] = {}
+        self._table: dict[str, NDArray[Any]] = {}
+        self._tokens: list[dict[str, NDArray[Any]]] = []
+        """Those of each data-parallel rank."""
+        self._notes: tuple[str, ...] = ()
+
+    def take_reply(self, member: str, reply: Reply) -> None:
+        """Take note of what matters here of any reply."""
+        match reply:
+            case EngineBuilt(samples_at=listener):
+                self._listeners[member] = listener
+            case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(member) < len(self._ranks):
+                self._shares_prompts = shares_prompts
+            case SamplesMissing():
+                self._made = None  # of some samples, others will come
+            case _:
+                pass
+
+    def order(
+        self, action: DispatchBatch, records: Callable[[], Sequence[SampleRecord]]
+    ) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
+        """Return the order for one trainer, its arrays, and the metrics of the samples that the batch is made from.
+
+        `records` returns those samples, in order, none where the algorithm is over a data set. Asked once a batch.
+        """
+        metrics: dict[str, float] = {}
+        if self._made != (action.step, action.purpose):
+            metrics = self._make(action, records())
+        common: Mapping[str, Any] = {
+            "command_id": action.command_id,
+            "deadline_s": action.deadline_s,
+            "step": action.step,
+            "sources": self._sources,
+        }
+        arrays = self._table
+        if self._tokens:
+            index = _index_of(action.member)
+            # Who does not hold the policy has no share of the batch: its model is sent tokens by those that do.
+            none = {name: array[:0] for name, array in self._tokens[0].items()}
+            arrays = arrays | (self._tokens[self._ranks[index]] if index < len(self._ranks) else none)
+        if action.purpose == "train":
+            return Train(**common), arrays, metrics
+        return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what is to be known of a batch that was made, once."""
+        notes, self._notes = self._notes, ()
+        return notes
+
+    def advantages(self) -> dict[Place, float]:
+        """Return the advantages of the samples in the batch that was made last."""
+        rollouts, table = sorted(self._sources), self._table
+        places = (table[name].tolist() for name in ("source_S", "command_S", "group_S", "sample_S", "advantages_S"))
+        return {(rollouts[source], *place): advantage for source, *place, advantage in zip(*places, strict=True)}
+
+    def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
+        batch, metrics = self._algorithm.batch(action.step, action.purpose, records)
+        parts = [*self._algorithm.validation_parts.values()] if action.purpose == "validate" else []
+        table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
+        self._made = action.step, action.purpose
+        self._sources = {rollout: self._listeners[rollout] for rollout in batch.rollouts}
+        self._table = table.to_frames()
+        self._notes = batch.notes
+        self._tokens = [] if batch.tokens is None else shares_of(table, batch.tokens, self._config.data_parallel_size)
+        return metrics
+
+
+def shares_of(table: BatchTable, batch: TrainingBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
+    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
+    shares = [batch.take(table.rows_of(rank)) for rank in range(num_ranks)]
+    names = [name for name in GivenTokens.__struct_fields__ if name.endswith("_T")]
+    return [{name: getattr(share, name) for name in names} for share in shares]
+
+
+def _index_of(trainer: str) -> int:
+    return int(trainer.rpartition("-")[2])

@@ -1,0 +1,135 @@
+"""What a resumed run had generated for the steps to come, found, so that it is not generated again.
+
+What lies in the folder of the record for these steps is put aside first (`tandem.samples.sample_folder`), so
+that the record itself speaks of nothing but what the run stands by. Of that, groups count that are there as a whole, of
+this run and of the problems that it would draw, and made with weights that engines were proven to hold: of what was
+trained on they were, since nothing else is. How far the weights of the run are still those, the scheduler knows
+(`tandem.coordinator.scheduler.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.common.errors import SamplesError
+from tandem.config import Config
+from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.observe.run_folder.journal import JournalReader
+from tandem.samples.sample_files import SHARD, files
+from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits
+
+_COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "newest_version", "rollout")
+
+
+def limits_of(config: Config, journal: JournalReader) -> KeptLimits:
+    """Return what the journal says of samples that are there, before it forgets what came after the checkpoint."""
+    refits = journal.refits()
+    quarantined: dict[str, tuple[int, ...]] = {}
+    for refit in refits:
+        for engine in refit.quarantined:
+            quarantined[engine] = (*quarantined.get(engine, ()), refit.version)
+    is_proven = config.refit.verify != "off"
+    newest = max((refit.version for refit in refits), default=-1)
+    return KeptLimits(newest_proven=newest if is_proven else None, quarantined=quarantined)
+
+
+class _Found(NamedTuple):
+    """A group in a file, with all of its samples."""
+
+    step: int
+    number: int
+    problem_id: str
+    oldest_version: int
+    kept: KeptGroup
+
+
+class KeptSamples:
+    """What was put aside in the folder of the record."""
+
+    def __init__(self, config: Config, folder: SampleFolder, run_id: str, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._folder = folder
+        self._run_id = run_id
+        self._say = say
+        self._size = config.rollout_section.num_generations_per_prompt
+
+    def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, KeptGroup]:
+        """Return the groups that need not be generated, from `first_step` on; say how many there are."""
+        found: dict[Place, KeptGroup] = {}
+        lost: set[int] = set()
+        for aside in self._folder.aside():
+            # What an older folder has of a step is not what the later weights come from, if a newer one had it as well.
+            lost_before = frozenset(lost)
+            for group in self._groups(aside, lost):
+                place = group.step, group.number
+                is_wanted = first_step <= group.step <= algorithm.num_steps and place not in found
+                is_wanted = is_wanted and group.step not in lost_before
+                if is_wanted and self._is_still_asked(algorithm, group):
+                    found[place] = group.kept
+        if found:
+            first, last = min(found)[0], max(found)[0]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            self._say(f"{len(found)} groups of {steps} had been generated, and are not generated again")
+        return found
+
+    def _is_still_asked(self, algorithm: RunningAlgorithm, group: _Found) -> bool:
+        """Tell whether the run would draw the same problem, with weights that are not too old."""
+        oldest = group.step - 1 - self._config.max_trajectory_age_steps
+        (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
+        return asked.problem.problem_id == group.problem_id and group.oldest_version >= oldest
+
+    def _groups(self, aside: Path, lost: set[int]) -> Iterator[_Found]:
+        """Yield the groups that count of what was put aside together; what was trained on first, then the newest.
+
+        Adds the steps to `lost` of which a file cannot be read.
+        """
+        try:
+            limits = read_limits(aside)
+        except OSError as error:
+            self._say(f"what was put aside in {aside} is generated again: {error.strerror}")
+            return
+        found: list[tuple[bool, _Found]] = []
+        for file in files(aside):
+            is_shard = file.path.suffix == SHARD
+            try:
+                groups = [*self._read(file.path, file.step, None if is_shard else limits)]
+            except SamplesError as error:
+                self._say(f"{error}; its samples are generated again")
+                lost.add(file.step)
+                continue
+            found += [(is_shard, group) for group in groups]
+        found.sort(key=lambda item: (item[0], item[1].kept.command_id), reverse=True)
+        for _, group in found:
+            if limits.below is None or group.kept.newest_version < limits.below:
+                yield group
+
+    def _read(self, path: Path, step: int, limits: KeptLimits | None) -> Iterator[_Found]:
+        """Yield the groups in a file that are whole and, with `limits`, made with what was proven."""
+        from tandem.samples.sample_record import read_shard, read_unfinished  # Arrow takes a while to be imported
+
+        read = read_shard if path.suffix == SHARD else read_unfinished
+        groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for row in read(path, self._run_id).select(_COLUMNS).to_pylist():
+            groups.setdefault((row["command_id"], row["group"]), []).append(row)
+        for (command_id, number), rows in groups.items():
+            if {row["sample"] for row in rows} != {*range(self._size)}:
+                continue
+            newest = max(row["newest_version"] for row in rows)
+            oldest = min(row["oldest_version"] for row in rows)
+            first = rows[0]
+            if limits is not None and not _is_proven(limits, first["rollout"], oldest, newest):
+                continue
+            file = str(path.relative_to(self._folder.path))
+            kept = KeptGroup(file=file, command_id=command_id, newest_version=newest)
+            yield _Found(step, number, first["problem_id"], oldest, kept)
+
+
+def _is_proven(limits: KeptLimits, engine: str, oldest: int, newest: int) -> bool:
+    """Tell whether an engine was proven to hold all versions from the oldest to the newest."""
+    if limits.newest_proven is None:
+        return True
+    suspect = limits.quarantined.get(engine, ())
+    return newest <= limits.newest_proven and not any(oldest <= version <= newest for version in suspect)

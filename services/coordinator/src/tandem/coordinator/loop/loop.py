@@ -1,0 +1,422 @@
+"""The loop that carries out what the scheduler decides.
+
+It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
+an event for `tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal
+commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer
+has a deadline in the scheduler, so nothing here can wait for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import assert_never
+
+import msgspec
+
+from tandem.common.messages import (
+    Attested,
+    CheckpointCopied,
+    EngineBuilt,
+    Evaluated,
+    Generate,
+    Generated,
+    Order,
+    Refitted,
+    ReleaseSamples,
+    RestoreSamples,
+    SamplesFinished,
+    SaveCheckpoint,
+    Trained,
+    TrainerBuilt,
+)
+from tandem.common.signals import ASKED_ONCE_S
+from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
+from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.loop.record_orders import RecordOrders
+from tandem.coordinator.loop.recorder import Recorder
+from tandem.coordinator.loop.time_limit import TimeLimit
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import (
+    Action,
+    AwaitedByHand,
+    CommitStep,
+    DiscardSamples,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    DispatchRecord,
+    DrawPrompts,
+    DropKept,
+    Erred,
+    Event,
+    FindKept,
+    Finish,
+    Interrupted,
+    KeptFound,
+    LetGo,
+    Lost,
+    PromptsDrawn,
+    PublishCheckpoint,
+    RecordRefit,
+    Replace,
+    Replied,
+    Say,
+    StepRecorded,
+    StepValidated,
+    Ticked,
+    ToldToLeave,
+)
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.launch.launch import LocalProcesses
+
+_NOT_BACK = "it has not come back after the coordinator was lost"
+_CAUSE_S = 0.5
+"""How long after an error the death of a process that caused it may show."""
+_POLL_S = 0.1
+_RELEASE_S = 60.0
+"""Deadline of an order that nobody waits for."""
+_LEAVES_S = 10.0
+"""How long a launched process may take to end that is let go."""
+_RESEND_AFTER = 0.5
+"""Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
+
+
+class Interrupts:
+    """Requests to end the run that nobody has dealt with yet, counted where signals are handled."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._asked_at = -math.inf
+
+    def hear(self, number: int) -> None:
+        """Count a signal."""
+        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        now = time.monotonic()
+        if number == signal.SIGINT or now - self._asked_at > ASKED_ONCE_S:
+            self._count += 1
+        self._asked_at = now
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is one."""
+        return self._count > 0
+
+    def take(self) -> bool:
+        """Take one of them; False if there is none."""
+        if not self._count:
+            return False
+        self._count -= 1
+        return True
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """An order on its way, kept until it is answered."""
+
+    member: str
+    frames: Frames
+    resend_at: float
+
+
+class Loop:
+    """One term of a run: what a scheduler decides until the run is over, or cannot go on with who is there."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        registry: Registry,
+        processes: LocalProcesses,
+        algorithm: RunningAlgorithm,
+        batches: Batches,
+        recorder: Recorder,
+        interrupts: Interrupts,
+        limit: TimeLimit,
+        find_kept: Callable[[], Mapping[Place, KeptGroup]],
+        show_life: Callable[[], None],
+    ) -> None:
+        """`find_kept` finds what was generated before, and is to be trained on; `show_life` is called all the time."""
+        self._show_life = show_life
+        self.scheduler = self._scheduler = scheduler
+        self.recorder = recorder
+        self._registry = registry
+        self._processes = processes
+        self._algorithm = algorithm
+        self._batches = batches
+        self._recorder = recorder
+        self._onlookers = recorder.onlookers
+        self._record_orders = RecordOrders()
+        self._step_metrics = self._new_metrics()
+        self._refits = RefitMetrics()
+        self._sent: dict[int, Sent] = {}
+        self._generated: dict[str, list[tuple[int, int]]] = {}
+        """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
+        self._interrupts = interrupts
+        self._limit = limit
+        self._find_kept = find_kept
+        self._finish: Finish | None = None
+        self.lost: dict[str, str] = {}
+        """Who was lost in whose place nobody was started yet, and why."""
+        self.replaced_at: list[float] = []
+        """When processes were, by `time.monotonic`."""
+
+    def run(self) -> Finish:
+        """Run until the scheduler finishes; return how it did."""
+        for joined in self._registry.begin_term():
+            self._handle(joined)
+        while self._finish is None:
+            self._show_life()
+            for event in self._events():
+                self._keep(event)
+                self._handle(event)
+            self._replace_missing()
+            self._recorder.show(self._scheduler, self._registry)
+        is_out_of_time = self._finish.outcome == "interrupted" and self._limit.has_ended_run
+        return msgspec.structs.replace(self._finish, is_out_of_time=is_out_of_time)
+
+    def _replace_missing(self) -> None:
+        """Replace who has not come back to this coordinator, now that all is heard which had arrived."""
+        for name in self._registry.not_back() if self._finish is None else ():
+            if self._registry.needs(name):
+                self.lost[name] = _NOT_BACK
+                self._replace(name, _NOT_BACK)
+            else:
+                self._registry.dismiss(name, _NOT_BACK, is_over=True, is_awaited=False)
+                self._recorder.note(f"{name} is lost: {_NOT_BACK}")
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Lost):
+            self.lost[event.member] = event.why
+        actions = self._scheduler.handle(event)
+        self._onlookers.handled(event, self._scheduler)
+        for action in actions:
+            self._carry_out(action)
+
+    def _events(self) -> Iterator[Event]:
+        """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
+        errors: dict[str, Erred] = {}
+        leaving: list[ToldToLeave] = []
+        for event, _ in self._registry.receive(_POLL_S):  # no reply has arrays
+            if isinstance(event, Erred):
+                errors[event.member] = event
+            elif isinstance(event, ToldToLeave):
+                leaving.append(event)
+            else:
+                yield event
+        lost = self._losses(_CAUSE_S if errors else 0.0)
+        now = time.monotonic()
+        # First: who asks all processes to end has also ended what others now fail for want of.
+        while self._interrupts.take():
+            self._limit.give_up()
+            self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
+            yield Interrupted(now=now)
+        yield from leaving
+        if (why := self._limit.why_over(now)) is not None:
+            self._recorder.note(why)
+            yield Interrupted(now=now)
+        # Who fails for want of another is heard before that one's death is seen, and is not to blame.
+        yield from (event for event in lost if event.member not in errors)
+        yield from errors.values()
+        yield from (event for event in lost if event.member in errors)
+        self._resend(now)
+        yield Ticked(now=now)
+
+    def _losses(self, patience_s: float) -> list[Lost]:
+        """Return the launched processes that died, of which one may take so long to be seen."""
+        deadline = time.monotonic() + patience_s
+        while not (dead := self._processes.died()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        now = time.monotonic()
+        return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
+
+    def _keep(self, event: Event) -> None:
+        """Keep what a reply brings besides the fact that it came."""
+        if isinstance(event, Erred):
+            self._onlookers.answered(event.failed, event.now)
+        if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
+            return
+        self._batches.take_reply(event.member, event.reply)
+        match event.reply:
+            case SamplesFinished() as finished:
+                self._recorder.note_failures(finished.samples)
+                return  # more answers follow; the scheduler keeps what is known of the samples
+            case Trained() as trained:
+                self._step_metrics.trained(event.member, trained)
+                self._note(trained.step, trained.notes)
+            case Evaluated() as evaluated:
+                self._step_metrics.evaluated(evaluated)
+                self._note(evaluated.step, evaluated.notes)
+            case EngineBuilt() as built:
+                self._onlookers.built(event.member, built)
+            case Generated() as generated:
+                self._step_metrics.generated(generated)
+            case Refitted() as refitted:
+                self._step_metrics.refitted(event.member, refitted)
+                self._refits.refitted(refitted)
+            case Attested() as attested:
+                self._refits.attested(attested)
+            case TrainerBuilt() as built:
+                self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
+            case CheckpointCopied(why_waited=why) if why and event.member == "trainer-0":
+                self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
+            case _:
+                pass
+        self._onlookers.answered(event.reply, event.now)
+        self._sent.pop(event.reply.command_id, None)
+
+    def _note(self, step: int, notes: Iterable[str]) -> None:
+        """Show what is to be known of a step's numbers."""
+        for text in notes:
+            self._recorder.note(f"step {step}: {text}")
+
+    # --- actions -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Dispatch(member=member, order=order):
+                self._send(member, order, None)
+            case DrawPrompts(step=step, purpose=purpose):
+                sizes = group_sizes(self._algorithm, action)
+                self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
+            case FindKept():
+                self._handle(KeptFound(now=time.monotonic(), groups=self._find_kept()))
+            case DispatchPrompts():
+                self._send_prompts(action)
+            case DispatchBatch():
+                self._send_batch(action)
+            case DispatchRecord() | StepValidated() | StepRecorded() | DropKept():
+                self._keep_record(action)
+            case DiscardSamples():
+                self._recorder.record_discarded(action)
+            case Replace() | LetGo():
+                self._do_without(action)
+            case RecordRefit():
+                self._recorder.record_refit(action, self._refits)
+                self._refits = RefitMetrics()
+            case PublishCheckpoint(step=step):
+                self._limit.published(time.monotonic())
+                self._recorder.publish_checkpoint(step)
+            case CommitStep():
+                self._commit(action)
+            case Say(text=text):
+                self._recorder.note(text)
+            case Finish():
+                self._finish = action
+            case other:
+                assert_never(other)
+
+    def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
+        if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
+            self._generated.setdefault(member, []).append((order.command_id, order.step))
+        if isinstance(order, SaveCheckpoint):
+            self._limit.copied(time.monotonic())
+        frames = encode(order, arrays)
+        resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
+        self._sent[order.command_id] = Sent(member, frames, resend_at)
+        self._onlookers.sent(member, order)
+        self._registry.order(member, order, frames)
+
+    def _resend(self, now: float) -> None:
+        """Send unanswered orders once more, in case their connection broke on the way."""
+        self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
+        for command_id, sent in self._sent.items():
+            if now > sent.resend_at:
+                self._registry.send(sent.member, sent.frames)
+                self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
+
+    def _send_prompts(self, action: DispatchPrompts) -> None:
+        order = Generate(
+            command_id=action.command_id,
+            deadline_s=action.deadline_s,
+            cancel_before=action.cancel_before,
+            step=action.step,
+            purpose=action.purpose,
+            sampling=self._algorithm.sampling(action.purpose),
+            groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
+        )
+        self._send(action.member, order, None)
+
+    def _send_batch(self, action: DispatchBatch) -> None:
+        of_step = self._scheduler.groups.of_step(action.step, action.purpose)
+        order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
+        self._step_metrics.metrics.update(metrics)
+        self._note(action.step, self._batches.take_notes())
+        self._send(action.member, order, arrays)
+        if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
+            self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
+
+    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropKept) -> None:
+        """Carry out what concerns the record of samples."""
+        match action:
+            case DispatchRecord():
+                self._send(action.member, self._record_orders.order(action), None)
+            case StepValidated():
+                self._record_orders.keep(action.step, "validate", action.records)
+            case StepRecorded():
+                self._record_orders.forget(action.step, action.purpose)
+                self._recorder.take_recorded(action)
+            case DropKept():
+                self._recorder.drop_kept(action)
+
+    def _release_samples(self, step: int) -> None:
+        """Have rollouts forget the samples of a step that is done, and of those before."""
+        for member, orders in self._generated.items():
+            done = tuple(command_id for command_id, its_step in orders if its_step <= step)
+            self._generated[member] = [order for order in orders if order[1] > step]
+            if done:
+                release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
+                self._registry.send(member, encode(release))
+
+    def _do_without(self, action: Replace | LetGo) -> None:
+        """Have the run go on without a process, or with another in its place."""
+        match action:
+            case Replace(member=member, why=why):
+                self._replace(member, why)
+            case LetGo():
+                self._let_go(action)
+
+    def _replace(self, member: str, why: str) -> None:
+        """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
+        self.lost.pop(member, None)  # one that only did not answer in time was not there
+        self.replaced_at.append(time.monotonic())
+        self._registry.dismiss(member, f"it is replaced: {why}")
+        self._onlookers.lost(member)
+        self._generated.pop(member, None)
+        self._onlookers.replaced()
+        launched = self._processes.restart([member])
+        if not launched:
+            how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
+            self._handle(AwaitedByHand(now=time.monotonic(), member=member))
+        else:
+            self._registry.reserve(*launched)
+            how = "another is launched in its place"
+        self._recorder.note(f"{member} is lost: {why}; {how}")
+
+    def _let_go(self, action: LetGo) -> None:
+        """Have an engine go in whose place none is launched."""
+        member = action.member
+        self.lost.pop(member, None)
+        self._registry.dismiss(member, action.why, is_over=True, is_awaited=action.is_awaited)
+        self._processes.let_go(member, _LEAVES_S)
+        self._onlookers.lost(member)
+        self._generated.pop(member, None)
+        how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
+        self._recorder.note(f"{member} leaves the run: {action.why}{how}")
+
+    def _commit(self, action: CommitStep) -> None:
+        for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
+            self._recorder.note(line)
+        self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
+        self._step_metrics.metrics.update(action.metrics)
+        self._release_samples(action.step)
+        self._limit.committed(time.monotonic())
+        self._recorder.commit(action, self._step_metrics)
+        self._step_metrics = self._new_metrics()
+
+    def _new_metrics(self) -> StepMetrics:
+        spec = self._scheduler.spec
+        return StepMetrics(is_asynchronous=not spec.is_synchronous, without_policy=spec.without_policy)

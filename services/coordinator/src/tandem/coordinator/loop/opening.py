@@ -1,0 +1,157 @@
+"""Open what a run holds to its end: socket, run folder, journal, writers of metrics, what watches it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import ConfigError, RunFolderError
+from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
+from tandem.config import Config, config_to_json, dump_yaml, to_plain
+from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.members.known_members import Earlier, find_earlier
+from tandem.coordinator.members.members import Listening, new_run_keys
+from tandem.coordinator.observers.watchers import Watchers
+from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
+from tandem.coordinator.preparing.resuming import refuse_changes
+from tandem.launch.page_process import PageProcess, page_socket
+from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
+from tandem.observe.run_folder.journal import Journal, read_journal
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+
+_ANY_PORT = ":*"
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run holds open from its beginning to its end."""
+
+    listening: Listening
+    earlier: Earlier | None
+    """The members of a coordinator that was lost, if the run goes on after that."""
+    journal: Journal
+    writers: MetricWriters
+    watchers: Watchers
+
+
+def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
+    """Open all that a run needs of this host; `stack` closes it. With ``--restart``, set aside what was there."""
+    config, mode, say = invocation.ready.config, invocation.mode, invocation.say
+    folder = Path(config.logger.log_dir)
+    keys = read_run_keys(folder) or new_run_keys()  # before its folder is set aside: services may wait with them
+    # Before the journal: a run that cannot listen has not begun.
+    earlier = None
+    if mode == "resume":
+        earlier = find_earlier(config, has_rewards=invocation.reward_server is not None)
+    listening = _listen(config.cluster.address, keys, folder, earlier)
+    if earlier is not None and listening.hub.address != earlier.address:
+        earlier = earlier.without(earlier.staying)  # which find nobody where they look
+    stack.callback(listening.hub.close)
+    watchers = Watchers(invocation.supervision)
+    if metrics := watchers.listen(config.logger, stack):
+        say(f"metrics: {metrics}")
+    listener = page_socket(config.logger.page)
+    if listener is not None:
+        stack.callback(listener.close)
+    run_id = _name_run(config, mode, say)
+    if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
+        make_model(config, mode, say)
+    writers = MetricWriters()
+    stack.callback(writers.close)
+    if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
+        writers.add(_wandb(config, run_id))
+    if config.logger.mlflow_enabled:
+        writers.add(_mlflow(config, run_id))
+    journal = _open_journal(invocation.ready, mode, run_id)
+    stack.callback(journal.close)
+    write_run_keys(folder, keys)
+    page = None
+    if listener is not None:
+        page = PageProcess(journal.folder, listener)
+        stack.callback(page.close)
+        say(f"page: {page.url}")
+    watchers.begin(config.logger, run_id, page, stack, say)
+    return Opened(listening=listening, earlier=earlier, journal=journal, writers=writers, watchers=watchers)
+
+
+def _listen(address: str, keys: RunKeys, folder: Path, earlier: Earlier | None) -> Listening:
+    """Listen; where any port will do, at that of an earlier coordinator, whose members look for one there."""
+    known = () if earlier is None else earlier.keys
+    if earlier is not None and address.endswith(_ANY_PORT):
+        with contextlib.suppress(ConfigError):  # somebody else has it now
+            return Listening(earlier.address, keys, key_file(folder), known)
+    return Listening(address, keys, key_file(folder), known)
+
+
+def _name_run(config: Config, mode: Mode, say: Say) -> str:
+    """Return the name of the run to continue, or a new one for a folder in which there is no run, or none any more."""
+    folder = Path(config.logger.log_dir)
+    if mode == "resume":
+        with read_journal(folder) as journal:
+            return journal.run_id
+    if mode == "restart" and (folder / JOURNAL_NAME).exists():
+        checkpoints = Path(config.checkpointing.checkpoint_dir)
+        _refuse_to_move_the_model(config, folder, checkpoints)
+        _bring_back_data(config, folder, set_aside(folder, say))
+        if checkpoints.exists():  # it may lie within the run folder, which has just moved
+            set_aside(checkpoints, say)
+    refuse_journal(folder)
+    return new_run_id()
+
+
+def _wandb(config: Config, run_id: str) -> WandbWriter:
+    settings = config.logger.wandb
+    run = WandbRun(project=settings.project, name=settings.name, run_id=run_id, config=to_plain(config))
+    return WandbWriter(Path(config.logger.log_dir), run)
+
+
+def _mlflow(config: Config, run_id: str) -> MlflowWriter:
+    settings = config.logger.mlflow
+    run = MlflowRun(
+        tracking_uri=settings.tracking_uri,
+        experiment=settings.experiment_name,
+        name=settings.run_name,
+        run_id=run_id,
+        config=to_plain(config),
+    )
+    return MlflowWriter(Path(config.logger.log_dir), run)
+
+
+def _open_journal(ready: Ready, mode: Mode, run_id: str) -> Journal:
+    config = ready.config
+    folder = Path(config.logger.log_dir)
+    if mode != "resume":
+        journal = Journal.create(folder, config_to_json(config), config.algorithm, run_id)
+    else:
+        journal = Journal.open(folder)
+        try:
+            refuse_changes(journal, config)
+        except RunFolderError:
+            journal.close()
+            raise
+        journal.record_config(config_to_json(config))
+    (folder / CONFIG_NAME).write_text(f"{RESOLVED_FROM}{Path(ready.source).absolute()}\n{dump_yaml(config)}")
+    (folder / "logs").mkdir(exist_ok=True)
+    return journal
+
+
+def _bring_back_data(config: Config, folder: Path, aside: Path) -> None:
+    """Copy the data that a run is to have from the folder that was set aside, where it lay within that."""
+    for name in (config.data.train_data_path, config.data.val_data_path):
+        path = Path(name or ".").absolute()
+        if name and path.is_relative_to(folder.absolute()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(aside / path.relative_to(folder.absolute()), path)
+
+
+def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
+    """Raise `RunFolderError` if setting `folders` aside would take away a model that is not made anew."""
+    model = Path(config.policy.model_name).absolute()
+    for folder in folders:
+        if config.policy.new_model is None and model.is_relative_to(folder.absolute()):
+            raise RunFolderError(
+                f"cannot set {folder} aside for --restart: policy.model_name, {config.policy.model_name!r}, lies "
+                "within it, and policy.new_model does not say how to make it; move the model elsewhere first"
+            )

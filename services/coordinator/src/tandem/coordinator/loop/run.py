@@ -1,0 +1,106 @@
+"""One run from its configuration to its outcome: the run before it, its model, and then its terms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError, TandemError
+from tandem.config.model_names import fetch_models
+from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.loop.opening import open_run
+from tandem.coordinator.loop.terms import Terms
+from tandem.coordinator.preparing.model_folder import check_model
+from tandem.coordinator.preparing.needed_models import missing_models
+from tandem.coordinator.preparing.prerequisite import Ready, has_begun, how_to_begin, make_model
+from tandem.coordinator.preparing.reward_model_folder import check_reward_models
+from tandem.coordinator.preparing.teachers import check_teachers
+from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.run_folder.ending import SAID
+from tandem.observe.run_folder.journal import Journal
+from tandem.samples.tokenizer import load_tokenizer
+
+
+def run(invocation: Invocation) -> Finish:
+    """Run a configuration, and before it the run that makes its model, if that has not been done yet.
+
+    Raises:
+        TandemError: something is wrong that is known before any process starts.
+
+    """
+    ready, say = invocation.ready, invocation.say
+    if ready.prerequisite is not None:
+        finish = _run_prerequisite(invocation, ready.prerequisite)
+        if finish is not None and finish.outcome != "finished":
+            return finish
+        invocation = _with_model(invocation, ready.prerequisite)
+    make_model(ready.config, invocation.mode, say)
+    for notice in ready.notices:
+        say(notice)
+    _fetch(invocation)
+    with contextlib.ExitStack() as stack:
+        opened = open_run(invocation, stack)
+        return _recorded(opened.journal, Terms(invocation, opened).run)
+
+
+def _fetch(invocation: Invocation) -> None:
+    """Fetch the models that are on the Hub, before any service needs them, and look through what has come."""
+    config = invocation.ready.config
+    if fetch_models(config, invocation.say):
+        _look_through_models(invocation)
+
+
+def _look_through_models(invocation: Invocation) -> None:
+    """Check models whose weights were not there when the run was looked through."""
+    config = invocation.ready.config
+    check_reward_models(config)
+    about_teachers = (
+        check_teachers(config, load_tokenizer(config), may_be_made=False) if config.teacher_sections else []
+    )
+    for notice in [*check_model(config), *about_teachers]:
+        invocation.say(f"note: {notice}")
+
+
+def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | None:
+    """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
+    how = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
+    if how is None:
+        return None
+    config = invocation.ready.config
+    models = " and ".join(missing_models(config).values()) or config.policy.model_name
+    invocation.say(f"prerequisite {prerequisite.source}: making {models}")
+    try:
+        return run(invocation.of_prerequisite(prerequisite, how))
+    except DamagedCheckpoint as error:
+        error.config_file = error.config_file or prerequisite.source
+        raise
+
+
+def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
+    """Check the model that the prerequisite has made; return what is asked for now that it is there."""
+    config = invocation.ready.config
+    for key, name in missing_models(config).items():
+        raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist")
+    _look_through_models(invocation)
+    if invocation.mode == "resume" and not has_begun(config):
+        return msgspec.structs.replace(invocation, mode="new")  # what was interrupted was the prerequisite
+    return invocation
+
+
+def _recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
+    """Carry out a run; write to its journal how that ended, also where it ends with a `TandemError`."""
+    try:
+        finish = carry_out()
+    except TandemError as error:
+        _note_end(journal, Finish(outcome="failed"), error)
+        raise
+    _note_end(journal, finish, finish.error)
+    return finish
+
+
+def _note_end(journal: Journal, finish: Finish, error: TandemError | None) -> None:
+    why = f" ({type(error).__name__}): {error}" if error is not None else ""
+    with contextlib.suppress(RunFolderError):  # of a disk that is full: that is what the run failed of
+        journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{why}")

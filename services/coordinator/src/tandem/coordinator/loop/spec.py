@@ -1,0 +1,91 @@
+"""Make the scheduler's run spec from a configuration."""
+
+from __future__ import annotations
+
+from tandem.common.messages import RewardServer
+from tandem.config import Config
+from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
+from tandem.launch.expected import expected_processes
+
+_VLLM_WIDTH = 256
+"""Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
+
+
+def engine_width(config: Config) -> int:
+    """Return how many samples each engine runs at once."""
+    generation = config.policy.generation
+    if generation.backend == "vllm":
+        return int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
+    return generation.transformers_cfg.num_slots
+
+
+def run_spec(
+    config: Config,
+    *,
+    first_step: int,
+    last_step: int,
+    num_validation: int,
+    resume_from: str,
+    checkpoint_folder: str,
+    samples_folder: str = "",
+    reward_server: RewardServer | None = None,
+) -> RunSpec:
+    """Describe the run to the scheduler."""
+    section = config.algorithm_section
+    validates = config.has_validation and config.replay is None  # else there is nobody to generate for it
+    deadlines = config.cluster.deadlines
+    return RunSpec(
+        has_engines=config.generates,
+        expected=expected_processes(config),
+        without_policy=frozenset(f"trainer-{index}" for index in range(config.cluster.trainers, config.num_trainers)),
+        first_step=first_step,
+        last_step=last_step,
+        num_groups=config.rollout_section.num_prompts_per_step if config.generates else 0,
+        num_validation_groups=num_validation,
+        validate_every=section.val_period if validates else 0,
+        validate_at_start=(section.val_at_start or config.evaluates) and validates,
+        validate_at_end=section.val_at_end and validates,
+        save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
+        resume_from=resume_from,
+        checkpoint_folder=checkpoint_folder,
+        samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
+        reward_server=reward_server,
+        # Where the two take turns, no engine generates while a trainer steps.
+        allow_alias=config.takes_turns and config.refit.alias == "auto",
+        alias_frozen=config.refit.alias == "auto",
+        is_verified=config.refit.verify != "off",
+        max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
+        updates_in_flight=config.generates and config.updates_in_flight,
+        keeps_copy=config.keeps_copy,
+        max_stored_tokens=config.policy.generation.max_stored_tokens,
+        max_replacements=config.cluster.max_replacements,
+        replacement_window_s=config.cluster.replacement_window_s,
+        balance=_balance(config),
+        dynamic_sampling=_dynamic_sampling(config),
+        deadlines=Deadlines(
+            join=deadlines.join_s,
+            build=deadlines.build_s,
+            generate=deadlines.generate_s,
+            train=deadlines.train_s,
+            evaluate=deadlines.evaluate_s,
+            refit=deadlines.refit_s,
+            save=deadlines.save_s,
+            leave=deadlines.leave_s,
+        ),
+    )
+
+
+def _balance(config: Config) -> Balance | None:
+    generation = config.policy.generation
+    if not generation.is_async:
+        return None
+    return Balance(width=engine_width(config), timeout_s=generation.generation_timeout)
+
+
+def _dynamic_sampling(config: Config) -> DynamicSampling | None:
+    if not config.generates or not config.rollout_section.use_dynamic_sampling:
+        return None
+    section = config.rollout_section
+    return DynamicSampling(
+        num_groups=section.num_prompts_per_batch, max_batches=section.dynamic_sampling_max_gen_batches
+    )

@@ -1,0 +1,308 @@
+"""A run, term by term: what is started again when a process is lost without which nobody can go on.
+
+A term is what one scheduler and one loop see. It ends with the run, or with the loss of a trainer rank. Then all
+trainers are started again, and the next term goes on from the newest checkpoint by the rules of ``--resume``: steps
+after it do not count any more (`tandem.coordinator.preparing.resuming`), and what was generated for them is trained on
+again (`tandem.coordinator.loop.kept_samples`). Rollouts and the refit service stay. The orders that set up
+any term tell them to begin anew.
+
+Nothing of an earlier term is taken for an answer: ids of orders go on from term to term, and a process that was
+replaced is shut out by its key. A process that only hangs counts as lost: it is killed if it was launched, and told to
+go if not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import signals
+from tandem.common.errors import CommandFailed, DamagedCheckpoint, DeadlineExceeded, ServiceError, ServiceLost
+from tandem.common.messages import Shutdown
+from tandem.config import Config
+from tandem.coordinator.loop.assembling import Past, assemble, first_command_id, lasting, who_runs_where
+from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.loop.kept_samples import limits_of
+from tandem.coordinator.loop.loop import Loop
+from tandem.coordinator.loop.opening import Opened
+from tandem.coordinator.members.known_members import Earlier
+from tandem.coordinator.observers.live_file import LiveFile, Said
+from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
+from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.events import Finish, Lost, Outcome
+from tandem.coordinator.scheduler.replacements import Failures
+from tandem.launch.expected import launched_processes
+from tandem.launch.restarts import within
+from tandem.observe.exporters.telemetry import TensorBoardWriter
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.samples.sample_folder import KeptLimits
+
+_GRACE_S = 10.0
+_GRACE_AFTER_FAILURE_S = 1.0
+"""How long processes have to end by themselves. After a failure ranks may sit in a collective operation that nothing
+will ever complete."""
+_POLL_S = 0.1
+_AGAIN = "a trainer is lost, and all of them are started again"
+
+
+class Terms:
+    """The terms of a run, one after the other, and the processes that outlive them."""
+
+    def __init__(self, invocation: Invocation, opened: Opened) -> None:
+        self._invocation = invocation
+        self._opened = opened
+        self._config = invocation.ready.config
+        self._num_steps = invocation.ready.algorithm.num_steps
+        self._members = lasting(invocation, opened)
+        self._registry = self._members.registry
+        self._origin = _origin(invocation)
+        self._note = invocation.say
+        """Says a line, and keeps it where the term in progress keeps such lines."""
+        self._live: LiveFile | None = None
+        """Where the lines of the last term are kept."""
+        self._limits = KeptLimits(newest_proven=None)
+        """What counts of the samples that are there, as the journal said before it forgot what came after."""
+        self._failures = Failures()
+        supervision = invocation.supervision
+        self._past = Past(
+            said=Said(began_at=time.monotonic()),
+            replaced_at=() if supervision is None else supervision.begun.replaced_at,
+            next_command_id=first_command_id(opened),
+            has_started=opened.earlier is not None and opened.journal.last_step() is not None,
+            departed=() if opened.earlier is None else opened.earlier.departed,
+        )
+
+    def run(self) -> Finish:
+        """Run from the newest checkpoint, or that which was asked for, to the end; or see that nothing is to be done.
+
+        Raises `DamagedCheckpoint` if that turns out to be one.
+        """
+        journal, say = self._opened.journal, self._invocation.say
+        if self._config.evaluates and journal.last_step() is not None:
+            say(f"nothing to do: {journal.folder} has been evaluated, or trained on")
+            return Finish(outcome="finished")
+        start = self._find_start(self._invocation.from_step)
+        if start != self._origin:
+            say(f"resuming at step {start.first_step} from {start.resume_from}")
+        if self._is_done(start):
+            say(f"nothing to do: {journal.folder} has all of its {self._num_steps} steps")
+            return Finish(outcome="finished")
+        say(who_runs_where(self._config, self._opened.listening))
+        if self._config.logger.tensorboard_enabled:
+            folder = journal.folder / self._config.logger.tensorboard.log_dir
+            self._opened.writers.add(TensorBoardWriter(folder, start.first_step))
+        outcome: Outcome = "failed"
+        # Who waits for a new process must not keep those that are there waiting for a sign of life.
+        fork_server = self._invocation.fork_server
+        with signals.heard(self._members.interrupts.hear), fork_server.meanwhile(self._registry.beat):
+            try:
+                finish = self._carry_out_all(start)
+                outcome = finish.outcome
+            finally:
+                self._stop(outcome)
+        return finish
+
+    def _expect_back(self) -> list[str]:
+        """Take up the members of a coordinator that was lost, where they wait for the next one.
+
+        Returns the names of those among them that are launched here.
+        """
+        supervision, launched = self._invocation.supervision, _launched_here(self._config)
+        kept = {} if supervision is None else supervision.begun.kept
+        earlier = self._opened.earlier or Earlier(address="")
+        earlier = earlier.without([name for name in launched if name not in kept])
+        there = [name for name in launched if name in earlier.staying]
+        if supervision is not None:
+            for name, pid in kept.items():
+                if name in there:
+                    self._members.processes.take_up(name, earlier.staying[name], supervision.child(pid))
+                else:
+                    self._members.processes.end(supervision.child(pid))
+        self._registry.send_away(earlier.leaving)
+        self._registry.expect_back(earlier.staying, there)
+        if self._opened.earlier is not None:
+            why = "" if supervision is None else supervision.begun.why
+            names = " and ".join(earlier.staying)
+            told = f"coordinator is lost: {why or 'nobody saw how'}; another goes on with the run"
+            told += f", and expects {names} back" if names else ""
+            self._invocation.say(told)
+            self._opened.journal.record_event("coordinator", told)
+        return there
+
+    def _carry_out_all(self, start: Start) -> Finish:
+        """Start what is launched here, and carry out one term after the other; return how the last one ended."""
+        there = self._expect_back()
+        for kind, count in launched_processes(self._config).items():
+            absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._past.departed}]
+            self._registry.reserve(*(self._members.processes.start(kind, index) for index in absent))
+        while True:
+            finish, lost = self._carry_out(start)
+            if not lost:
+                return finish
+            start = self._start_again(lost)
+            if self._is_done(start):
+                return Finish(outcome="finished")
+            self._opened.writers.go_back_to(start.first_step)
+
+    def _is_done(self, start: Start) -> bool:
+        return start.first_step > self._num_steps and not self._config.evaluates
+
+    # --- where a term begins -----------------------------------------------------------------------------------------
+
+    def _find_start(self, from_step: int | None = None) -> Start:
+        """Return where to go on; from then on the journal stands by nothing that came after."""
+        checkpoints = self._checkpoints()
+        if self._config.checkpointing.enabled:
+            checkpoints.prepare()
+        self._limits = limits_of(self._config, self._opened.journal)
+        return self._resuming(checkpoints).start(from_step)
+
+    def _checkpoints(self) -> CheckpointFolder:
+        config = self._config.checkpointing
+        return CheckpointFolder(
+            Path(config.checkpoint_dir),
+            keep_top_k=config.keep_top_k,
+            higher_is_better=config.higher_is_better,
+            run_id=self._opened.journal.run_id,
+        )
+
+    def _resuming(self, checkpoints: CheckpointFolder) -> Resuming:
+        return Resuming(self._config, self._opened.journal, checkpoints, self._note, self._origin)
+
+    # --- a term ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, start: Start) -> tuple[Finish, dict[str, str]]:
+        """Carry out a term; return how it ended, and who is to be replaced for the next one, if there is to be one."""
+        checkpoints = self._checkpoints()
+        with contextlib.ExitStack() as stack:
+            loop = assemble(
+                self._invocation, self._opened, self._members, self._past, checkpoints, start, self._limits, stack
+            )
+            stack.callback(loop.recorder.onlookers.close)
+            self._note, self._live = loop.recorder.note, loop.recorder.onlookers.live
+            resuming = self._resuming(checkpoints)
+            try:
+                finish = self._run_loop(loop)
+                damage = resuming.damage_in(finish, start)
+            except DamagedCheckpoint as damaged:
+                damage = damaged
+            if damage is not None:
+                self._stop("failed")  # before others are read, which takes a while
+                raise resuming.with_way_out(damage, start.first_step - 1)
+            return finish, self._to_be_replaced(finish, loop)
+
+    def _run_loop(self, loop: Loop) -> Finish:
+        supervision = self._invocation.supervision
+        try:
+            return loop.run()
+        finally:
+            if supervision is not None:
+                supervision.rest()
+
+    def _to_be_replaced(self, finish: Finish, loop: Loop) -> dict[str, str]:
+        """Return who was lost, and why, if the run can go on with others in their places; nobody if not."""
+        tables = loop.scheduler.tables
+        self._past = msgspec.structs.replace(
+            self._past,
+            next_command_id=tables.requests.next_command_id,
+            replaced_at=(*self._past.replaced_at, *loop.replaced_at),
+            has_started=self._past.has_started or tables.has_started,
+            departed=tuple(sorted(tables.publication.engines.departed)),
+        )
+        # A process that does not get as far as the first step would not get there again.
+        if finish.error is None or not self._past.has_started or tables.is_interrupted:
+            return {}
+        lost = self._lost_with(finish.error, tables.step)
+        if not lost:
+            return {}
+        lost |= loop.lost
+        num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
+        cluster, now = self._config.cluster, time.monotonic()
+        recent = within(cluster.replacement_window_s, now, self._past.replaced_at)
+        if len(recent) + num_lost > cluster.max_replacements:
+            return {}
+        self._opened.watchers.replaced(num_lost)
+        self._past = msgspec.structs.replace(self._past, replaced_at=(*recent, *[now] * num_lost))
+        return lost
+
+    def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
+        """Return whose loss an error is, or comes from, and why it was lost; nobody if it is something else."""
+        if error.process == "coordinator" or error.phase == Status.ABSENT.value:  # somebody was waited for in vain
+            return {}
+        if isinstance(error, ServiceLost | DeadlineExceeded):
+            return {error.process: error.what}
+        # A rank that is lost has others fail at once, and one that was started by hand is known to be lost later.
+        others = [name for name in self._registry.members if _is_trainer(name) and name != error.process]
+        if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
+            return {}
+        if not all(map(self._members.processes.has_launched, others)) and (lost := self._silent_among(others)):
+            return lost
+        what = error.what.splitlines()[0]
+        if error.is_final or not self._failures.is_new("trainers", step, what):
+            return {}
+        return {error.process: f"it failed while {error.phase}: {what}"}
+
+    def _silent_among(self, others: Sequence[str]) -> dict[str, str]:
+        """Wait for as long as a process may be silent; return which of these falls silent, and why it is lost."""
+        patient_until = time.monotonic() + self._registry.patience_s
+        while time.monotonic() < patient_until and not self._members.interrupts.are_there:
+            for event, _ in self._registry.receive(_POLL_S):
+                if isinstance(event, Lost) and event.member in others:
+                    return {event.member: event.why}
+        return {}
+
+    # --- between two terms -------------------------------------------------------------------------------------------
+
+    def _start_again(self, lost: Mapping[str, str]) -> Start:
+        """Start all trainers again, and whoever else is lost; return where they begin."""
+        told = "; ".join(f"{name} is lost: {why}" for name, why in lost.items())
+        try:
+            trainers = [f"trainer-{index}" for index in range(self._config.num_trainers)]
+            names = [*dict.fromkeys([*trainers, *lost])]
+            for name in names:
+                self._registry.dismiss(name, lost.get(name, _AGAIN))
+            launched = self._members.processes.restart(names)
+            self._registry.reserve(*launched)
+            start = self._find_start()
+        except BaseException:
+            self._note(told)
+            raise
+        kinds = [name.rpartition("-")[0] for name in {*names} - {each.name for each in launched}]
+        by_hand = "".join(
+            f"; {kinds.count(kind)} to be started by hand: {self._registry.how_to_join(kind)}"
+            for kind in dict.fromkeys(kinds)
+        )
+        where = f"the checkpoint {start.resume_from}" if start.resume_from else "the model that the run began with"
+        self._note(
+            f"{told}; all trainers are started again{by_hand}; the run goes on at step {start.first_step} from {where}"
+        )
+        if self._live is not None:
+            self._past = msgspec.structs.replace(self._past, said=self._live.said)
+        return start
+
+    def _stop(self, outcome: Outcome) -> None:
+        """End every process: ask, wait, kill."""
+        self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
+        self._members.known.end()
+        self._members.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
+
+
+def _launched_here(config: Config) -> list[str]:
+    return [f"{kind}-{index}" for kind, count in launched_processes(config).items() for index in range(count)]
+
+
+def _is_trainer(name: str) -> bool:
+    return name.startswith("trainer-")
+
+
+def _origin(invocation: Invocation) -> Start:
+    """Return where a run begins that has no checkpoint yet."""
+    if invocation.ready.config.replay is None:
+        return FROM_THE_MODEL
+    from tandem.coordinator.preparing.replay import origin_of
+
+    return origin_of(invocation.ready.config)

@@ -1,0 +1,444 @@
+"""Membership of the run: admission, names, heartbeats, and which connection is whose."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common import wire
+from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.errors import VersionMismatch, WireError
+from tandem.common.keys import Key, RunKeys
+from tandem.common.messages import (
+    MAX_NAME,
+    MAX_TEXT,
+    MAX_TRACEBACK,
+    Enrolled,
+    Failed,
+    FromRefit,
+    FromRollout,
+    FromTrainer,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    Order,
+    Refused,
+    ServiceKind,
+    Shutdown,
+    TrainerKeys,
+    Welcome,
+)
+from tandem.common.texts import shortened
+from tandem.coordinator.members.known_members import KnownMembers
+from tandem.coordinator.members.replies import Replies
+from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied, ToldToLeave
+from tandem.launch.launch import Launched
+
+_CODECS: dict[ServiceKind, wire.Codec[Any]] = {
+    "trainer": wire.Codec(FromTrainer),
+    "rollout": wire.Codec(FromRollout),
+    "refit": wire.Codec(FromRefit),
+}
+_hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
+_MOST_ENROLLED = 10_000
+_ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
+_MOST_ROLLOUTS = 1_000_000
+"""Where nothing else is said."""
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator's terms for staying in touch."""
+
+    interval_s: float
+    timeout_s: float
+    orphan_timeout_s: float = 0.0
+
+
+class Member:
+    """One admitted process."""
+
+    def __init__(self, hello: Hello, name: str, peer: wire.Peer, now: float) -> None:
+        self.hello = hello
+        self.name = name
+        self.peer = peer
+        self.last_seen = now
+        self.phase = "idle"
+        self.trainer_keys = 0
+        """The number of the newest `TrainerKeys` that it was sent."""
+
+
+def new_run_keys() -> RunKeys:
+    """Return the keys of a run that has none yet."""
+    return RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
+
+
+class Listening:
+    """The coordinator's socket, and whom it hears: at first those alone who have proven the joining key."""
+
+    def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none.
+
+        `key_file` will have the keys for services. `known` are heard from the first moment on.
+        """
+        self.joining_key = keys.joining.public
+        """Whoever proves it may name a key of its own."""
+        self.admitted = Admitted([self.joining_key, *known])
+        self.hub = wire.Hub(address, keys.coordinator, self.admitted)
+        self._key_file = key_file
+
+    def how_to_join(self, kind: str) -> str:
+        """Return what to type for a service of this run."""
+        return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
+
+
+class Registry:
+    """Turns what arrives at the hub into events, and names into connections.
+
+    Launched processes keep the number they were launched with; processes started by hand get the numbers after those,
+    in the order in which they join, or that of one that is awaited. All are known by their keys: one that is lost is
+    shut out by its key.
+    """
+
+    def __init__(
+        self,
+        listening: Listening,
+        expected: dict[ServiceKind, int],
+        config_json: bytes,
+        run_id: str,
+        pulse: Pulse,
+        replies: Replies,
+        max_rollouts: int | None = None,
+        known: KnownMembers | None = None,
+    ) -> None:
+        """`max_rollouts` may be in the run at once, where it has any; as many as come if None.
+
+        `known` is told who is admitted.
+        """
+        self._known = known
+        self._hub = listening.hub
+        self.how_to_join = listening.how_to_join
+        self._admitted = listening.admitted
+        self._joining_key = listening.joining_key
+        self._enrolled: dict[str, None] = {}
+        """Keys whose owners have not said hello yet, the oldest first."""
+        self.trainers = Admitted()
+        """The keys of all trainers."""
+        self._trainer_keys = 0
+        """How often these have changed."""
+        self._all_told = True
+        self._expected = expected
+        self._places: dict[ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
+        if expected.get("rollout"):
+            self._places["rollout"] = range(_MOST_ROLLOUTS if max_rollouts is None else max_rollouts)
+        self._config_json = config_json
+        self._run_id = run_id
+        self._pulse = pulse
+        self._replies = replies
+        self._reserved: dict[str, str] = {}
+        self._expected_back: dict[str, Key] = {}
+        """Members of an earlier coordinator that have not said hello to this one yet."""
+        self._expected_until = math.inf
+        self._is_launched: set[str] = set()
+        """The names of those among them whose processes are there for certain."""
+        self._leaving: dict[Key, None] = {}
+        """The keys of others, which are told to go."""
+        self._awaited: dict[str, None] = {}
+        """Names of members that are gone, in whose place the run needs others: these come first."""
+        self._by_peer: dict[wire.Peer, Member] = {}
+        self.members: dict[str, Member] = {}
+        self._last_beat = time.monotonic()
+        self._stalls = wire.Stalls()
+
+    @property
+    def address(self) -> str:
+        """Where processes join."""
+        return self._hub.address
+
+    @property
+    def patience_s(self) -> float:
+        """After how long it is known at the latest that a process is gone."""
+        return self._pulse.timeout_s + self._pulse.interval_s
+
+    def reserve(self, *launched: Launched) -> None:
+        """Keep the names of processes that were just launched."""
+        self._reserved |= {each.public_key: each.name for each in launched}
+
+    def expect_back(self, members: Mapping[str, Key], launched: Iterable[str]) -> None:
+        """Keep the names of members of an earlier coordinator for them, for `patience_s` from the next term on.
+
+        Of those that were `launched`, processes are there; the place of another is given to who comes first.
+        """
+        self._expected_back |= members
+        self._is_launched |= {*launched}
+        self._reserved |= {key: name for name, key in members.items()}
+        for key in members.values():
+            self._admitted.add(key)
+
+    def send_away(self, keys: Iterable[Key]) -> None:
+        """Tell these members of an earlier coordinator to go, whenever they are heard."""
+        for key in keys:
+            self._leaving[key] = None
+            self._admitted.add(key)
+
+    def not_back(self) -> list[str]:
+        """Return those whose names are not kept any more, since they have not come back in time."""
+        if time.monotonic() < self._expected_until:
+            return []
+        names = [*self._expected_back]
+        for name in names:
+            self._give_up(name)
+        self._expected_until = math.inf
+        return names
+
+    def needs(self, name: str) -> bool:
+        """Tell whether the run cannot do without the owner of a name: it is not one that has come beyond those."""
+        kind, _, index = name.rpartition("-")
+        return any(kind == expected and int(index) < count for expected, count in self._expected.items())
+
+    def enrol(self, key: str) -> None:
+        """Hear a process by a key that it has made itself."""
+        self._enrolled[key] = None
+        self._admitted.add(key)
+        while len(self._enrolled) > _MOST_ENROLLED:
+            oldest = next(iter(self._enrolled))
+            del self._enrolled[oldest]
+            self._admitted.remove(oldest)
+
+    def dismiss(self, name: str, reason: str, *, is_over: bool = False, is_awaited: bool = True) -> None:
+        """Free the name of a member that is lost, or is to start again, and tell it to go: it may only be hanging.
+
+        Nothing that it still sends is heard, and it cannot come back. If `is_over`, it is not to start again either;
+        `is_awaited` says whether another is to have the name before any other name.
+        """
+        self._awaited.pop(name, None)
+        if is_awaited:
+            self._awaited[name] = None
+        member = self.members.pop(name, None)
+        if member is not None:
+            del self._by_peer[member.peer]
+            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=not is_over)
+            self._hub.send(member.peer, wire.encode(shutdown))
+            self._admitted.remove(member.peer.key)
+            self._note_trainers(member)
+        self._replies.forget(name)
+        self._give_up(name)
+        for key in [key for key, kept in self._reserved.items() if kept == name]:
+            del self._reserved[key]
+            self._admitted.remove(key)
+        if self._known is not None:
+            self._known.forget(name, has_left=is_over and not is_awaited)
+
+    def begin_term(self) -> list[Joined]:
+        """Expect no answer to what was ordered before; return who is there already, as if they had joined now."""
+        self._replies.forget_orders()
+        now = time.monotonic()
+        if self._expected_back:
+            self._expected_until = min(self._expected_until, now + self.patience_s)
+        return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
+        """Wait up to `timeout_s` for something to happen; yield what did, with its arrays."""
+        for peer, frames in self._hub.receive(timeout_s):
+            now = time.monotonic()
+            member = self._by_peer.get(peer)
+            if member is None:
+                joined = self._admit(peer, frames, now)
+                if joined is not None:
+                    yield joined, {}
+                continue
+            member.last_seen = now
+            try:
+                received = _CODECS[member.hello.service].decode(frames)
+                event = self._to_event(member, received, now)
+            except WireError as error:
+                why = f"it broke the protocol: {error}"
+                self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
+                yield Lost(now=now, member=member.name, why=why), {}
+                continue
+            if event is not None:
+                yield event, received.arrays
+        now = time.monotonic()
+        stall_s = self._stalls.until(now, timeout_s + self._pulse.interval_s)
+        for member in self.members.values():
+            member.last_seen = min(now, member.last_seen + stall_s)
+        yield from ((event, {}) for event in self._watch(now))
+
+    def order(self, name: str, order: Order, frames: wire.Frames) -> None:
+        """Send a member an order for the first time; its replies are checked against it."""
+        self._tell_trainer_keys()
+        self._replies.ordered(name, order)
+        self.send(name, frames)
+
+    def send(self, name: str, frames: wire.Frames) -> bool:
+        """Send to a member; False if its connection is gone."""
+        return self._hub.send(self.members[name].peer, frames)
+
+    def broadcast(self, message: Message) -> None:
+        """Send to every member that can still be reached."""
+        for member in self.members.values():
+            self._hub.send(member.peer, wire.encode(message))
+
+    def beat(self) -> None:
+        """Tell members that the coordinator is there, when it is time to."""
+        now = time.monotonic()
+        if now - self._last_beat >= self._pulse.interval_s:
+            self._last_beat = now
+            self.broadcast(Heartbeat())
+            self._tell_trainer_keys()
+
+    def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
+        """Return what a message means. Raises `WireError` for a reply that cannot be one."""
+        match received.message:
+            case Heartbeat(phase=phase, trainer_keys=number):
+                member.phase = shortened(phase)
+                if number < member.trainer_keys:  # perhaps they were lost, with a connection
+                    member.trainer_keys, self._all_told = number, False
+                return None
+            case Hello():
+                return None  # sent again before the welcome arrived
+            case Leaving():
+                return ToldToLeave(now=now, member=member.name)
+            case Goodbye(reason=reason):
+                return Lost(now=now, member=member.name, why=f"it left: {shortened(reason)}")
+            case reply:
+                if not self._replies.take(member.name, reply, received.arrays):
+                    return None  # a repetition, or the answer to an order that was abandoned
+                if isinstance(reply, Failed):
+                    return Erred(now=now, member=member.name, failed=_readable(reply))
+                return Replied(now=now, member=member.name, reply=reply)
+
+    def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
+        """Welcome or refuse a process that says hello; anything else is dropped."""
+        if peer.key in self._leaving:
+            self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
+            del self._leaving[peer.key]
+            self._admitted.remove(peer.key)
+            return None
+        try:
+            wire.check_version(frames[0])
+            hello = _hello_codec.decode(frames).message
+            hello = msgspec.structs.replace(hello, host=shortened(hello.host, MAX_NAME))
+        except VersionMismatch as mismatch:
+            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
+            return None
+        except WireError:
+            return None
+        if (peer.key == self._joining_key) != (hello.enrols is not None):
+            return None  # with the joining key one can do nothing else, and with others not that
+        if hello.enrols is None and peer.key not in self._reserved and peer.key not in self._enrolled:
+            return None  # a member's, over a second connection
+        name = self._name_for(hello, peer.key)
+        if name is None:
+            self._hub.send(peer, wire.encode(self._refusal(hello)))
+            return None
+        if hello.enrols is not None:
+            self.enrol(hello.enrols)
+            self._hub.send(peer, wire.encode(Enrolled()))
+            return None
+        return self._welcome(peer, hello, name, now)
+
+    def _welcome(self, peer: wire.Peer, hello: Hello, name: str, now: float) -> Event:
+        if self._expected_back.get(name) == peer.key:
+            del self._expected_back[name]
+        else:
+            self._give_up(name)  # of whoever comes first it is
+        if self._known is not None:
+            self._known.note(name, peer.key)
+        member = Member(hello, name, peer, now)
+        self._by_peer[peer] = self.members[name] = member
+        welcome = Welcome(
+            member=name,
+            index=int(name.rpartition("-")[2]),
+            run_id=self._run_id,
+            heartbeat_interval_s=self._pulse.interval_s,
+            heartbeat_timeout_s=self._pulse.timeout_s,
+            orphan_timeout_s=self._pulse.orphan_timeout_s,
+            config_json=self._config_json,
+        )
+        self._hub.send(peer, wire.encode(welcome))
+        self._enrolled.pop(peer.key, None)
+        self._awaited.pop(name, None)
+        self._note_trainers(member)
+        self._all_told = False
+        return Joined(now=now, member=name, kind=hello.service)
+
+    def _name_for(self, hello: Hello, key: str) -> str | None:
+        if key in self._reserved:
+            name = self._reserved[key]
+            return name if name not in self.members and name.startswith(f"{hello.service}-") else None
+        taken = {*self.members, *self._reserved.values()}
+        places = self._places.get(hello.service, range(0))
+        first = [name for name in self._awaited if name.startswith(f"{hello.service}-")]
+        if hello.index is not None:
+            places, first = range(hello.index, hello.index + (hello.index in places)), []
+        wanted = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
+        names = [*first, *(f"{hello.service}-{index}" for index in wanted)]
+        # Of one that is expected back nobody knows whether it comes, unless its process was just started.
+        vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
+        more = (f"{hello.service}-{index}" for index in range(max(places.start, wanted.stop), places.stop))
+        free, beyond = ((name for name in group if name not in taken) for group in (names, more))
+        return next(itertools.chain(free, vague, beyond), None)
+
+    def _give_up(self, name: str) -> None:
+        """Keep the name for nobody who is expected back."""
+        self._is_launched.discard(name)
+        if (key := self._expected_back.pop(name, None)) is not None:
+            self._reserved.pop(key, None)
+            self._admitted.remove(key)
+
+    def _refusal(self, hello: Hello) -> Refused:
+        """Say why there is no place for a process."""
+        wanted = len(self._places.get(hello.service, range(0)))
+        most = " (cluster.max_rollouts)" if wanted > self._expected.get(hello.service, 0) else ""
+        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}{most}"
+        if hello.index is None:
+            return Refused(reason=f"the run has its {processes} already")
+        if hello.index < wanted:
+            return Refused(reason=f"{hello.service}-{hello.index} is in the run already")
+        reason = f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
+        return Refused(reason=reason, is_for_good=True)
+
+    def _note_trainers(self, changed: Member) -> None:
+        """Admit the trainers that there are, and no others, to the samples."""
+        if changed.hello.service == "trainer":
+            self.trainers.replace(m.peer.key for m in self.members.values() if m.hello.service == "trainer")
+            self._trainer_keys += 1
+            self._all_told = False
+
+    def _tell_trainer_keys(self) -> None:
+        """Tell rollouts who may fetch samples, where they have not heard it yet."""
+        if self._all_told:
+            return
+        told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
+        for member in self.members.values():
+            if member.hello.service == "rollout" and member.trainer_keys < self._trainer_keys:
+                self._hub.send(member.peer, told)
+                member.trainer_keys = self._trainer_keys
+        self._all_told = True
+
+    def _watch(self, now: float) -> Iterator[Event]:
+        """Beat when it is time; report members that have been silent for too long."""
+        self.beat()
+        for member in list(self.members.values()):  # who hears of it may forget the member
+            silent_s = now - member.last_seen
+            if silent_s > self._pulse.timeout_s:
+                yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")
+
+
+def _readable(failed: Failed) -> Failed:
+    """Return what a process says of itself as it is shown: its text may be anyone's."""
+    return msgspec.structs.replace(
+        failed,
+        phase=shortened(failed.phase),
+        error=shortened(failed.error),
+        traceback=shortened(failed.traceback, MAX_TRACEBACK),
+    )

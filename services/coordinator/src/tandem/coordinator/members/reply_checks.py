@@ -1,0 +1,198 @@
+"""What the rules of replies are made of: orders as they are remembered, and comparisons that raise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import RefitError, WireError
+from tandem.common.messages import Generate, Order, SampleScored
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.worlds import worlds_of
+from tandem.observe.exporters.nvml import MEASURED
+from tandem.refit import layout
+
+SHOWN = 100
+"""Characters of a value that an error shows."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What no sample of a run goes beyond."""
+
+    vocabulary: int
+    max_tokens: int
+    """Of a whole sequence."""
+    max_turns: int
+    plays: bool = False
+    """Whether an agent makes them, whose prompts are its own."""
+    speakers: frozenset[str] = frozenset({"trainer-0"})
+    """The trainers whose metrics are the run's: the first of each group that holds the same models."""
+
+    @staticmethod
+    def of(config: Config) -> Limits:
+        """Return those of a run whose model's folder is there."""
+        policy, longest = config.policy, config.policy.max_total_sequence_length
+        if policy.generation.backend == "vllm":
+            longest = max(longest, policy.generation.vllm_cfg.max_model_len)
+        agent = config.agent
+        turns = config.rollout_section.max_rollout_turns if config.declaration.rolls_out else 0
+        if agent is not None:
+            turns = agent.max_completions
+        known = vocabulary_size(policy)
+        return Limits(
+            vocabulary=known,
+            max_tokens=longest,
+            max_turns=turns,
+            plays=agent is not None,
+            speakers=frozenset(f"trainer-{world.first}" for world in worlds_of(config)),
+        )
+
+
+class Member:
+    """What is known of a process from its orders and replies."""
+
+    def __init__(self) -> None:
+        self.is_engine = False
+        self.num_tensors: tuple[int, ...] = ()
+        """In the layout of each of its parts."""
+        self.versions: list[int] = []
+        """That it was given, in ascending order."""
+        self.version = 0
+        """That it has said to hold, the last time."""
+
+
+class Asked:
+    """An order whose answer has not come, or not all of it."""
+
+    def __init__(self, name: str, order: Order, member: Member, limits: Limits) -> None:
+        self.name = name
+        self.order: Any = order
+        """Of the type that the rule of the reply goes with."""
+        self.member = member
+        self.limits = limits
+        self.oldest_version = member.version
+        """That the member can make tokens with while it carries the order out."""
+        self.arrived: set[tuple[int, int]] = set()
+        """Samples that are here, by group and place."""
+        self.num_tokens = 0
+        """That the policy made in these samples."""
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
+    """Compare the sizes of each sample with its order."""
+    order: Generate = asked.order
+    limits, groups = asked.limits, {group.group: group for group in order.groups}
+    seen: set[tuple[int, int]] = set()
+    for row, sample in enumerate(samples):
+        group = groups.get(sample.group)
+        if group is None:
+            raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
+        prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
+        fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
+        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        seen.add((sample.group, sample.sample))
+        if limits.plays and made:
+            _check_episode(asked, row, sample)
+            continue
+        fits(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
+        fits(turns >= 1 or limits.plays, row, "num_turns", sample, "at least 1")
+        fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
+        fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
+        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
+        fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+        length = sample.num_tokens
+        fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
+        # Between two responses the environment has spoken.
+        is_all = length == prompt + made if turns <= 1 else length >= prompt + made
+        fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
+        can_end = sample.finish_reason != "turns" or turns == limits.max_turns
+        fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
+
+
+def _check_episode(asked: Asked, row: int, sample: SampleScored) -> None:
+    """Compare the sizes of an agent's episode, whose prompts are its own, with each other and with its order."""
+    limits, turns, made = asked.limits, sample.num_turns, sample.response_length
+    fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
+    most = turns * asked.order.sampling.max_new_tokens
+    fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+    fits(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
+    check_branches(limits, row, sample)
+    fits(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
+
+
+def check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
+    """Compare the sizes of an agent's episode with each other."""
+    for branch in sample.branches:
+        is_whole = branch.prompt_length + branch.num_made <= branch.num_tokens <= limits.max_tokens
+        fits(is_whole, row, "branches", sample, "at most {} tokens each, and at least what counts", limits.max_tokens)
+    num_made, num_tokens = (sum(getattr(b, name) for b in sample.branches) for name in ("num_made", "num_tokens"))
+    fits(num_made == sample.response_length, row, "response_length", sample, "that of the branches, {}", num_made)
+    fits(num_tokens == sample.num_tokens, row, "num_tokens", sample, "that of the branches, {}", num_tokens)
+    first = sample.branches[0].prompt_length
+    fits(first == sample.prompt_length, row, "prompt_length", sample, "that of the first branch, {}", first)
+
+
+def check_digests(asked: Asked, digests: tuple[bytes, ...]) -> None:
+    """Compare the sizes of digests with the layouts that they are of."""
+    sizes = tuple(map(len, digests))
+    wanted = tuple(8 * num for num in asked.member.num_tensors)
+    must(sizes == wanted, "digests", f"{some(sizes)} bytes", f"{some(wanted)}: 8 for each tensor of a part's layout")
+
+
+def fits(holds: bool, row: int, field: str, sample: SampleScored, what: str, *values: int) -> None:
+    """Raise `WireError` unless something holds of a field of a sample; there are many, and no text is made of most."""
+    if not holds:
+        must(False, f"samples[{row}].{field}", getattr(sample, field), what.format(*values))
+
+
+def num_tensors_of(field: str, encoded: bytes) -> int:
+    """Return how many tensors a layout has. Raises `WireError` if it cannot be read."""
+    try:
+        return layout.num_tensors(encoded)
+    except RefitError as error:
+        raise WireError(f"{field}: {error}") from error
+
+
+def must(holds: bool, field: str, value: object, what: str) -> None:
+    """Raise `WireError` unless something holds."""
+    if not holds:
+        shown = value if isinstance(value, str) else repr(value)
+        raise WireError(f"{field}: {shown[:SHOWN]}, must be {what}")
+
+
+def same(asked: Asked, reply: object, *fields: str) -> None:
+    """Compare fields that a reply has from its order."""
+    for field in fields:
+        value, wanted = getattr(reply, field), getattr(asked.order, field)
+        must(value == wanted, field, value, f"{wanted}, as in the order")
+
+
+def finite(metrics: Mapping[str, float]) -> None:
+    """Raise `WireError` unless all metrics are finite numbers."""
+    for name, value in metrics.items():
+        must(math.isfinite(value), f"metrics[{name!r}]", value, "a finite number")
+
+
+def measured(gpus: Mapping[str, float]) -> None:
+    """Raise `WireError` unless numbers of GPUs have names of ours, since they become metrics, and are finite."""
+    all_among("gpus", gpus, {*MEASURED}, f"one of {', '.join(MEASURED)}")
+    for name, value in gpus.items():
+        must(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
+
+
+def all_among(field: str, names: Iterable[str], among: set[str], what: str = "one of those in the order") -> None:
+    """Raise `WireError` unless each name is among those that may stand in a field."""
+    for name in names:
+        must(name in among, field, name, what)
+
+
+def some(values: Iterable[object]) -> str:
+    """Return values in a line that is not too long."""
+    return ", ".join(map(str, values))[-SHOWN:] or "none"

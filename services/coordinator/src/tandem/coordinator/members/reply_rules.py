@@ -1,0 +1,300 @@
+"""The rules of replies: what each must be to answer its order; ``docs/protocol.md`` lists them."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tandem.common.messages import (
+    Attest,
+    Attested,
+    AwaitCheckpoint,
+    BuildEngine,
+    BuildTrainer,
+    CheckpointCopied,
+    CheckpointSaved,
+    Command,
+    CommitVersion,
+    ConnectMesh,
+    CopyWeights,
+    EngineBuilt,
+    Evaluate,
+    Evaluated,
+    Generate,
+    Generated,
+    InstallProgram,
+    MeshConnected,
+    Message,
+    OpenRendezvous,
+    PlanTransfers,
+    ProgramInstalled,
+    RecordSamples,
+    Refit,
+    Refitted,
+    RendezvousOpened,
+    RestoreSamples,
+    SamplesFinished,
+    SamplesMissing,
+    SamplesRecorded,
+    SaveCheckpoint,
+    Train,
+    Trained,
+    TrainerBuilt,
+    TransfersPlanned,
+    VersionCommitted,
+    WeightsCopied,
+)
+from tandem.common.worker_shards import process_of
+from tandem.coordinator.members.reply_checks import (
+    Asked,
+    all_among,
+    check_branches,
+    check_digests,
+    check_samples,
+    finite,
+    fits,
+    measured,
+    must,
+    num_tensors_of,
+    same,
+    some,
+)
+from tandem.refit import program
+
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+
+
+class Rule(NamedTuple):
+    """What a reply must be to answer an order of a type."""
+
+    order: type[Command]
+    """What the reply answers."""
+    check: Callable[[Asked, Any], None] | None
+    """None: there is nothing to compare."""
+
+
+def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
+    """`version` is that of the order, and `layout` can be read."""
+    same(asked, reply, "version")
+    asked.member.num_tensors = (num_tensors_of("layout", reply.layout),)
+
+
+def _trained(asked: Asked, reply: Trained) -> None:
+    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, of the first that holds a model.
+
+    `gpus` are those that `tandem.observe.exporters.nvml` measures.
+    """
+    same(asked, reply, "step")
+    must(reply.version == asked.order.step, "version", reply.version, f"the step, {asked.order.step}")
+    speakers = asked.limits.speakers
+    is_empty = asked.name in speakers or not reply.metrics
+    must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
+    finite(reply.metrics)
+    measured(reply.gpus)
+
+
+def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
+    """`step` is that of the order. `members` are sources of the order."""
+    same(asked, reply, "step")
+    all_among("members", reply.members, {*asked.order.sources})
+
+
+def _evaluated(asked: Asked, reply: Evaluated) -> None:
+    """`step` is that of the order. `metrics` are finite numbers."""
+    same(asked, reply, "step")
+    finite(reply.metrics)
+
+
+def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
+    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `guests.url` ``http://HOST:PORT``."""
+    address = reply.samples_at.address
+    must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
+    guests = "http://h:1" if reply.guests is None else reply.guests.url
+    must(_ADDRESS.fullmatch(guests.replace("http", "tcp", 1)) is not None, "guests.url", guests, "http://HOST:PORT")
+    asked.member.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+
+
+def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
+    """Digests are from then on of what the programs have the process receive, where that is not its layout."""
+    order: InstallProgram = asked.order
+    received = map(program.num_received, order.programs)
+    numbers = zip(asked.member.num_tensors, received, strict=False)
+    asked.member.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
+
+
+def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
+    """`step` and `purpose` are those of the order, and each sample is one that was asked for, once in a message.
+
+    Its prompt is as long as the one asked for; what the policy made is within the limits of the order, of
+    `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The versions are ones that the engine held since
+    it was given the order, and its tokens are counted by them. There is text for validation alone.
+    """
+    same(asked, reply, "step", "purpose")
+    check_samples(asked, reply.samples)
+    versions = asked.member.versions
+    held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
+    for row, sample in enumerate(reply.samples):
+        for field in ("oldest_version", "newest_version"):
+            if getattr(sample, field) not in held:
+                fits(False, row, field, sample, f"one that the engine held then: {some(held)}")
+        oldest, newest = sample.oldest_version, sample.newest_version
+        fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
+        counts = sample.tokens_by_version
+        made = sample.response_length
+        is_counted = len(counts) == newest - oldest + 1 and sum(counts) == made
+        fits(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", made)
+        has_text = bool(sample.response) and reply.purpose == "train"
+        fits(not has_text, row, "response", sample, "empty: only validation has text")
+        if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
+            asked.arrived.add((sample.group, sample.sample))
+            asked.num_tokens += made
+
+
+def _generated(asked: Asked, reply: Generated) -> None:
+    """`step` and `purpose` are those of the order. Every sample was sent; there are `num_samples`, of `num_tokens`.
+
+    `gpus` are those that `tandem.observe.exporters.nvml` measures.
+    """
+    same(asked, reply, "step", "purpose")
+    _check_whole(asked, reply, sum(len(group.seeds) for group in asked.order.groups))
+    must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
+    measured(reply.gpus)
+
+
+def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
+    """`step` is that of the order, and each sample is of a group that was asked for, once in a message.
+
+    There are no more of a group than it has; none is longer than `policy.max_total_sequence_length`, and there is no
+    text.
+    """
+    same(asked, reply, "step")
+    must(reply.purpose == "train", "purpose", reply.purpose, "train")
+    groups = {group for keys in asked.order.files.values() for _, group in keys}
+    seen: set[tuple[int, int]] = set()
+    for row, sample in enumerate(reply.samples):
+        fits(sample.group in groups, row, "group", sample, "one that was asked for")
+        fits(sample.sample < asked.order.num_samples, row, "sample", sample, "below {}", asked.order.num_samples)
+        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        most = asked.limits.max_tokens
+        if sample.branches:
+            check_branches(asked.limits, row, sample)
+        else:
+            fits(sample.num_tokens <= most, row, "num_tokens", sample, "at most {}", most)
+        made = sample.prompt_length + sample.response_length
+        fits(made <= sample.num_tokens, row, "num_tokens", sample, "at least {}", made)
+        fits(sample.oldest_version <= sample.newest_version, row, "oldest_version", sample, "at most the newest")
+        fits(not sample.response, row, "response", sample, "empty: only validation has text")
+        seen.add((sample.group, sample.sample))
+    asked.arrived |= seen
+
+
+def _all_restored(asked: Asked, reply: Generated) -> None:
+    """`step` is that of the order. Every sample was sent; there are `num_samples`, and no token was made for them."""
+    same(asked, reply, "step")
+    must(reply.purpose == "train", "purpose", reply.purpose, "train")
+    _check_whole(asked, reply, asked.order.num_samples * sum(map(len, asked.order.files.values())))
+    must(reply.num_tokens == 0, "num_tokens", reply.num_tokens, "0: none was made")
+
+
+def _check_whole(asked: Asked, reply: Generated, wanted: int) -> None:
+    """Raise `WireError` unless all samples of an order were sent, and are counted."""
+    must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of an order whose {wanted} samples were sent")
+    must(reply.num_samples == wanted, "num_samples", reply.num_samples, f"{wanted}, as asked for")
+
+
+def _samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
+    """`step` is that of the order. What was written and what is missing are all that was asked for."""
+    same(asked, reply, "step")
+    wanted = sum(len(group.advantages) for group in asked.order.groups)
+    must(reply.num_missing <= wanted, "num_missing", reply.num_missing, f"at most {wanted}, as asked for")
+    rest = wanted - reply.num_missing
+    must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, as asked for but for those missing")
+
+
+def _mesh_connected(asked: Asked, reply: MeshConnected) -> None:
+    """`mesh` is that of the order."""
+    same(asked, reply, "mesh")
+
+
+def _refitted(asked: Asked, reply: Refitted) -> None:
+    """`version` is that of the order. `num_bytes` are of links that the process is an end of."""
+    same(asked, reply, "version")
+    for link in reply.num_bytes:
+        ends = [process_of(end) for end in link.split(">")]
+        must(len(ends) == 2 and asked.name in ends, "num_bytes", link, f"a link of {asked.name}")
+    if asked.name in asked.order.only or not asked.order.only:
+        asked.member.version = reply.version
+
+
+def _attested(asked: Asked, reply: Attested) -> None:
+    """`version` is that of the order. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
+    same(asked, reply, "version")
+    check_digests(asked, reply.digests)
+
+
+def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
+    """`version` is that of the order. `digests` are as in an `Attested` if they were asked for, else there are none."""
+    same(asked, reply, "version")
+    if asked.order.with_digests:
+        check_digests(asked, reply.digests)
+    else:
+        must(not reply.digests, "digests", len(reply.digests), "none, since they were not asked for")
+
+
+def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
+    """There is a program for every worker shard whose layout was given, and for no other.
+
+    Senders are their processes; meshes have names of their own, and they and links are between these worker shards.
+    """
+    parts = {*asked.order.sources, *asked.order.destinations}
+    processes = {process_of(part) for part in parts}
+    all_among("programs", reply.programs, parts)
+    all_among("programs", parts, {*reply.programs}, "one of those that have a program")
+    all_among("senders", reply.senders, processes)
+    names = [mesh.name for mesh in reply.meshes]
+    must(len({*names}) == len(names), "meshes", names, "of different names")
+    for mesh in reply.meshes:
+        all_among(f"meshes[{mesh.name!r}]", mesh.members, parts)
+    for link in reply.num_bytes:
+        must(link.count(">") == 1, "num_bytes", link, "a link, such as trainer-0>rollout-0")
+        all_among("num_bytes", link.split(">"), parts)
+
+
+def _version_committed(asked: Asked, reply: VersionCommitted) -> None:
+    """`version` is that of the order. `differing` are engines whose digests were given."""
+    same(asked, reply, "version")
+    engines = {process_of(part) for part in asked.order.digests}
+    all_among("differing", reply.differing, {name for name in engines if not name.startswith("trainer-")})
+
+
+RULES: Mapping[type[Message], tuple[Rule, ...]] = {
+    RendezvousOpened: (Rule(OpenRendezvous, None),),
+    TrainerBuilt: (Rule(BuildTrainer, _trainer_built),),
+    Trained: (Rule(Train, _trained),),
+    SamplesMissing: (Rule(Train, _samples_missing),),
+    Evaluated: (Rule(Evaluate, _evaluated),),
+    CheckpointCopied: (Rule(SaveCheckpoint, None),),
+    CheckpointSaved: (Rule(AwaitCheckpoint, None),),
+    WeightsCopied: (Rule(CopyWeights, _weights_copied),),
+    EngineBuilt: (Rule(BuildEngine, _engine_built),),
+    SamplesFinished: (Rule(Generate, _samples_finished), Rule(RestoreSamples, _samples_restored)),
+    Generated: (Rule(Generate, _generated), Rule(RestoreSamples, _all_restored)),
+    SamplesRecorded: (Rule(RecordSamples, _samples_recorded),),
+    ProgramInstalled: (Rule(InstallProgram, _program_installed),),
+    MeshConnected: (Rule(ConnectMesh, _mesh_connected),),
+    Refitted: (Rule(Refit, _refitted),),
+    Attested: (Rule(Attest, _attested),),
+    TransfersPlanned: (Rule(PlanTransfers, _transfers_planned),),
+    VersionCommitted: (Rule(CommitVersion, _version_committed),),
+}
+
+
+def rule_of(message: type[Message]) -> str:
+    """Return what there is to say of a message as an answer, for the protocol's page; nothing if it is none."""
+    said = [
+        f"Answers `{order.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
+        for order, check in RULES.get(message, ())
+    ]
+    return " ".join(said)

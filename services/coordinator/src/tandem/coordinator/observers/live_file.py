@@ -1,0 +1,239 @@
+"""Write ``live.json`` from the scheduler's tables."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.arrivals import Stage
+from tandem.coordinator.scheduler.engines import Engine
+from tandem.coordinator.scheduler.groups import GroupState
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.live import (
+    LEAVING,
+    LIVE_NAME,
+    Live,
+    LiveBuffer,
+    LiveEngine,
+    LiveGroups,
+    LiveTrainer,
+    LiveVersions,
+)
+from tandem.observe.run_folder.time_left import NUM_RECENT, seconds_left
+
+_PAUSE_S = 0.5
+"""Between two times that the file is written, at least."""
+_NUM_NOTES = 20
+_DRIVER = Path("/dev/nvidiactl")
+"""Is there where a machine has GPUs of NVIDIA's."""
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file said of the terms before, and goes on from."""
+
+    began_at: float
+    """When the first began, by the monotonic clock."""
+    notes: tuple[str, ...] = ()
+    """The newest lines of the console."""
+    num_dropped: int = 0
+    num_failures: int = 0
+    records: tuple[StepRecord, ...] = ()
+    """The newest steps, some of which may be done again."""
+
+
+class LiveFile:
+    """Writes ``live.json``, at most twice a second and only when something has changed."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        num_steps: int,
+        history: Sequence[StepRecord],
+        said: Said | None = None,
+    ) -> None:
+        """Begin anew, or where the terms before ended; `history` are the steps that are done."""
+        self._before = said = said or Said(began_at=time.monotonic())
+        self._config = config
+        self._path = folder / LIVE_NAME
+        self._num_steps = num_steps
+        self._records = deque(history, NUM_RECENT)
+        self._notes = deque(said.notes, _NUM_NOTES)
+        self._num_dropped = said.num_dropped
+        self._num_failures = said.num_failures
+        self._has_gpus = _DRIVER.exists()
+        self._committed = time.monotonic()
+        self._looked = -_PAUSE_S
+        self._last: Live | None = None
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    @property
+    def said(self) -> Said:
+        """What the next term goes on from."""
+        return Said(
+            began_at=self._before.began_at,
+            notes=tuple(self._notes),
+            num_dropped=self._num_dropped,
+            num_failures=self._num_failures,
+            records=tuple(self._records) or self._before.records,
+        )
+
+    @property
+    def last(self) -> Live | None:
+        """What the file says now; None before it says anything."""
+        return self._last
+
+    def note(self, text: str) -> None:
+        """Keep a line of the console."""
+        self._notes.append(text)
+
+    def fail(self) -> None:
+        """Count a sample on which an environment failed."""
+        self._num_failures += 1
+
+    def drop(self, num_groups: int) -> None:
+        """Count groups that are not trained on."""
+        self._num_dropped += num_groups
+
+    def commit(self, record: StepRecord) -> None:
+        """Note that a step is done."""
+        self._committed = time.monotonic()
+        self._records.append(record)
+        for name in ("groups_too_old", "dynamic_sampling_num_dropped_groups"):
+            self._num_dropped += int(record.metrics.get(name, 0))
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Bring the file up to date."""
+        now = time.monotonic()
+        if now - self._looked < _PAUSE_S:
+            return
+        self._looked = now
+        live = self.look(scheduler, registry)
+        if self._last is None or _without_times(live) != _without_times(self._last):
+            self._write(live)
+
+    def look(self, scheduler: Scheduler, registry: Registry) -> Live:
+        """Return how the run stands."""
+        now = time.monotonic()
+        publication, progress = scheduler.publication, scheduler.progress
+        states: Counter[GroupState] = Counter()
+        ages: Counter[int] = Counter()
+        for group in scheduler.groups:
+            states[group.state] += 1
+            if group.state is GroupState.READY and group.purpose == "train":
+                ages[max(0, publication.version - group.oldest_version)] += 1
+        trained = progress.number if progress.is_trained else progress.number - 1
+        engines = [publication.engines[name] for name in publication.engines]
+        arrivals = publication.arrivals.stages()
+        return Live(
+            at=time.time(),
+            step=scheduler.step,
+            num_steps=self._num_steps,
+            phase=scheduler.phase.value,
+            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed, self._before.records),
+            elapsed_s=now - self._before.began_at,
+            groups=LiveGroups(
+                waiting=states[GroupState.WAITING],
+                in_flight=states[GroupState.IN_FLIGHT],
+                ready=states[GroupState.READY],
+                taken=states[GroupState.TAKEN],
+                dropped=self._num_dropped,
+            ),
+            buffer=LiveBuffer(size=ages.total(), by_age={str(age): ages[age] for age in sorted(ages)}),
+            engines=tuple(
+                LiveEngine(
+                    name=engine.name,
+                    status=_status(engine),
+                    version=engine.version,
+                    outstanding_tokens=scheduler.groups.num_tokens(engine.name),
+                    in_flight=scheduler.groups.num_in_flight(engine.name),
+                    host=_host(registry, engine.name),
+                    device=self._device_of_engine(engine.name),
+                )
+                for engine in engines
+            )
+            + tuple(self._arrival(registry, name, stage) for name, stage in arrivals.items()),
+            trainers=tuple(self._trainer(scheduler, registry, name, trained) for name in _trainers(registry)),
+            versions=LiveVersions(
+                trained=trained,
+                published=publication.version,
+                attested=max((engine.version for engine in engines if engine.is_attested), default=-1),
+            ),
+            failures=self._num_failures,
+            notes=tuple(self._notes),
+        )
+
+    def _arrival(self, registry: Registry, name: str, stage: Stage) -> LiveEngine:
+        """Return an engine that is on its way into the run."""
+        return LiveEngine(
+            name=name,
+            status=stage.value,
+            version=-1,
+            outstanding_tokens=0,
+            in_flight=0,
+            host=_host(registry, name),
+            device=self._device_of_engine(name),
+        )
+
+    def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
+        asked = next(scheduler.requests.of(name), None)
+        gpu = int(name.rpartition("-")[2]) % max(1, self._config.cluster.gpus_per_node)
+        return LiveTrainer(
+            name=name,
+            status="idle" if asked is None else asked.phase.value,
+            version=trained,
+            doing=registry.members[name].phase,
+            host=_host(registry, name),
+            device=self._device(range(gpu, gpu + 1)),
+        )
+
+    def _device_of_engine(self, name: str) -> str:
+        count = gpus_per_engine(self._config)
+        first = first_gpu_of_engines(self._config) + int(name.rpartition("-")[2]) * count
+        first %= max(1, self._config.cluster.gpus_per_node)
+        return self._device(range(first, first + count))
+
+    def _device(self, gpus: range) -> str:
+        """Return the GPUs that a process is given, where there are any."""
+        if not (self._has_gpus and self._config.cluster.gpus_per_node and gpus):
+            return "CPU"
+        return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
+
+    def _write(self, live: Live) -> None:
+        """Write the file, whole; what the disk says to it never stops the run."""
+        self._last = live
+        temporary = self._path.with_name(f".{LIVE_NAME}")
+        try:
+            temporary.write_bytes(msgspec.json.encode(live))
+            temporary.rename(self._path)
+        except OSError:
+            self._last = None
+
+
+def _trainers(registry: Registry) -> list[str]:
+    names = [name for name in registry.members if name.startswith("trainer-")]
+    return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+
+
+def _status(engine: Engine) -> str:
+    """Say how far an engine is, or that it was told to leave."""
+    return engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING
+
+
+def _host(registry: Registry, name: str) -> str:
+    member = registry.members.get(name)
+    return "" if member is None else member.hello.host
+
+
+def _without_times(live: Live) -> Live:
+    return msgspec.structs.replace(live, at=0.0, elapsed_s=0.0, eta_s=None)

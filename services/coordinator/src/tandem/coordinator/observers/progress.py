@@ -1,0 +1,186 @@
+"""Show a run's progress: a line a step, and below them, on a terminal, a display that changes in place.
+
+Anywhere else a line comes every half minute as well that says what a step that takes longer waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config import Config
+from tandem.config.models import hub
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.observers.display import Display
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.groups import GroupState
+from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.observe.lines import SPARKLINE_WIDTH, clock, curves_of, policy_of, shares, sparkline, step_line
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.time_left import seconds_left
+
+_REFRESH_S = 0.25
+_LINE_EVERY_S = 30.0
+_MOST_NAMED = 4
+"""Processes that a line names; of more it says how many there are."""
+_PHASE_COLOURS = {
+    "generation": "cyan",
+    "policy_training": "magenta",
+    "value_training": "red",
+    "value_inference": "blue",
+    "teacher_logprob_inference": "blue",
+    "get_logprobs": "blue",
+    "refit": "yellow",
+    "validation": "green",
+    "checkpointing": "white",
+}
+
+
+def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
+    """Say what a run is doing, and whom it waits for."""
+    waits: dict[str, list[str]] = {}
+    for name in scheduler.requests.members():
+        member = registry.members.get(name)
+        waits.setdefault(member.phase if member is not None else "gone", []).append(name)
+    parts = []
+    for phase, names in waits.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
+    if missing := scheduler.missing:
+        parts.insert(0, f"{missing} to join")
+    if absent := scheduler.publication.engines.having(Status.ABSENT):
+        parts.append(f"a replacement of {', '.join(absent)}")
+    waiting = "; ".join(parts) or "nobody"
+    return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
+
+
+def ahead_line(scheduler: Scheduler) -> str:
+    """Say what is generated beside training, and how old the weights are that engines do it with."""
+    states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
+    engines, newest = scheduler.publication.engines, scheduler.publication.version
+    held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
+    on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
+    return (
+        f"groups: {states[GroupState.READY]} ready, {states[GroupState.IN_FLIGHT]} being generated, "
+        f"{states[GroupState.WAITING]} waiting; newest weights: version {newest}; engines: {on or 'none holds any'}"
+    )
+
+
+class Progress:
+    """The display of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: RunSpec,
+        history: Sequence[StepRecord],
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+        line_every_s: float = _LINE_EVERY_S,
+        began_at: float | None = None,
+        again: Sequence[StepRecord] = (),
+    ) -> None:
+        """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal.
+
+        `began_at` is when the run did, by that clock; default: now. `again` are steps that may be done again.
+        """
+        self._again = again
+        self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
+        self._spec = spec
+        self._records = list(history)
+        self._console = console or Console()
+        self._now = now
+        self._line_every_s = line_every_s
+        self._printed_at = self._committed_at = now()
+        self._began_at = self._printed_at if began_at is None else began_at
+        self._shown_at = -_REFRESH_S
+        self._display: Display | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._display = Display(self._console)
+
+    def note(self, text: str) -> None:
+        """Print a line above the display."""
+        self._print(text)
+
+    def commit(self, record: StepRecord) -> None:
+        """Show a step that is done."""
+        self._records.append(record)
+        self._committed_at = self._now()
+        self._print(step_line(record, self._spec.last_step, self._times()))
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Bring the display up to date, a few times a second; without one, print what the run waits for."""
+        now = self._now()
+        if self._display is None:
+            if now - self._printed_at >= self._line_every_s:
+                self._print(f"{waiting_line(scheduler, registry, self._spec.last_step)}  {self._times()}")
+        elif now - self._shown_at >= _REFRESH_S:
+            self._shown_at = now
+            self._display.update(self.render(scheduler, registry, now))
+
+    def close(self) -> None:
+        """Give the terminal back, with the lines that were printed."""
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
+        """Draw the run as it stands."""
+        return Group(
+            Text(self._title, style="bold"),
+            Text(f"{f'step {scheduler.step}/{self._spec.last_step}':>18} {scheduler.phase.value}  {self._times()}"),
+            *([] if self._spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
+            *self._curves(),
+            *self._last_step(),
+            _health(registry, now),
+        )
+
+    def _curves(self) -> list[RenderableType]:
+        lines: list[RenderableType] = []
+        newest = self._records[-1].metrics if self._records else {}
+        for name, label in (*curves_of(newest), *policy_of(newest)):
+            values = [record.metrics[name] for record in self._records if name in record.metrics]
+            if values:
+                lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
+        return lines
+
+    def _last_step(self) -> list[RenderableType]:
+        if not self._records:
+            return []
+        seconds = self._records[-1].seconds
+        total = seconds.get("total", 0.0) or 1.0
+        bar = Text(f"{'last step':>18} {total:6.2f}s  ")
+        speed = self._records[-1].metrics.get("tokens_per_s")
+        for name, colour in _PHASE_COLOURS.items():
+            bar.append("█" * round(SPARKLINE_WIDTH * seconds.get(name, 0.0) / total), style=colour)
+        rate = "" if speed is None else f"  {speed:,.0f} tokens/s"
+        return [bar, Text(f"{'':>27}{shares(seconds)}{rate}", style="dim")]
+
+    def _times(self) -> str:
+        """Say how long the run has gone on, since it was started or resumed, and how much longer it will."""
+        now = self._now()
+        left = seconds_left(self._records, self._spec.last_step, now - self._committed_at, self._again)
+        elapsed = f"{clock(now - self._began_at)} elapsed"
+        return elapsed if left is None else f"{elapsed}, {clock(left)} left"
+
+    def _print(self, text: str) -> None:
+        self._printed_at = self._now()
+        self._console.print(Text(text), soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _health(registry: Registry, now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("process", "host", "pid", "last seen", "doing"):
+        table.add_column(heading, style="dim" if heading != "process" else "")
+    for name, member in sorted(registry.members.items()):
+        age = f"{now - member.last_seen:.0f} s ago"
+        table.add_row(name, member.hello.host, str(member.hello.pid), age, member.phase)
+    return table

@@ -1,0 +1,150 @@
+"""Serve a run's metrics for Prometheus, at ``/metrics`` of the coordinator.
+
+The run's thread says what is new, by putting whole records in the place of older ones; the library's threads read them
+whenever they are asked. Nothing that they do is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tandem.common.errors import ConfigError
+from tandem.common.network import url_of
+from tandem.config.schema import Prometheus
+from tandem.coordinator.scheduler.arrivals import Stage
+from tandem.coordinator.scheduler.engines import COMING_BACK
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.live import Live
+
+_NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
+_ENDED_S = 5.0
+"""How long the library's thread may take to end."""
+
+
+class Exporter:
+    """The server, and what it tells; it runs until it is closed."""
+
+    def __init__(self, settings: Prometheus) -> None:
+        """Raises `ConfigError` if nothing can listen there."""
+        assert settings.port is not None, "or there is nothing to serve"
+        self._told = _Told()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._told)
+        try:
+            self._server, self._thread = start_http_server(settings.port, settings.host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"logger.prometheus.port: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
+            ) from error
+        self.url = f"{url_of(self._server.socket)}/metrics"
+
+    def name_run(self, run_id: str) -> None:
+        """Say which run it is."""
+        self._told.run_id = run_id
+
+    def begin_term(self, newest: StepRecord | None) -> None:
+        """Note which step the run goes on after; steps after it do not count any more."""
+        self._told.step = newest
+
+    def commit(self, record: StepRecord) -> None:
+        """Note that a step is done."""
+        self._told.step, self._told.committed_at = record, time.monotonic()
+
+    def refitted(self, record: RefitRecord) -> None:
+        """Note that a version has reached engines."""
+        self._told.refit = record
+        self._told.num_refits += 1
+
+    def replaced(self, count: int) -> None:
+        """Note that so many processes are replaced."""
+        self._told.num_replaced += count
+
+    def show(self, live: Live | None) -> None:
+        """Note how the run stands."""
+        self._told.live = live
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_ENDED_S)
+
+
+class _Told(Collector):
+    """What the run has said last, as Prometheus wants it."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+        self.step: StepRecord | None = None
+        self.committed_at = time.monotonic()
+        self.refit: RefitRecord | None = None
+        self.num_refits = 0
+        self.num_replaced = 0
+        self.live: Live | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing that other collectors could have as well."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        yield _labelled("tandem_run_info", "The run", "run_id", {self.run_id: 1.0})
+        since = time.monotonic() - self.committed_at
+        yield _gauge("tandem_seconds_since_last_step", "Since a step was done, or the coordinator began", since)
+        yield CounterMetricFamily("tandem_replaced_processes", "Processes that were replaced", self.num_replaced)
+        yield CounterMetricFamily("tandem_refits", "Weight versions that have reached engines", self.num_refits)
+        if self.step is not None:
+            yield from _of_step(self.step)
+        if self.refit is not None:
+            yield _gauge("tandem_refit_version", "The newest version that has reached engines", self.refit.version)
+            yield _labelled("tandem_refit_seconds", "Of the newest refit", "phase", self.refit.seconds)
+            yield _gauge("tandem_refit_bytes", "Copied in the newest refit", sum(self.refit.num_bytes.values()))
+        if self.live is not None:
+            yield from _of_run(self.live)
+
+
+def _of_step(record: StepRecord) -> Iterator[Metric]:
+    yield _gauge("tandem_step", "The newest step that is done", record.step)
+    yield _gauge("tandem_version", "Weight version after that step", record.version)
+    yield _labelled("tandem_step_seconds", "Wall seconds of that step", "phase", record.seconds)
+    taken = {"tandem_step", "tandem_version"}
+    for name, value in record.metrics.items():
+        if math.isfinite(value) and (full := f"tandem_{metric_name(name)}") not in taken:
+            taken.add(full)
+            yield _gauge(full, f"{name} of the newest step that is done", value)
+
+
+def _of_run(live: Live) -> Iterator[Metric]:
+    groups = {name: getattr(live.groups, name) for name in live.groups.__struct_fields__}
+    yield _labelled("tandem_groups", "Rollout groups", "state", groups)
+    yield _gauge("tandem_step_in_progress", "The step in progress", live.step)
+    yield _gauge("tandem_steps_planned", "The last step of the run", live.num_steps)
+    yield _gauge("tandem_failed_samples", "Samples on which an environment failed", live.failures)
+    up = sum(engine.status not in _NOT_UP for engine in live.engines)
+    yield _gauge("tandem_engines_up", "Engines that are built, and not lost", up)
+    yield _gauge("tandem_engines", "Engines that the run has", len(live.engines))
+    outstanding = {engine.name: engine.outstanding_tokens for engine in live.engines}
+    yield _labelled("tandem_outstanding_tokens", "Tokens that an engine has to keep", "engine", outstanding)
+
+
+def metric_name(name: str) -> str:
+    """Return a metric's name in the journal without what Prometheus does not allow in one."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _gauge(name: str, says: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, says, value)
+
+
+def _labelled(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, says, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -1,1 +1,0 @@
-"""The page: a read-only web server over run folders, in a process of its own."""

@@ -1,0 +1,232 @@
+"""``coordinator plan CONFIG``: describe a run without weights, GPUs or processes.
+
+Trainers and engines are laid out from the model's ``config.json`` and the parallel sizes in the configuration, and the
+same planner that a run uses says what moves; `tandem.refit.cost` says how long that takes at the rates of
+``cluster.links``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.config import Config
+from tandem.config.models import lora
+from tandem.config.placement import first_gpu_of_engines
+from tandem.coordinator.planning import plan_summary as outline
+from tandem.coordinator.planning.plan_ages import NOT_GIVEN, GivenRates, print_ages
+from tandem.coordinator.planning.plan_layouts import Side, generation, model_shape, sides, training, words
+from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.cost import Cost, bucket_memory, cost
+from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory, Tensor
+from tandem.refit.planner import Survey, survey
+
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
+_WIDTH = 120
+"""Columns where the output is no terminal: the reasons of links fit."""
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """All that is known of a refit before there is one."""
+
+    survey: Survey
+    cost: Cost
+    """Of a version, but the first that an engine gets."""
+    frozen_cost: Cost | None
+    """Of what never changes, which comes on top then; None if there is no such thing."""
+    memory: dict[str, int]
+    """Peak bytes beside the weights, by member: buckets of streams, and staging."""
+    seconds: float
+    """That laying out and planning took."""
+
+
+def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> None:
+    """Print what a run of `config` is made of, and how weights get from its trainers to its engines; what
+    asynchronous steps would take follows from rates, `given` or measured before.
+
+    Raises `ConfigError`, `ModelError`, or `RefitError` where sizes do not fit the model.
+    """
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    model = model_shape(config)
+    both = None if isinstance(model, str) else sides(config, model)
+    generates = config.generates
+    explained = predict(config, *both) if both and generates else None
+    _print_ranks(config, both, console)
+    for line in outline.steps(config):
+        console.print(f"  {line}")
+    if both is None:
+        console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
+        console.print(
+            "policy.model_name=FOLDER tells them, where FOLDER holds the config.json of a model of that shape"
+        )
+    else:
+        console.print(f"  {outline.memory(config, both[0])}")
+    if generates:
+        print_ages(config, given, explained.cost.seconds if explained else None, console)
+    if explained:
+        _print_links(explained.survey, console)
+        _print_loads(explained, console)
+        _print_cost(explained, console)
+    for line in outline.in_vain(config):
+        console.print(f"note: {line}", soft_wrap=True)
+
+
+def predict(config: Config, trainers: Side, engines: Side) -> Explained:
+    """Lay both sides out and plan. Raises `RefitError` where sizes do not fit the model."""
+    started = time.perf_counter()
+    before, after = _hosts(config, trainers, engines)
+    sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
+    sources = {member: _reachable(layout) for member, layout in sources.items()}
+    destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
+    shared = config.policy.generation.colocated.enabled  # whatever the algorithm: engines are supposed
+    may_alias = config.refit.alias == "auto"
+    found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
+    layouts = {**sources, **destinations}
+    memory = bucket_memory(found.links)
+    for member, num_bytes in bucket_memory(found.frozen_links).items():
+        memory[member] = max(memory.get(member, 0), num_bytes)
+    for engine, num_bytes in found.staging.items():
+        memory[engine] = memory.get(engine, 0) + num_bytes
+    links, rates = (found.links, found.frozen_links), config.cluster.links
+    each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
+    assert each is not None, "engines want something that is trained"
+    return Explained(found, each, once, memory, time.perf_counter() - started)
+
+
+def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
+    """Return where trainers and engines run: one process a GPU, or all spread over the nodes where none is used."""
+    num_trainers, num_engines = trainers.deployment.num_ranks, engines.deployment.num_ranks
+    if not _on_gpus(config):
+        num_nodes = config.cluster.num_nodes
+        return (
+            Hosts("node", -(-num_trainers // num_nodes), has_gpus=False),
+            Hosts("node", -(-num_engines // num_nodes), has_gpus=False),
+        )
+    hosts = Hosts("node", config.cluster.gpus_per_node)
+    return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
+
+
+def _on_gpus(config: Config) -> bool:
+    """Say whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and what trains with it too."""
+    return config.cluster.gpus_per_node > 0 and config.policy.generation.backend != "transformers"
+
+
+def _named(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:
+    return {f"{kind}-{rank}": layout for rank, layout in enumerate(layouts)}
+
+
+def _reachable(layout: Layout) -> Layout:
+    """Return a trainer's layout as it will be: in memory that the processes of its host can open."""
+    address: Address = SharedMemory(0, 0, 0) if layout.device == "cpu" else CudaMemory(0, layout.device, b"", 0)
+    storages = tuple(msgspec.structs.replace(storage, address=address) for storage in layout.storages)
+    return msgspec.structs.replace(layout, storages=storages)
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Console) -> None:
+    size = ""
+    if both:
+        size = f": {_parameters([each for each in both[0].model.tensors if not lora.is_adapter(each.name)])}"
+    console.print(f"[bold]{config.policy.model_name}[/]{size}", soft_wrap=True)
+    trains, generates = training(config), generation(config)
+    console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(both, 0)}")
+    if config.generates:
+        ranks = generates.num_ranks
+        console.print(f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(both, 1)}")
+    else:
+        console.print(f"  no engines: {config.algorithm} generates nothing, and no weights move")
+    if both and (adapters := [each for each in both[0].model.tensors if lora.is_adapter(each.name)]):
+        console.print(f"  trained are adapters of {len(adapters) // 2:,} layers: {_parameters(adapters)}")
+    cluster = config.cluster
+    if config.generates and not _on_gpus(config):
+        console.print(f"  on the CPUs of {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}")
+    elif not config.generates or config.policy.generation.colocated.enabled:
+        console.print(f"  on the same GPUs, {cluster.gpus_per_node} a node")
+    else:
+        console.print(f"  on different GPUs, {cluster.gpus_per_node} a node")
+
+
+def _parameters(tensors: Sequence[Tensor]) -> str:
+    num = sum(math.prod(tensor.shape) for tensor in tensors)
+    number = f"{num / 1e9:,.1f} billion" if num >= 1e9 else f"{num / 1e6:,.1f} million"
+    return f"{number} parameters in {len(tensors):,} tensors"
+
+
+def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
+    return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
+
+
+def _print_cost(explained: Explained, console: Console) -> None:
+    found = explained.cost
+    console.print(
+        f"lower bound  {_time(found.bound_s)}  = max(egress {_time(found.egress_s)}, ingress {_time(found.ingress_s)}, "
+        f"install {_time(found.install_s)})"
+    )
+    console.print(f"predicted    {_time(found.seconds)}  limited by: {found.limited_by}")
+    if explained.frozen_cost is not None:
+        links, once = explained.survey.frozen_links, explained.frozen_cost
+        num_bytes = sum(link.num_bytes for link in links)
+        unit, ways = _unit([num_bytes]), ", ".join(sorted({link.transport for link in links}))
+        moved = f"{num_bytes / _UNITS[unit]:,.2f} {unit} of frozen weights by {ways}"
+        console.print(f"first refit  {_time(once.seconds)} more: {moved}; limited by: {once.limited_by}")
+    console.print(f"planned in {explained.seconds:.1f} s; rates are those of cluster.links", style="dim")
+
+
+def _print_links(found: Survey, console: Console) -> None:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for link in found.links:
+        groups.setdefault((link.transport, link.why), []).append(link.num_bytes)
+    total, each = _unit(map(sum, groups.values())), _unit(size for sizes in groups.values() for size in sizes)
+    each = "MB" if each == "GB" else each  # links differ by orders of magnitude
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("transport", "links", total, f"{each} a link: least", "median", "most", "why"):
+        table.add_column(column, justify="left" if column in ("transport", "why") else "right")
+    for (transport, why), sizes in sorted(groups.items()):
+        spread = (min(sizes), statistics.median(sizes), max(sizes))
+        table.add_row(
+            transport,
+            f"{len(sizes):,}",
+            f"{sum(sizes) / _UNITS[total]:,.2f}",
+            *(f"{size / _UNITS[each]:,.1f}" for size in spread),
+            why,
+        )
+    console.print(table)
+
+
+def _print_loads(explained: Explained, console: Console) -> None:
+    found = explained.survey
+    loads: dict[str, Mapping[str, int]] = {
+        "sent by, or read from, {}": found.egress,
+        "received by {}": found.ingress,
+        "peak extra memory of {}": explained.memory,
+    }
+    unit = _unit(size for amounts in loads.values() for size in amounts.values())
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in (f"{unit} a process", "least", "median", "most"):
+        table.add_column(column, justify="right" if column in ("least", "median", "most") else "left")
+    for what, amounts in loads.items():
+        for kind, called in (("trainer", "a trainer"), ("rollout", "an engine rank")):
+            sizes = [size for member, size in amounts.items() if member.startswith(kind)]
+            if sizes:
+                spread = (min(sizes), statistics.median(sizes), max(sizes))
+                table.add_row(what.format(called), *(f"{size / _UNITS[unit]:,.3f}" for size in spread))
+    console.print(table)
+
+
+def _unit(sizes: Iterable[int]) -> str:
+    """Return the unit that the largest of some sizes is told in."""
+    largest = max(sizes, default=0)
+    return next((unit for unit, num_bytes in _UNITS.items() if largest >= num_bytes), "bytes")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,231 @@
+"""The part of ``coordinator plan`` about asynchronous steps: what each age would cost and gain.
+
+The rates of a synchronous step come from the command line, and those that are not given there from the journal of a
+run of the same configuration; `tandem.coordinator.planning.ages` says what follows from them. Where they are not known
+that is said, and what is known without them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.common.errors import ConfigError, listed
+from tandem.config import Config, config_from_json, differences
+from tandem.coordinator.loop.spec import engine_width
+from tandem.coordinator.planning.ages import Prediction, Rates, most_times_as_fast, predict
+from tandem.coordinator.preparing.prerequisite import has_begun
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
+
+AGES = (0, 1, 2, 4)
+"""Those that are told beside the one that is configured."""
+BYTES_A_TOKEN = 13
+"""That a rollout keeps of a sample: a token, a bit of the loss mask in a byte, a log-probability, a version."""
+_FREE = (
+    "prerequisite",
+    "grpo.async_grpo",
+    "grpo.max_num_steps",
+    "grpo.max_num_epochs",
+    "grpo.seed",
+    "grpo.val_period",
+    "grpo.val_at_start",
+    "grpo.val_at_end",
+    "grpo.max_val_samples",
+    "grpo.val_batch_size",
+    "grpo.num_val_generations_per_prompt",
+    "grpo.val_temperature",
+    "grpo.val_seed",
+    "data.num_train",
+    "data.num_validation",
+    "checkpointing",
+    "logger",
+    "eval",
+)
+"""Keys, or whole sections, that the rates of a synchronous step do not depend on."""
+_MOST_NAMED = 3
+_NEEDED = {"generation_s", "training_s"}
+"""Rates without which nothing is predicted."""
+_GB = 1e9
+
+
+class GivenRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user says of `Rates`; None: that is to be found out."""
+
+    generation_s: float | None = None
+    training_s: float | None = None
+    refit_s: float | None = None
+    longest_over_mean: float | None = None
+
+
+NOT_GIVEN = GivenRates()
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run folder tells of `Rates`."""
+
+    rates: Mapping[str, float] = {}
+    source: str
+    """Where they are from, or why some or all are not known."""
+
+
+def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | None, console: Console) -> None:
+    """Print what each age would cost and gain; `predicted_refit_s` stands in where no refit was measured."""
+    said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+    if config.takes_turns and not {*said} >= _NEEDED:
+        console.print(
+            "  synchronous: generation and training take turns on their devices "
+            "(policy.generation.colocated.enabled: true)"
+        )
+        return
+    measured = read_rates(config)
+    known = {**measured.rates, **said}
+    if not {*known} >= _NEEDED:
+        _print_unknown(config, measured, console)
+        return
+    if predicted_refit_s is not None:
+        known.setdefault("refit_s", predicted_refit_s)
+    rates = rates_of(config, known)
+    in_flight = config.updates_in_flight or not config.max_trajectory_age_steps
+    updates = "weights are updated in flight" if in_flight else "engines finish what they have before each update"
+    console.print(f"asynchronous steps by age, predicted; {updates}")
+    console.print(_table(config, [predict(rates, age, in_flight=in_flight) for age in _ages(config)]))
+    console.print(f"  {_source(rates, said, measured, predicted_refit_s)}", style="dim", soft_wrap=True)
+    if (age := _first_without_room(config)) is not None:
+        console.print(
+            f"  from age {age} on engines may wait for room, if responses are as long as they may be: "
+            "policy.generation.max_stored_tokens",
+            soft_wrap=True,
+        )
+
+
+def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
+    """Return the rates that are known, with what the sizes of a configuration tell."""
+    return Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
+
+
+def read_rates(config: Config) -> Measured:
+    """Return the rates of the run in the run folder. Raises `RunFolderError` if its journal cannot be read."""
+    folder = Path(config.logger.log_dir)
+    if not has_begun(config):
+        return Measured(source=f"{folder} holds no run")
+    with read_journal(folder) as journal:
+        recorded, steps, refits = journal.config_json, journal.steps(), journal.refits()
+    try:
+        ran = config_from_json(recorded)
+    except ConfigError:
+        return Measured(source=f"the run in {folder} is of another release")
+    if ran.algorithm != config.algorithm:
+        return Measured(source=f"the run in {folder} is of {ran.algorithm}")
+    if differing := differences(ran, config, besides=_FREE):
+        more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
+        return Measured(source=f"the run in {folder} differs in {', '.join(differing[:_MOST_NAMED])}{more}")
+    trained = [step for step in steps if step.step > 0]
+    trained = trained[1:] or trained  # the first has much to set up
+    if not trained:
+        return Measured(source=f"the run in {folder} has trained no step")
+    source = f"medians of {len(trained)} step{'s' * (len(trained) > 1)} of the run in {folder}"
+    rates = _medians(trained, refits)
+    if ran.max_trajectory_age_steps:
+        # The seconds of a phase say what was waited for there, not what it took.
+        del rates["generation_s"]
+        return Measured(rates=rates, source=f"{source}, whose generation by itself is not known: it is asynchronous")
+    return Measured(rates=rates, source=source)
+
+
+def _medians(steps: Sequence[StepRecord], refits: Sequence[RefitRecord]) -> dict[str, float]:
+    """Return the rates of synchronous steps."""
+
+    def median(*names: str) -> float:
+        return statistics.median(sum(step.seconds.get(name, 0.0) for name in names) for step in steps)
+
+    lengths = [(step.metrics["max_generation_length"], step.metrics["mean_generation_length"]) for step in steps]
+    proofs = [refit.seconds.get("attest", 0.0) + refit.seconds.get("commit", 0.0) for refit in refits]
+    return {
+        "generation_s": median("generation"),
+        "training_s": median("policy_training", "get_logprobs"),
+        "refit_s": median("refit"),
+        "attest_s": statistics.median(proofs) if proofs else 0.0,
+        "longest_over_mean": statistics.median(longest / mean for longest, mean in lengths),
+    }
+
+
+def _ages(config: Config) -> list[int]:
+    return sorted({*AGES, config.max_trajectory_age_steps})
+
+
+def _samples(config: Config) -> int:
+    """Return how many samples are generated at once for a step."""
+    section = config.rollout_section
+    return section.num_prompts_per_batch * section.num_generations_per_prompt
+
+
+def _kept_tokens(config: Config, age: int) -> int:
+    """Return how many tokens rollouts keep, at most: of the step in progress, and of those that are generated for."""
+    return (age + 1) * _samples(config) * config.policy.max_total_sequence_length
+
+
+def _first_without_room(config: Config) -> int | None:
+    """Return the least of the ages for which engines may have no room."""
+    room = config.policy.generation.max_stored_tokens * config.cluster.rollouts
+    return next((age for age in _ages(config) if _kept_tokens(config, age) > room), None)
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print_unknown(config: Config, measured: Measured, console: Console) -> None:
+    """Say that no rates are known, and what is known without them."""
+    ages = [age for age in _ages(config) if age]
+    console.print(
+        f"  asynchronous: rates are not known: {measured.source}; give --generation-s and --training-s",
+        soft_wrap=True,
+    )
+    sizes = (f"{_kept_tokens(config, age) * BYTES_A_TOKEN / _GB:.2g}" for age in ages)
+    console.print(
+        f"  with ages of {listed(ages)}, at most {listed(map(most_times_as_fast, ages))} times as fast, and at most "
+        f"{listed(sizes)} GB of samples kept",
+        soft_wrap=True,
+    )
+
+
+def _table(config: Config, predictions: Sequence[Prediction]) -> Table:
+    """Return a row an age."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    columns = ("age", "step", "times as fast", "tokens by age 0, 1, ...", "engines idle", "trainers idle", "GB kept")
+    for column in (*columns, "limited by"):
+        table.add_column(column, justify="left" if column in ("limited by", columns[3]) else "right", no_wrap=True)
+    for found in predictions:
+        table.add_row(
+            f"{found.age} (configured)" if found.age == config.max_trajectory_age_steps else f"{found.age}",
+            f"{found.period_s:.3g} s",
+            f"{found.speedup:.2f}",
+            "of one sample the same" if found.share_by_age is None else _shares(found.share_by_age),
+            f"{found.engines_idle:.0%}",
+            f"{found.trainers_idle:.0%}",
+            f"{_kept_tokens(config, found.age) * BYTES_A_TOKEN / _GB:.2g}",
+            found.limit,
+        )
+    return table
+
+
+def _shares(share_by_age: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in share_by_age)
+
+
+def _source(rates: Rates, said: Mapping[str, float], measured: Measured, predicted_refit_s: float | None) -> str:
+    """Say what the predictions are made from."""
+    sources = [*(["as given"] if said else []), *([measured.source] if measured.rates else [])]
+    known, refit, longest = {**measured.rates, **said}, "", ""
+    if "refit_s" not in known:
+        refit = " (not known)" if predicted_refit_s is None else " (as predicted below)"
+    if "longest_over_mean" not in known:
+        longest = " (not known: --longest-over-mean)"
+    return (
+        f"from generation {rates.generation_s:.3g} s, training {rates.training_s:.3g} s, refit {rates.refit_s:.3g} s"
+        f"{refit}, the longest response {rates.longest_over_mean:.3g} × the mean{longest}: {', else '.join(sources)}"
+    )

@@ -1,0 +1,180 @@
+"""Lay out trainers and engines from a model's ``config.json`` and the parallel sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import ConfigError, ModelError
+from tandem.config import Config
+from tandem.config.models import lora
+from tandem.config.models.model_sizes import config_file
+from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.dtensor import DTensor
+from tandem.refit.adapters.geometry import FAMILIES
+from tandem.refit.adapters.huggingface import HuggingFace
+from tandem.refit.adapters.megatron import Megatron, linear_layers
+from tandem.refit.adapters.vllm import Vllm
+
+_LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa)?\.weight$")
+"""Weights of the layers that PEFT can give an adapter: routed experts are one parameter a layer, and no layers."""
+
+
+class Side(msgspec.Struct, frozen=True):
+    """Trainers, or engines."""
+
+    kind: str
+    deployment: Deployment
+    model: ModelShape
+    """As this side keeps it."""
+
+
+def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
+    """Return trainers and engines as the configuration describes them.
+
+    Raises `ConfigError` for an element type that no engine has.
+    """
+    policy = config.policy
+    trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
+    held = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
+    return Side("trainer", training(config), _with_adapters(config, held)), Side(
+        "engine", generation(config), _held_by_engines(config, model)
+    )
+
+
+def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
+    """Return the trainers' model with the adapters that are trained; all else is frozen.
+
+    Raises `ConfigError` if no layer is chosen to have one.
+    """
+    policy = config.policy
+    if policy.adapters is None:
+        return model
+    if policy.megatron_cfg.enabled:
+        parts = linear_layers(model)
+        names = lora.chosen(list(parts), policy.adapters, "policy.megatron_cfg.peft")
+        layers, dtype = [layer for name in names for layer in parts[name]], policy.precision
+    else:
+        linear = [tensor.name.removesuffix(".weight") for tensor in model.tensors if _LINEAR.search(tensor.name)]
+        layers, dtype = lora.chosen(linear, policy.adapters, "policy.dtensor_cfg.lora_cfg"), "float32"
+    tensors = (
+        msgspec.structs.replace(tensor, product_scale=policy.adapters.scale if tensor.name.endswith(lora.B) else 0.0)
+        if lora.is_adapter(tensor.name)
+        else msgspec.structs.replace(tensor, is_frozen=True)
+        for tensor in model.with_adapters(layers, policy.adapters.dim, dtype).tensors
+    )
+    return ModelShape(tuple(tensors), model.geometry)
+
+
+def training(config: Config) -> Megatron | DTensor:
+    """Return how the trainers share the model out."""
+    megatron, dtensor = config.policy.megatron_cfg, config.policy.dtensor_cfg
+    if not megatron.enabled:
+        tensor = dtensor.tensor_parallel_size
+        return DTensor(shard=config.cluster.trainers // tensor, tensor=tensor)
+    return Megatron(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        dp=config.data_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        num_layers_in_first_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_stage=megatron.num_layers_in_last_pipeline_stage,
+    )
+
+
+def generation(config: Config) -> Vllm | HuggingFace:
+    """Return how the engines do."""
+    settings, num_engines = config.policy.generation, config.cluster.rollouts
+    if settings.backend == "transformers":
+        return HuggingFace(num_engines)
+    vllm = settings.vllm_cfg
+    return Vllm(
+        tp=vllm.tensor_parallel_size,
+        pp=vllm.pipeline_parallel_size,
+        replicas=num_engines,
+        expert_parallel=vllm.expert_parallel_size > 1,
+    )
+
+
+def words(config: Config, deployment: Deployment) -> str:
+    """Say of which library the ranks of a deployment are, and which parallel sizes are not one."""
+    match deployment:
+        case Megatron():
+            sizes = {"TP": deployment.tp, "PP": deployment.pp, "VPP": deployment.vpp, "CP": deployment.cp}
+            sizes |= {"EP": deployment.ep, "ETP": deployment.etp or 1, "DP": deployment.dp}
+            return f"Megatron-Core {_said(sizes)}"
+        case DTensor():
+            sizes = {"TP": deployment.tensor, "CP": config.policy.dtensor_cfg.context_parallel_size}
+            return f"DTensor, FSDP{deployment.shard}" + "".join(f" × {n}{s}" for n, s in sizes.items() if s > 1)
+        case Vllm():
+            sizes = {"TP": deployment.tp, "PP": deployment.pp}
+            engines = f", {deployment.replicas} engines" if deployment.replicas > 1 else ""
+            return f"vLLM {_said(sizes)}{engines}"
+        case _:
+            return "transformers, whole models"
+
+
+def _said(sizes: dict[str, int]) -> str:
+    return " × ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "on one GPU"
+
+
+_ENGINE_DTYPES = {
+    "auto": "",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+    "fp8": "fp8",
+}
+"""Element types by vLLM's names for them, and NeMo-RL's ``fp8``; ``auto`` is the policy's own."""
+
+
+def _held_by_engines(config: Config, model: ModelShape) -> ModelShape:
+    settings = config.policy.generation
+    if settings.backend == "transformers":
+        return model.with_dtype(config.policy.precision)
+    dtype = _ENGINE_DTYPES.get(settings.vllm_cfg.precision)
+    if dtype is None:
+        valid = ", ".join(_ENGINE_DTYPES)
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.precision: {settings.vllm_cfg.precision!r} is not one of {valid}"
+        )
+    if dtype == "fp8":
+        return model.with_dtype("bfloat16").quantised()
+    return model.with_dtype(dtype or config.policy.precision)
+
+
+def model_shape(config: Config) -> ModelShape | str:
+    """Return the shape of ``policy.model_name``, or of ``policy.new_model``, or why it is not known here.
+
+    Raises `ModelError` where the model's files are of no use.
+    """
+    folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
+    if any(folder.glob("*.safetensors")):
+        return from_checkpoint(folder)
+    if path is not None:
+        found = _read_json(path)
+    elif new is not None:
+        found = {"vocab_size": len(new.characters) + 2, **new.config}
+    elif folder.is_dir():
+        raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json")
+    else:
+        return "no config.json of it is here"
+    if found.get("model_type") not in FAMILIES:
+        return f"only the weights' files would tell the shapes of a {found.get('model_type')}"
+    return from_config(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,133 @@
+"""The plan summary beside refits: ranks, batches, memory, and keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.config import Config, notices
+from tandem.config.models import lora
+from tandem.config.unsupported import refusal
+from tandem.coordinator.planning.plan_layouts import Side
+
+_GB = 1e9
+
+
+def ranks_of_training(config: Config) -> str:
+    """Say how many trainers there are, and into how many shares they cut a batch."""
+    num, shares = config.cluster.trainers, config.data_parallel_size
+    cut = f", {num // shares} to each of {shares} shares of a batch" if num > shares > 1 else ""
+    beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
+    rest = f", and beside them {' and '.join(beside)}" if beside else ""
+    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
+
+
+def steps(config: Config) -> Iterator[str]:
+    """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
+    if config.evaluates:
+        yield _validation(config)
+        return
+    policy, share = config.policy, -(-config.policy.train_global_batch_size // config.data_parallel_size)
+    things, num = f"{config.declaration.unit}s", config.num_optimizer_steps
+    if config.declaration.rolls_out:
+        section, whole = config.rollout_section, config.units_per_step
+        prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
+        yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
+        if section.use_dynamic_sampling:
+            drawn, most = section.num_prompts_per_batch, section.dynamic_sampling_max_gen_batches
+            yield f"of each {drawn:,} prompts that are drawn, those count whose rewards differ; at most {most:,} draws"
+    else:
+        yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
+    micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
+    yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
+    beside = config.declaration.trains[:-1]
+    scored = " and the ".join(model for model in config.declaration.scored_by(config, num) if model not in beside)
+    if scored:
+        whole = share * num // config.num_passes
+        batches = _micro_batches(config, whole, policy.logprob_batch_size, scoring=True)
+        yield f"before that, log-probabilities of the {scored}: {batches}"
+    if beside:
+        yield f"the same for the {' and the '.join(beside)} model, by its own batch sizes"
+
+
+def _validation(config: Config) -> str:
+    """Say what a run computes that takes no step."""
+    section, generation = config.rollout_section, config.policy.generation
+    num = section.num_val_generations_per_prompt
+    temperature = generation.temperature if section.val_temperature is None else section.val_temperature
+    return (
+        f"no step: validation on at most {section.max_val_samples:,} problems × {_count(num, 'sample')}, temperature "
+        f"{temperature:g}, with the model that is there"
+    )
+
+
+def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False) -> str:
+    packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
+    longest = config.policy.max_total_sequence_length
+    if not packing.enabled and not dynamic.enabled:
+        return f"{_count(-(-num // size), 'micro-batch')} of {size}"
+    section = packing if packing.enabled else dynamic
+    tokens = section.logprob_mb_tokens if scoring else section.train_mb_tokens
+    most = -(-num // max(1, tokens // longest))
+    kind = "packed rows" if packing.enabled else "micro-batches"
+    return f"at most {most:,} {kind} of at most {tokens:,} tokens"
+
+
+def memory(config: Config, trainers: Side) -> str:
+    """Say what the trainer that has most weights keeps between steps: closed forms for Adam, with its two moments."""
+    rest, experts, adapters = _most_weights(trainers)
+    frozen = 0
+    if config.policy.adapters is not None:  # the weights have neither gradients nor a state
+        frozen, rest, experts = rest + experts, adapters, 0
+    weights = gradients = rest + experts
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    state = 2.0 * weights
+    if megatron.enabled:
+        is_half = policy.precision == "bfloat16"
+        item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # a copy in float32 beside half precision
+        if megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients = weights * 4 // item_size
+        a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
+        shares = a_stage // megatron.tensor_model_parallel_size
+        shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
+        if not megatron.optimizer.get("use_distributed_optimizer", True):
+            shares = shares_E = 1
+        state = bytes_of_state / item_size * (rest / shares + experts / shares_E)
+    kept = {"weights": weights, "gradients": gradients, "optimizer": state}
+    if config.policy.adapters is not None:  # without its adapters it is its own reference
+        kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
+    elif config.needs_reference and "reference" not in config.processes_of:
+        kept["reference model"] = weights
+    if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
+        kept["teacher"] = weights
+    for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
+        if model not in config.processes_of:
+            kept[f"{model} model and its optimizer"] = weights + gradients + state
+    listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
+    where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""
+    return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"
+
+
+def _most_weights(side: Side) -> tuple[int, int, int]:
+    """Return the bytes of the rank that has most weights: those of experts and adapters apart from the rest."""
+    deployment = side.deployment
+    ranks = {deployment.place(rank): rank for rank in range(deployment.num_ranks)}.values()
+    found = []
+    for rank in ranks:
+        sizes = [0, 0, 0]
+        for storage in deployment.parameters(side.model, rank).storages:
+            kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
+            sizes[kind] += storage.num_bytes
+        found.append((sizes[0], sizes[1], sizes[2]))
+    return max(found, key=sum)
+
+
+def in_vain(config: Config) -> Iterator[str]:
+    """Say what is not built, and what has no effect."""
+    unsupported = refusal(config)
+    if unsupported:
+        yield unsupported
+    yield from notices(config)
+
+
+def _count(num: int, noun: str) -> str:
+    return f"{num:,} {noun}" + ("" if num == 1 else "es" if noun.endswith("ch") else "s")

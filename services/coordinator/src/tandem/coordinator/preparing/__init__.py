@@ -1,0 +1,1 @@
+"""Before a run: check what it needs, fetch models, make what it begins from"""

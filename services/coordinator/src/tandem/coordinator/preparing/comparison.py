@@ -1,0 +1,76 @@
+"""Say whether the weights of a replay are, to the bit, those that the run had after the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.common.errors import DamagedCheckpoint
+from tandem.config import Config, changed_keys
+from tandem.coordinator.preparing.replay import is_within
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.journal import StepRecord, read_journal
+from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
+from tandem.samples import manifest
+
+_OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")
+"""What differs between a run and its replay, and changes nothing."""
+
+
+def compare(config: Config) -> str:
+    """Compare a replay that has ended with its run, at each step of which both have a checkpoint; return a line.
+
+    Manifests have a digest of each tensor, so that nothing but these is read.
+    """
+    assert config.replay is not None, "asked only of a replay"
+    run, folder = Path(config.replay.run), Path(config.logger.log_dir)
+    with read_journal(run) as journal:
+        before, theirs, run_id = config_of(journal), journal.steps(), journal.run_id
+    with read_journal(folder) as journal:
+        ours, own_id = journal.steps(), journal.run_id
+    equal = _equal(checkpoints_of(run, before), run_id, checkpoints_of(folder, config), own_id)
+    if not equal:
+        return f"weights are not compared: of no step both have a checkpoint, {run} and this{_losses(theirs, ours)}"
+    last = max(equal)
+    if equal[last]:
+        return f"weights are equal to the bit to those of step {last} of {run}"
+    same = [step for step in equal if equal[step]]
+    until = f" (those of {steps_in_words(same)} are equal)" if same else ""
+    return f"weights differ from those of step {last} of {run}{until}, {_why(before, config)}"
+
+
+def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id: str) -> dict[int, bool]:
+    """Return whether the weights are equal, of each step of which both runs have a checkpoint."""
+    equal = {}
+    for step in sorted({*theirs.steps()} & {*ours.steps()}):
+        one, other = _digests(theirs.folder_of(step), run_id), _digests(ours.folder_of(step), own_id)
+        if one and other:
+            equal[step] = one == other
+    return equal
+
+
+def _digests(folder: Path, run_id: str) -> dict[str, str]:
+    """Return the digest of each of the policy's tensors in a run's checkpoint; none of what is no such checkpoint."""
+    try:
+        found = manifest.read(folder)
+    except DamagedCheckpoint:
+        return {}
+    if found is None or found.run_id != run_id:
+        return {}
+    files = manifest.only(found, "policy").files.values()
+    return {name: digest for file in files for name, digest in file.tensors.items()}
+
+
+def _why(before: Config, after: Config) -> str:
+    changes = [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+    if not changes:
+        return "though nothing was changed"
+    return f"as {', '.join(changes)} {'was' if len(changes) == 1 else 'were'} changed"
+
+
+def _losses(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
+    """Say in how many steps loss and gradient are equal, where both runs have trained."""
+    known = {record.step: record.metrics for record in before}
+    pairs = [(record.metrics, known[record.step]) for record in after if record.step in known]
+    same = sum(all(one.get(name) == other.get(name) for name in ("loss", "grad_norm")) for one, other in pairs)
+    return f"; loss and gradient norm are equal in {same} of {len(pairs)} steps" if pairs else ""

@@ -1,0 +1,143 @@
+"""Find the models in a folder: one of Hugging Face's, a checkpoint, several, or a run that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
+from tandem.config import Config, config_from_json
+from tandem.config.models import hub, lora
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.journal import read_journal
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.recorded import checkpoints_of, config_of
+
+Which: TypeAlias = Literal["newest", "best", "all"]
+"""The checkpoints that count, of several."""
+_POLICY = "policy"
+_CONFIG = "config.json"
+_MAX_LISTED = 5
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """A model."""
+
+    folder: Path
+    """Where its files are."""
+    name: str
+    """What to call it."""
+    label: Path
+    """What people call its folder."""
+
+
+def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
+    """Return the models in a folder, in order; of checkpoints the newest, the best, or all.
+
+    A name that is no folder is one on the Hub, whose model is fetched. Raises `TandemError` if there is none.
+    """
+    if folder.exists() or hub.reference_in(str(folder)) is None:
+        return _found(folder, which, _CONFIG)
+    try:
+        fetched = hub.fetched(str(folder), partial(print, flush=True))
+    except ModelError as error:
+        hint = _hint(folder)  # a folder that was mistyped is not looked for elsewhere
+        raise ModelError(f"{folder}: there is no such folder{hint or f'; {error}'}") from error
+    return [FoundModel(fetched, folder.name.replace("@", "-"), folder)]
+
+
+def adapters_in(folder: Path) -> list[FoundModel]:
+    """Return the adapters in a folder, of checkpoints the newest, as `models_in` does models."""
+    return _found(folder, "newest", lora.CONFIG)
+
+
+def _found(folder: Path, which: Which, mark: str) -> list[FoundModel]:
+    """Return what has a file of this name in a folder."""
+    if (folder / mark).is_file():
+        path = folder.resolve()
+        is_policy = path.name == _POLICY and path.parent.name.startswith("step_")
+        return [FoundModel(folder, path.parent.name if is_policy else path.name, folder)]
+    if (folder / _POLICY / mark).is_file():
+        return [FoundModel(folder / _POLICY, folder.resolve().name, folder)]
+    if (folder / JOURNAL_NAME).is_file():
+        return _of_run(folder, which, mark)
+    _refuse_other(folder, mark)
+    _refuse_other(folder / _POLICY, mark)
+    if (checkpoints := CheckpointFolder(folder, keep_top_k=None, higher_is_better=True)).steps():
+        return _of_checkpoints(folder, checkpoints, which, None, mark)
+    if folder.is_file():
+        raise ModelError(f"{folder}: it is a file, and no folder with a model")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: there is no such folder{_hint(folder)}")
+    raise ModelError(
+        f"{folder} holds no {'model' if mark == _CONFIG else 'adapters'}: no {mark}, no checkpoint's {_POLICY}/, no "
+        f"checkpoint step_N and no {JOURNAL_NAME} of a run{_hint(folder)}"
+    )
+
+
+def _of_run(run: Path, which: Which, mark: str) -> list[FoundModel]:
+    with read_journal(run) as journal:
+        config = config_of(journal)
+    checkpoints = checkpoints_of(run, config)
+    if not checkpoints.steps():
+        when = f"every {config.checkpointing.save_period} steps" if config.checkpointing.enabled else "never"
+        raise RunFolderError(
+            f"{run} has no checkpoint: the run saves {when} (checkpointing.enabled, checkpointing.save_period)"
+        )
+    name = run.resolve().name
+    found = _of_checkpoints(run, checkpoints, which, config, mark)
+    return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in found]
+
+
+def _of_checkpoints(
+    path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None, mark: str
+) -> list[FoundModel]:
+    steps, found = checkpoints.steps(), []
+    chosen = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
+    for folder in map(checkpoints.folder_of, chosen):
+        if not (folder / _POLICY / mark).is_file():
+            _refuse_other(folder / _POLICY, mark)
+            raise CheckpointError(f"{folder} is not whole: it has no {_POLICY}/{mark}; name another checkpoint")
+        label = folder if folder.is_relative_to(path) else path / folder.name
+        found.append(FoundModel(folder / _POLICY, folder.name, label))
+    return found
+
+
+def _refuse_other(folder: Path, mark: str) -> None:
+    """Raise `ModelError` if a folder has adapters and should have a model, or the other way round."""
+    if mark == _CONFIG and (why := lora.why_no_model(folder)) is not None:
+        raise ModelError(why)
+    if mark == lora.CONFIG and (folder / _CONFIG).is_file():
+        raise ModelError(f"{folder} holds a model and no adapters")
+
+
+def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None) -> int:
+    """Return the step of the best checkpoint, by what they are ranked by."""
+    records = {step: checkpoints.read_record(step) for step in steps}
+    ranked = {step: record.metric for step, record in records.items() if record.metric is not None}
+    if not ranked:
+        folder = checkpoints.folder_of(steps[0]).parent
+        raise ModelError(f"no checkpoint in {folder} has the metric that ranks them; choose newest (--checkpoints)")
+    config = config or config_from_json(records[steps[-1]].config_json.encode())
+    sign = 1 if config.checkpointing.higher_is_better else -1
+    return max(ranked, key=lambda step: (sign * ranked[step], step))
+
+
+def _hint(folder: Path) -> str:
+    """Say which folders there are that have a model, and which of them is meant."""
+    inside = sorted(map(str, _with_models(folder)))
+    if inside:
+        return f"; in it {', '.join(inside[:_MAX_LISTED])} {'does' if len(inside) == 1 else 'do'}"
+    return nearest(str(folder), map(str, _with_models(folder.parent)))
+
+
+def _with_models(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            marks = (path / _CONFIG, path / _POLICY / _CONFIG, path / JOURNAL_NAME)
+            if any(mark.is_file() for mark in marks):
+                yield path

@@ -1,0 +1,134 @@
+"""Find the models of a run that are on the Hub, before anything else looks at their folders.
+
+A name that is no folder, and that nothing makes, is a name on the Hub. It is resolved to a commit and becomes the
+folder of that commit in this node's cache; what describes the model is fetched, and its weights are not
+(`tandem.config.model_names.fetch_models` does that where the run begins).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import ConfigError, ModelError
+from tandem.config import Config, config_from_json
+from tandem.config.checks import broken_rules
+from tandem.config.model_names import change_model_names, is_used
+from tandem.config.models import hub
+from tandem.config.schema.policy import Model
+from tandem.coordinator.preparing.prerequisite import Mode, has_begun
+from tandem.observe.run_folder.journal import read_journal
+
+
+def find_on_hub(config: Config, mode: Mode, earlier: Config | None) -> tuple[Config, list[str]]:
+    """Return a configuration whose models are folders, and what the user should know of those on the Hub.
+
+    `earlier` is the configuration of the run before it, which may make models of this one.
+
+    Raises:
+        ModelError: a model is neither a folder nor on the Hub.
+        ConfigError: several are.
+
+    """
+    finding = _Finding(config, _recorded(config, mode), earlier)
+    found = change_model_names(config, finding.find)
+    if len(finding.problems) == 1:
+        raise ModelError(finding.problems[0])
+    if finding.problems:
+        raise ConfigError(*finding.problems)
+    if found is not config and (broken := broken_rules(found).found):  # by sizes that were not known before
+        raise ConfigError(*map(str, broken))
+    return found, finding.notices
+
+
+class _Finding:
+    """The search through one configuration."""
+
+    def __init__(self, config: Config, recorded: dict[str, hub.Reference], earlier: Config | None) -> None:
+        self._config = config
+        self._recorded = recorded
+        self._earlier = earlier
+        self._known: dict[str, str] = {}
+        """What names have turned out to be; those of models that will be made stay as they are."""
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+
+    def find(self, key: str, name: str, section: msgspec.Struct) -> str:
+        """Return the folder of a model."""
+        if not is_used(self._config, key):
+            return name
+        if name not in self._known:
+            try:
+                self._known[name] = self._find(key, name, section)
+            except ModelError as error:
+                self._known[name] = name
+                self.problems.append(f"{key}: {self._missing(key, name)}{error}")
+        return self._known[name]
+
+    def _find(self, key: str, name: str, section: msgspec.Struct) -> str:
+        cached = hub.name_in_cache(name)
+        if cached is None and (Path(name).exists() or self._is_made(name, section)):
+            return name
+        asked = cached or hub.reference_in(name)
+        if asked is None:
+            return name
+        if isinstance(section, Model) and section.revision is not None and cached is None:
+            if asked.revision not in (None, section.revision):
+                raise ModelError(f"revision is {section.revision!r}, and the name says {asked.revision!r}")
+            asked = hub.Reference(asked.repo, section.revision)
+        before = self._recorded.get(key)
+        if before is not None and before.repo == asked.repo and not asked.is_pinned:
+            asked = before
+        folder = hub.folder_of(asked)
+        if asked.is_pinned and hub.is_whole(folder):
+            return str(folder)
+        snapshot = hub.resolve(asked)
+        hub.fetch_description(snapshot)
+        if snapshot.note:
+            self.notices.append(f"{key}: {snapshot.note}")
+        self._tell_size(key, snapshot)
+        return str(hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit)))
+
+    def _tell_size(self, key: str, snapshot: hub.Snapshot) -> None:
+        folder = hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit))
+        if snapshot.sizes is None or hub.is_whole(folder) or not key.endswith("model_name"):
+            return
+        missing = [name for name in hub.needed(snapshot.sizes) if not (folder / name).is_file()]
+        self.notices.append(
+            f"{key}: {snapshot.repo} is at {snapshot.commit[:8]} on the Hub; "
+            f"{hub.shown_size(sum(snapshot.sizes[name] for name in missing))} are fetched before the run begins"
+        )
+
+    def _is_made(self, name: str, section: msgspec.Struct) -> bool:
+        """Whether this run or the one before it makes the folder."""
+        if isinstance(section, Model) and section.new_model is not None:
+            return True
+        if self._earlier is None:
+            return False
+        path, earlier = Path(name).absolute(), self._earlier
+        made = (earlier.policy.model_name, earlier.logger.log_dir, earlier.checkpointing.checkpoint_dir)
+        return any(path.is_relative_to(Path(folder).absolute()) for folder in made)
+
+    def _missing(self, key: str, name: str) -> str:
+        if hub.name_in_cache(name) is not None:
+            return ""
+        nothing_makes_it = ", and neither policy.new_model nor prerequisite makes it"
+        return f"{name!r} does not exist{nothing_makes_it * key.startswith('policy.model_name')}; "
+
+
+def _recorded(config: Config, mode: Mode) -> dict[str, hub.Reference]:
+    """Return which commits a run that goes on began with, by key."""
+    found: dict[str, hub.Reference] = {}
+    if mode != "resume" or not has_begun(config):
+        return found
+    with read_journal(Path(config.logger.log_dir)) as journal:
+        recorded = config_from_json(journal.config_json)
+
+    def note(key: str, name: str, _: msgspec.Struct) -> str:
+        if (reference := hub.name_in_cache(name)) is not None:
+            found[key] = reference
+        return name
+
+    change_model_names(recorded, note)
+    return found

@@ -1,0 +1,183 @@
+"""Check before anything starts that a model's weights are those that its configuration describes.
+
+Headers of safetensors files tell names, shapes and types, so nothing is read but a few kilobytes, and the output layer
+where it should be the embedding. What tensors there should be is known for the architectures of
+`tandem.refit.adapters.catalogue`; of any other only what is certain counts. A folder that is the ``policy/`` of a
+checkpoint is compared with the checkpoint's manifest first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nearest
+from tandem.config import Config
+from tandem.config.installed.model_fields import model_types
+from tandem.refit.adapters import headers
+from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.geometry import FAMILIES
+from tandem.refit.adapters.headers import Place
+from tandem.samples import manifest
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_INTEGERS = ("I", "U", "BOOL")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPUTED = "rotary_emb.inv_freq"
+"""Old files have it, and nobody reads it."""
+_FUSED = ".mlp.experts.gate_up_proj"
+_SLAB_BYTES = 2**22
+
+
+def check_model(config: Config) -> list[str]:
+    """Look through the folder ``policy.model_name``, if it is there; return what the user should know.
+
+    Raises:
+        ModelError: its weights are not those of its ``config.json``, or not those that were written.
+        ConfigError: ``policy.generation.stop_token_ids`` has a token that the model has not.
+    """
+    folder = Path(config.policy.model_name)
+    if not (folder / "config.json").is_file():
+        return []
+    try:
+        notices = check_weights(folder)
+        model = read_json(folder / "config.json")
+    except (ModelError, DamagedCheckpoint) as error:
+        raise ModelError(f"policy.model_name: {error}") from error
+    return [f"policy.model_name: {notice}" for notice in notices] + list(_end_tokens(config, folder, model))
+
+
+def model_vocabulary(folder: Path) -> int | None:
+    """Return how many tokens a model has, as its ``config.json`` says. Raises `ModelError`."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def check_weights(folder: Path) -> list[str]:
+    """Look through a model's folder, which has a ``config.json``; return what the user should know.
+
+    Raises:
+        ModelError: its weights are not those of its ``config.json``.
+        DamagedCheckpoint: they are not those that were written.
+    """
+    written = manifest.of_model(folder)
+    if written is not None:
+        manifest.check_files(written[0], written[1].files)
+    model = read_json(folder / "config.json")
+    refuse_unknown_type(folder, model)
+    if any(folder.glob("*.safetensors")):
+        return list(_tensors(model, headers.read_places(folder)))
+    return []  # drawn by policy.new_model, or in another format
+
+
+def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a model of a type that transformers does not know."""
+    kind, known = model.get("model_type"), model_types()
+    if known and kind not in known:
+        raise ModelError(
+            f"{folder}: transformers has no model type {kind!r} (config.json: model_type){nearest(str(kind), known)}"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return one of a model's JSON files. Raises `ModelError`."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is no configuration of a model")
+    return content
+
+
+def _tensors(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[str]:
+    """Yield notices about the tensors. Raises `ModelError`."""
+    _refuse_layers_beyond(model, places)
+    if model.get("quantization_config"):
+        return  # what tensors there are is the quantisation's business
+    for name, place in places.items():
+        if place.dtype.startswith(_INTEGERS) and name.endswith((".weight", ".bias")):
+            raise ModelError(
+                f"{place.path}: {name} is of integers ({place.dtype}), and config.json names no quantisation"
+            )
+    _refuse_another_head(model, places)
+    fuses_experts = model.get("model_type") != "gpt_oss" and any(_FUSED in name for name in places)
+    if model.get("model_type") in FAMILIES and _EMBEDDING in places and not fuses_experts:
+        yield from _against_catalogue(model, places)
+
+
+def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[str]:
+    expected = {tensor.name: tensor.shape for tensor in from_config(model).tensors}
+    somewhere = next(iter(places.values())).path.parent
+    for name, shape in expected.items():
+        if name not in places:
+            raise ModelError(f"{somewhere}: {name} is missing, which config.json implies")
+        if places[name].shape != shape:
+            raise ModelError(f"{places[name].path}: {name} has shape {places[name].shape}, config.json implies {shape}")
+    for name, place in places.items():
+        if name in expected or name.endswith(_COMPUTED) or name == _HEAD:
+            continue
+        layer = _LAYER.match(name)
+        if layer and int(layer[1]) < model["num_hidden_layers"]:
+            raise ModelError(f"{place.path}: {name} is there, which the model that config.json describes has not")
+        yield f"{place.path}: {name} is not read: the model that config.json describes has no such tensor"
+
+
+def _refuse_layers_beyond(model: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    num_layers = model.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return
+    predicted = model.get("num_nextn_predict_layers") or 0
+    for name, place in places.items():
+        layer = _LAYER.match(name)
+        if layer and int(layer[1]) >= num_layers + predicted:
+            raise ModelError(f"{place.path}: {name} is of a layer beyond the {num_layers} of config.json")
+
+
+def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    """Raise `ModelError` if there is an output layer that is not the embedding, though config.json ties the two."""
+    if model.get("tie_word_embeddings") is not True or not {_EMBEDDING, _HEAD} <= places.keys():
+        return
+    embedding, head = places[_EMBEDDING], places[_HEAD]
+    if embedding[1:3] != head[1:3] or not _equal(embedding, head):
+        raise ModelError(f"{head.path}: {_HEAD} is not {_EMBEDDING}, though config.json says tie_word_embeddings: true")
+
+
+def _equal(one: Place, other: Place) -> bool:
+    """Whether two tensors of one shape and type have the same bytes."""
+    try:
+        with one.path.open("rb") as first, other.path.open("rb") as second:
+            first.seek(one.start)
+            second.seek(other.start)
+            left = one.num_bytes
+            while left:
+                count = min(left, _SLAB_BYTES)
+                if first.read(count) != second.read(count):
+                    return False
+                left -= count
+    except OSError as error:
+        raise ModelError(f"{other.path} cannot be read: {error.strerror}") from error
+    return True
+
+
+def _end_tokens(config: Config, folder: Path, model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield notices about tokens that end a response and that the model cannot say. Raises `ConfigError`."""
+    size = model.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    for stop in config.policy.generation.stop_token_ids or ():
+        if not 0 <= stop < size:
+            raise ConfigError(
+                f"policy.generation.stop_token_ids: {stop} is no token of the model in {folder}, which has {size}"
+            )
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        ends = read_json(path).get("eos_token_id")
+        for token in ends if isinstance(ends, list) else [ends]:
+            if isinstance(token, int) and not 0 <= token < size:
+                yield f"{path}: eos_token_id {token} is no token of the model, which has {size}"

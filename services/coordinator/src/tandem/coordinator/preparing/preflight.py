@@ -1,0 +1,306 @@
+"""Find every problem that can be known before a run starts, for `check` and for `up`.
+
+Nothing is written that stays, and no service is started. Data is read, and a few of its items are tokenised. Code of
+the user's own is imported in a process of its own, within a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import descriptors, gc_tuning, wire
+from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.distribution import install_command
+from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.programs import search_path
+from tandem.common.texts import last_lines
+from tandem.config import Config, config_to_json, load_config
+from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.config.installed.sources import package_folder
+from tandem.config.threads import refuse_threads
+from tandem.coordinator.algorithms import make_algorithm
+from tandem.coordinator.observers.watchers import Watchers
+from tandem.coordinator.preparing.hub_data import find_data
+from tandem.coordinator.preparing.hub_models import find_on_hub
+from tandem.coordinator.preparing.model_folder import check_model
+from tandem.coordinator.preparing.needed_models import missing_models
+from tandem.coordinator.preparing.own_code import has_own_code
+from tandem.coordinator.preparing.prerequisite import (
+    Mode,
+    Ready,
+    differences,
+    has_begun,
+    model_differences,
+    model_problem,
+)
+from tandem.coordinator.preparing.reward_model_folder import check_reward_models
+from tandem.coordinator.preparing.teachers import check_teachers
+from tandem.launch.expected import launched_processes
+from tandem.launch.launch import make_importable
+from tandem.launch.page_process import page_socket
+from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.tokenizer import Tokenizer, check_new_model_type, load_tokenizer, write_new_model
+
+
+def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
+    """Look a run through, and the one before it if that will run, and load its data.
+
+    `has_rewards` says whether a Python program is there to score samples with functions of its own.
+
+    Raises:
+        TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
+
+    """
+    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and data sets import much
+        ready, _ = _look_through(source, config, mode, Path(folder), ())
+    if not has_rewards:
+        _refuse_rewards_of_a_program(ready)
+    return ready
+
+
+def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
+    """Raise `ConfigError` for a run that only the program which has its reward functions can go on with."""
+    while ready is not None:
+        config = ready.config
+        if config.generates and PYTHON_REWARDS in config.environments:
+            names = ", ".join(config.env[PYTHON_REWARDS].kwargs.get("functions", ())) or "none here"
+            raise ConfigError(
+                f"{ready.source}: data.environment: {PYTHON_REWARDS}: the reward functions ({names}) are those of a "
+                "Python program: run that, with tandem.train(..., resume=True) to continue"
+            )
+        ready = ready.prerequisite
+
+
+def _look_through(
+    source: str, config: Config, mode: Mode, scratch: Path, wanted_by: tuple[str, ...]
+) -> tuple[Ready, Tokenizer]:
+    make_importable(source)
+    earlier: tuple[Ready, Tokenizer] | None = None
+    if (path := config.prerequisite) is not None:
+        if path in wanted_by:
+            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
+        its_config = load_config(path)
+        if has_begun(its_config) or missing_models(config):
+            (scratch / "earlier").mkdir()
+            earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
+    problems: list[TandemError] = []
+    with _own_code_imported(config, scratch) as own_code:
+        for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
+            with _noted(problems):
+                look(config)
+        algorithm = None
+        about_model: list[str] = []
+        is_found = False
+        with _noted(problems):
+            config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
+            is_found = True
+        if is_found:  # else what follows would say so again
+            with _noted(problems):
+                about_model += _check_model(config, mode, earlier)
+                if earlier is None:  # which otherwise makes the model
+                    replayed_experts(config)
+            with _noted(problems):
+                check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
+            with _noted(problems):
+                tokenizer = _tokenizer(config, mode, scratch, earlier)
+                config, about_data = find_data(config, mode)
+                about_model += about_data
+                algorithm = make_algorithm(config, tokenizer)
+                about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
+        with _noted(problems):
+            own_code()
+    _complain(problems)
+    assert algorithm is not None, "or there is a problem"
+    ready = Ready(
+        config=config,
+        source=source,
+        algorithm=algorithm,
+        notices=(
+            *(f"note: {notice}" for notice in (*about_model, descriptors.notice()) if notice),
+            *algorithm.notices,
+        ),
+        prerequisite=earlier[0] if earlier else None,
+    )
+    return ready, tokenizer
+
+
+@contextlib.contextmanager
+def _noted(problems: list[TandemError]) -> Iterator[None]:
+    try:
+        yield
+    except TandemError as problem:
+        problems.append(problem)
+    except MemoryError:
+        problems.append(DataError("data: there is not enough memory to load it"))
+
+
+def _complain(problems: Sequence[TandemError]) -> None:
+    """Raise what was found, if that is anything, as one error."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError(*(line for problem in problems for line in _lines(problem)))
+
+
+def _lines(problem: TandemError) -> tuple[str, ...]:
+    return problem.problems if isinstance(problem, ConfigError) else (str(problem),)
+
+
+def _find_extras(config: Config) -> None:
+    """Find packages that only some runs need, where their processes are started here."""
+    missing = [
+        f"logger.{package}_enabled: the package {package} is not installed; {install_command(package)}"
+        for package in ("wandb", "mlflow")
+        if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
+    ]
+    watching = {
+        "prometheus.port": (config.logger.prometheus.port, "prometheus_client", "prometheus-client", "prometheus"),
+        "opentelemetry.endpoint": (
+            *(config.logger.opentelemetry.endpoint, "opentelemetry.exporter.otlp.proto.http"),
+            *("opentelemetry-exporter-otlp-proto-http", "opentelemetry"),
+        ),
+    }
+    missing += [
+        f"logger.{key}: the package {distribution} is not installed; {install_command(extra)}"
+        for key, (setting, module, distribution, extra) in watching.items()
+        if setting is not None and package_folder(module) is None
+    ]
+    launched = launched_processes(config)
+    judges = [name for name in config.environments if config.env[name].judge is not None]
+    if launched.get("rollout") and judges and package_folder("openai") is None:
+        missing.append(f"env.{judges[0]}.judge: the package openai is not installed; {install_command('judge')}")
+    if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
+        missing.append(f"policy.generation.backend: vllm, but vLLM is not installed; {install_command('vllm')}")
+    if missing:
+        raise ConfigError(*missing)
+
+
+def _find_agent(config: Config) -> None:
+    """Find the program that plays, where rollouts are started here."""
+    agent = config.agent
+    if agent is None or agent.command is None or not launched_processes(config).get("rollout"):
+        return
+    if shutil.which(agent.command[0], path=search_path()) is None:
+        raise ConfigError(f"env.{config.data.environment}.command: there is no program {agent.command[0]!r}")
+
+
+def _find_folders(config: Config) -> None:
+    """Find out whether what the run writes can be written."""
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    problems = []
+    for key, name in folders.items():
+        folder = Path(name).absolute()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir():
+            problems.append(f"{key}: {name!r} cannot be made: {str(there)!r} is a file")
+            continue
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+        except OSError as error:
+            problems.append(f"{key}: {name!r} cannot be written: {str(there)!r}: {error.strerror}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _listen(config: Config, mode: Mode) -> None:
+    """Listen for a moment wherever the run will, at all of it at once.
+
+    A run that is resumed may still see the page of the coordinator before, which ends by itself.
+    """
+    logger, problems = config.logger, list[TandemError]()
+    with contextlib.ExitStack() as stack:
+        with _noted(problems):
+            stack.callback(wire.Hub(config.cluster.address, new_key_pair(), Admitted()).close)
+        if mode != "resume" and logger.page != "auto":
+            with _noted(problems):
+                page = page_socket(logger.page)
+                stack.callback(lambda: None if page is None else page.close())
+        if mode != "resume" and package_folder("prometheus_client") is not None:
+            with _noted(problems):
+                Watchers().listen(logger, stack)
+    _complain(problems)
+
+
+def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:
+    """Tell whether the run, or the one before it, makes the folder of its model, in the place of one that is there."""
+    if not Path(config.policy.model_name).exists():
+        return True
+    is_changed = (earlier is not None and differences(earlier[0])) or model_differences(config)
+    return mode == "restart" and bool(is_changed)
+
+
+def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> list[str]:
+    """Look through the folder of a model that is there and stays; what it does not have is said elsewhere."""
+    if _is_made_later(config, mode, earlier) or model_problem(config) is not None:
+        return []
+    return check_model(config)
+
+
+def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
+    """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
+    policy = config.policy
+    folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    if policy.new_model is not None:  # also where its folder is there already
+        check_new_model_type(policy.new_model.config)
+    if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
+        earlier[1].save(made := scratch / "model")
+    elif (problem := model_problem(config)) is not None:
+        raise ModelError(problem)
+    elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
+        write_new_model(made := scratch / "model", policy.new_model)
+    else:
+        made, is_own = folder, False
+    return load_tokenizer(config, made if is_own else None)
+
+
+@contextlib.contextmanager
+def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], None]]:
+    """Import the user's own code in another process; yield what waits for its end and raises its complaints."""
+    kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
+    if not kinds:
+        yield lambda: None
+        return
+    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
+    order.write_bytes(config_to_json(config))
+    # -B: a check leaves no compiled files beside the user's.
+    command = [sys.executable, "-B", "-m", "tandem.coordinator.preparing.own_code", str(order), str(answer), *kinds]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    deadline_s = config.cluster.deadlines.join_s
+
+    def complain() -> None:
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"importing the classes that the configuration names takes over {deadline_s:g} s "
+                "(cluster.deadlines.join_s)"
+            ) from None
+        if not answer.exists():
+            last = (last_lines(output, 1) or ["nothing"])[-1]
+            raise ConfigError(
+                f"importing the classes that the configuration names ended the process (exit code "
+                f"{process.returncode}); its last line: {last}"
+            )
+        problems = msgspec.json.decode(answer.read_bytes(), type=list[str])
+        if problems:
+            raise ConfigError(*problems)
+
+    try:
+        yield complain
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()

@@ -1,0 +1,333 @@
+"""Replay: train again from a checkpoint of a run, or from its model, on the samples that it recorded.
+
+`begin_replay` makes the configuration of a replay from that of the run, and refuses before anything starts what cannot
+be; `continue_replay` finds that of one that has begun. Both then are runs like any other, whose section ``replay``
+says where their samples come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import ConfigError, RunFolderError, nearest
+from tandem.config import Changed, Config, change_config
+from tandem.config.schema.declarations import ALGORITHMS
+from tandem.coordinator.algorithms.recorded import is_whole
+from tandem.coordinator.preparing.resuming import Start, check_checkpoint
+from tandem.observe.run_folder.journal import JournalReader, read_journal
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM
+from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
+from tandem.samples import sample_files, sample_record
+
+_MODEL = "the recorded samples are tokens of the run's own model"
+_DRAWN = "it says what a step draws, and that is recorded"
+_IN_VAIN = "it changes nothing on recorded samples"
+_VALIDATION = (
+    "val_period",
+    "val_at_start",
+    "val_at_end",
+    "max_val_samples",
+    "val_batch_size",
+    "num_val_generations_per_prompt",
+    "val_temperature",
+    "val_seed",
+)
+_ROLLOUTS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.rolls_out)
+_REFUSED = {
+    "algorithm": "the samples were recorded for the run's own algorithm",
+    "prerequisite": "the model is there",
+    "replay": "coordinator replay says which run is replayed, --from and --to which steps",
+    "policy.model_name": _MODEL,
+    "policy.new_model": _MODEL,
+    "policy.tokenizer": _MODEL,
+    "value.model_name": _MODEL,
+    "value.new_model": _MODEL,
+    "value.tokenizer": _MODEL,
+    "policy.hf_config_overrides": _MODEL,
+    "policy.generation": f"{_IN_VAIN}: nothing is generated",
+    "env": f"{_IN_VAIN}: their rewards are recorded with them",
+    "data": f"{_IN_VAIN}: no problem is drawn",
+    "refit": f"{_IN_VAIN}: there are no engines for weights to move to",
+    "cluster.rollouts": f"{_IN_VAIN}: there are no engines",
+    "logger.samples": "a replay records no samples: it is made of them",
+    "logger.num_val_samples_to_print": f"{_IN_VAIN}: nothing is validated without engines",
+    **{
+        f"{section}.{name}": f"{_IN_VAIN}: nothing is validated without engines"
+        for section in _ROLLOUTS
+        for name in _VALIDATION
+    },
+    **{f"{section}.max_num_steps": "--to STEP says where a replay ends" for section in _ROLLOUTS},
+}
+"""Keys, or whole sections, that a replay cannot change, and why."""
+_LEARNED = (
+    "adv_estimator",
+    "normalize_rewards",
+    "use_leave_one_out_baseline",
+    "overlong_filtering",
+    "reward_scaling",
+    "reward_shaping",
+    "ppo_epochs",
+    "policy_training_start_step",
+)
+_OF_ADVANTAGES = tuple(f"{section}.{name}" for section in _ROLLOUTS for name in _LEARNED)
+"""What it can change of the algorithm's section."""
+_OF_OPTIMIZERS = ("policy.megatron_cfg.enabled", "policy.megatron_cfg.optimizer.optimizer", "policy.optimizer.name")
+"""What decides which state an optimizer has, which a checkpoint holds."""
+_ROUTES = "policy.router_replay.enabled"
+_LENGTH = "policy.max_total_sequence_length"
+
+
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it can be replayed; it may still be going on."""
+
+    folder: Path
+    run_id: str
+    config: Config
+    last_step: int
+    """That is done."""
+    whole: frozenset[int]
+    """Steps that are done and all of whose samples are recorded."""
+    longest: int
+    """Tokens of the longest sample of these."""
+    checkpoints: tuple[int, ...]
+    """Steps that are done and have one."""
+
+
+def begin_replay(run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str]) -> Changed:
+    """Return the configuration of a new replay of the run in a folder, and which keys of it the overrides changed.
+
+    Raises:
+        TandemError: why it cannot be; a `ConfigError` if that is for what was typed.
+
+    """
+    with _journal_of(run) as journal:
+        recorded = _recorded_run(run, journal)
+        end = _end(recorded, to_step)
+        start = _start(recorded, from_step, end)
+        if start:
+            check_checkpoint(recorded.config, journal, checkpoints_of(run, recorded.config), start)
+    settings = {
+        "prerequisite": None,
+        "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override says otherwise
+        "logger": {"log_dir": str(_new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
+        "replay": {"run": str(run), "run_id": recorded.run_id, "from_step": start, "to_step": end},
+    }
+    try:
+        changed = change_config(recorded.config, settings, overrides, str(run / CONFIG_NAME))
+    except ConfigError:  # of values that are wrong, also for keys whose values are not asked for
+        _refuse_keys([override.partition("=")[0].strip().lstrip("+") for override in overrides], start)
+        raise
+    _refuse_keys(changed.keys, start)
+    _refuse_folders(changed.config, recorded)
+    if changed.config.policy.router_replay.enabled and not recorded.config.policy.router_replay.enabled:
+        raise ConfigError(f"{_ROUTES}: true, but {run} had it false: its samples do not say where their tokens went")
+    length = changed.config.policy.max_total_sequence_length
+    if length < recorded.longest:
+        raise ConfigError(f"{_LENGTH}: {length}, but the longest of the recorded samples has {recorded.longest} tokens")
+    return changed
+
+
+def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
+    """Return the configuration of the replay in a folder, to resume it. Raises `TandemError`."""
+    with _journal_of(folder) as journal:
+        config = config_of(journal)
+    if config.replay is None:
+        there = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
+        known = f"; its replays: {', '.join(there)}" if there else ""
+        raise RunFolderError(f"{folder} is no replay: --resume takes the run folder of one{known}")
+    with _journal_of(Path(config.replay.run)) as journal:
+        if journal.run_id != config.replay.run_id:
+            raise RunFolderError(
+                f"{config.replay.run} holds the run {journal.run_id}, and {folder} is a replay of "
+                f"{config.replay.run_id}, which was there before"
+            )
+    return change_config(config, {}, overrides, str(folder / CONFIG_NAME)).config
+
+
+def origin_of(config: Config) -> Start:
+    """Return where a replay begins: the model that the run started from, or a checkpoint of it."""
+    assert config.replay is not None, "asked only of a replay"
+    run, step = Path(config.replay.run), config.replay.from_step
+    if not step:
+        return Start(first_step=1, resume_from="")
+    with read_journal(run) as journal:
+        folder = checkpoints_of(run, config_of(journal)).folder_of(step)
+    return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+
+
+def source_of(folder: Path) -> str:
+    """Return the configuration file that the run in a folder was begun with: beside it may lie the user's own code."""
+    path = folder / CONFIG_NAME
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        if first.startswith(RESOLVED_FROM):
+            return first.removeprefix(RESOLVED_FROM)
+    return str(path)
+
+
+def describe_start(config: Config) -> Iterator[str]:
+    """Yield what a user should know of a replay before it begins."""
+    replay = config.replay
+    assert replay is not None, "asked only of a replay"
+    source = f"its checkpoint of step {replay.from_step}" if replay.from_step else "the model that it started from"
+    steps = steps_in_words(range(replay.from_step + 1, replay.to_step + 1))
+    yield f"{config.logger.log_dir} is a replay of {replay.run}: {steps}, from {source}"
+    section = config.rollout_section
+    if section.val_period or section.val_at_start or section.val_at_end:
+        yield "note: validation is left out, because it needs engines"
+
+
+# --- what can be replayed --------------------------------------------------------------------------------------------
+
+
+def _journal_of(run: Path) -> JournalReader:
+    """Open the journal of a run. Raises `RunFolderError`, with the runs that there are beside it."""
+    if not (run / JOURNAL_NAME).is_file():
+        there = [str(path) for path in _runs_beside(run)]
+        choices = f"; there are {', '.join(there)}{nearest(str(run), there)}" if there else ""
+        what = f"there is no {JOURNAL_NAME} in it" if run.is_dir() else "there is no such folder"
+        raise RunFolderError(f"{run} holds no run: {what}{choices}")
+    return read_journal(run)
+
+
+def _runs_beside(run: Path) -> list[Path]:
+    return sorted(path.parent for path in run.parent.glob(f"*/{JOURNAL_NAME}"))
+
+
+def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
+    """Look at what is recorded of a run. Raises `RunFolderError` where that is nothing."""
+    config = config_of(journal)
+    if config.replay is not None:
+        raise RunFolderError(f"{run} is a replay itself, of {config.replay.run}: replay that")
+    if not config.declaration.rolls_out:
+        raise RunFolderError(
+            f"{run} is a run of {config.algorithm}, which generates no samples: run its configuration again instead"
+        )
+    last = journal.last_step() or 0
+    whole, longest = _whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
+    if not whole:
+        raise RunFolderError(f"{run} has recorded no samples of a step that is done: logger.samples says what is kept")
+    steps = tuple(step for step in checkpoints_of(run, config).steps() if 0 < step <= last)
+    return RecordedRun(
+        folder=run,
+        run_id=journal.run_id,
+        config=config,
+        last_step=last,
+        whole=frozenset(whole),
+        longest=longest,
+        checkpoints=steps,
+    )
+
+
+def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[set[int], int]:
+    """Return the steps up to `last` whose samples are all there, and the tokens of the longest of these.
+
+    Raises `SamplesError` for a file that is damaged, or of another run.
+    """
+    whole, longest = set(), 0
+    for step, files in itertools.groupby(sample_files.files(folder), key=lambda file: file.step):
+        if not 0 < step <= last:
+            continue
+        columns = ("group", "sample", "num_tokens", "branches")
+        tables = [sample_record.read_shard(file.path, run_id, columns).to_pydict() for file in files]
+        groups, samples, sizes, branches = ([value for table in tables for value in table[name]] for name in columns)
+        if is_whole(config, list(zip(groups, samples, strict=True))):
+            whole.add(step)
+            of_agents = (branch["num_tokens"] for sequences in branches for branch in sequences)
+            of_others = (size for size, sequences in zip(sizes, branches, strict=True) if not sequences)
+            longest = max(longest, *of_agents, *of_others)
+    return whole, longest
+
+
+def _end(recorded: RecordedRun, to_step: int | None) -> int:
+    """Return the step to end with: the newest that is recorded, unless one is named."""
+    newest = max(recorded.whole)
+    if to_step is None:
+        return newest
+    if to_step in recorded.whole:
+        return to_step
+    raise ConfigError(f"--to {to_step}: {_not_recorded(recorded, [to_step])}")
+
+
+def _start(recorded: RecordedRun, from_step: int | None, end: int) -> int:
+    """Return the step to begin after: the first from which all samples are there, unless one is named."""
+    known = [0, *(step for step in recorded.checkpoints if step < end)]
+    missing = {step: sorted({*range(step + 1, end + 1)} - recorded.whole) for step in known}
+    possible = [step for step in known if not missing[step]]
+    begins = [*(f"from step {step}" for step in possible if step), *(["from the beginning"] if 0 in possible else [])]
+    choices = f"it can be replayed {', '.join(begins)}" if begins else "it can be replayed from nowhere"
+    if from_step is None:
+        if possible:
+            return possible[0]
+        raise RunFolderError(
+            f"no replay of {recorded.folder} can end with step {end}: {_not_recorded(recorded, missing[known[-1]])}, "
+            "and no checkpoint lies in between; --to STEP says where else to end"
+        )
+    if from_step in possible:
+        return from_step
+    if from_step in missing:
+        raise ConfigError(f"--from {from_step}: {_not_recorded(recorded, missing[from_step])}; {choices}")
+    if from_step >= end:
+        raise ConfigError(f"--from {from_step}: step {end} is the last to train on; {choices}")
+    near = min(known[1:], key=lambda step: abs(step - from_step), default=0)
+    hint = f"; did you mean {near}?" if near in possible and near else ""
+    raise ConfigError(f"--from {from_step}: {recorded.folder} has no checkpoint of that step; {choices}{hint}")
+
+
+def _not_recorded(recorded: RecordedRun, steps: Collection[int]) -> str:
+    undone = [step for step in steps if step > recorded.last_step]
+    if undone:
+        return f"{recorded.folder} has done {recorded.last_step} steps"
+    return (
+        f"the samples of {steps_in_words(steps)} are not in {recorded.folder / sample_files.FOLDER}, "
+        f"only those of {steps_in_words(recorded.whole)}"
+    )
+
+
+# --- what can be changed ---------------------------------------------------------------------------------------------
+
+
+def _refuse_keys(keys: Iterable[str], start: int) -> None:
+    """Raise `ConfigError` for keys whose change is impossible, or would change nothing."""
+    problems = []
+    for key in keys:
+        why = next((why for name, why in _REFUSED.items() if is_within(key, (name,))), None)
+        if why is None and is_within(key, _ROLLOUTS) and not is_within(key, _OF_ADVANTAGES):
+            why = _DRAWN
+        if why is None and start and is_within(key, _OF_OPTIMIZERS):
+            why = (
+                f"the checkpoint of step {start} has the state of another optimizer; leave --from out, or say --from 0"
+            )
+        if why is not None:
+            problems.append(f"command line: {key}: cannot be changed in a replay: {why}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def is_within(key: str, names: Iterable[str]) -> bool:
+    """Tell whether a key is one of these, or of one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _refuse_folders(config: Config, recorded: RecordedRun) -> None:
+    """Raise `ConfigError` where a replay would write among what another run wrote."""
+    folder, root = Path(config.logger.log_dir), Path(config.checkpointing.checkpoint_dir)
+    if (folder / JOURNAL_NAME).exists():
+        raise ConfigError(
+            f"logger.log_dir: {folder} already holds a run: choose another folder; a replay goes on by "
+            f"coordinator replay {folder} --resume"
+        )
+    if any(root.glob("step_*")):
+        raise ConfigError(f"checkpointing.checkpoint_dir: {root} already holds checkpoints: choose another folder")
+
+
+def _new_folder(run: Path) -> Path:
+    """Return a folder beside a run's that is not there yet."""
+    base = run if run.name else run.absolute()
+    names = itertools.chain([f"{base.name}-replay"], (f"{base.name}-replay-{n}" for n in itertools.count(2)))
+    return next(path for path in map(base.with_name, names) if not path.exists())

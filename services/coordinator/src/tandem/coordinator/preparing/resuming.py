@@ -1,0 +1,173 @@
+"""Decide which checkpoint a run goes on from, and what to do if that one is damaged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.common.errors import CheckpointError, DamagedCheckpoint, RunFolderError, nearest
+from tandem.config import Config, config_from_json, fingerprint, resume_differences
+from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.journal import Journal, JournalReader
+from tandem.samples import manifest
+from tandem.samples.manifest import Manifest
+
+_OF_A_RANK = re.compile(r"^rank \d+ ")
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run begins."""
+
+    first_step: int
+    resume_from: str
+    """Checkpoint folder; empty to start from the model."""
+
+
+FROM_THE_MODEL = Start(first_step=1, resume_from="")
+
+
+class Resuming:
+    """The checkpoints that a run may go on from."""
+
+    def __init__(
+        self,
+        config: Config,
+        journal: Journal,
+        checkpoints: CheckpointFolder,
+        say: Callable[[str], None],
+        origin: Start = FROM_THE_MODEL,
+    ) -> None:
+        """`origin` is where the run begins as long as it has no checkpoint."""
+        self._origin = origin
+        self._config = config
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._say = say
+        last = journal.last_step()
+        self._steps = [] if last is None else [step for step in checkpoints.steps() if step <= last]
+        """Of those that are done, the ones with a checkpoint."""
+
+    def start(self, from_step: int | None) -> Start:
+        """Find the checkpoint to go on from: the newest, unless a step is named. What was done after it is done again.
+
+        Raises `CheckpointError` where that step has none, and `DamagedCheckpoint`.
+        """
+        if from_step is not None and from_step not in self._steps:
+            raise CheckpointError(f"--from {from_step}: that step has no checkpoint; {self._choices(from_step)}")
+        if not self._steps:
+            self._journal.forget_after(-1)  # also refits, where no step was done
+            return self._origin
+        step = self._steps[-1] if from_step is None else from_step
+        folder = self._checkpoints.folder_of(step)
+        try:
+            if self._check(step) is None:
+                self._say(f"{folder} has no {manifest.NAME}: an earlier release wrote it, and it is believed as it is")
+            elif from_step is not None:  # before what came after it is given up
+                self._read_all(step)
+        except DamagedCheckpoint as error:
+            raise self.with_way_out(error, step) from error
+        if from_step is not None:
+            for aside in self._checkpoints.set_aside_after(step):
+                self._say(f"the steps after {step} are done again; a checkpoint of them is kept as {aside}")
+        self._journal.forget_after(step)
+        self._journal.record_checkpoint(step, str(folder))  # the run may have ended before it could
+        return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+
+    def damage_in(self, finish: Finish, start: Start) -> DamagedCheckpoint | None:
+        """Return what trainers found damaged in the checkpoint that they were to go on from; None if it is not that."""
+        what = "" if finish.error is None else finish.error.what
+        if not start.resume_from or manifest.DAMAGED not in what or f"{start.resume_from}/" not in what:
+            return None
+        return DamagedCheckpoint(_OF_A_RANK.sub("", what))
+
+    def with_way_out(self, error: DamagedCheckpoint, step: int) -> DamagedCheckpoint:
+        """Say in the error of a step's checkpoint which other one is whole: the newest, all of which is read."""
+        others = [other for other in reversed(self._steps) if other != step]
+        if others:
+            self._say(f"looking for a checkpoint that is whole among those of steps {', '.join(map(str, others))}")
+        error.whole = next((other for other in others if self._is_whole(other)), None)
+        return error
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            if self._check(step) is None:
+                return False
+            self._read_all(step)
+        except CheckpointError as error:
+            self._say(f"not that of step {step}: {error}")
+            return False
+        return True
+
+    def _check(self, step: int) -> Manifest | None:
+        return check_checkpoint(self._config, self._journal, self._checkpoints, step)
+
+    def _read_all(self, step: int) -> None:
+        folder = self._checkpoints.folder_of(step)
+        found = manifest.read(folder)
+        assert found is not None, "it was checked before"
+        manifest.check_tensors(folder, found.files)
+
+    def _choices(self, step: int) -> str:
+        if not self._steps:
+            return "none has"
+        steps = list(map(str, self._steps))
+        return f"these have: {', '.join(steps)}{nearest(str(step), steps)}"
+
+
+def check_checkpoint(
+    config: Config, journal: JournalReader, checkpoints: CheckpointFolder, step: int
+) -> Manifest | None:
+    """Look at whose a run's checkpoint is and at its files, but not at the tensors.
+
+    Returns its manifest, if it has one. Raises `DamagedCheckpoint`.
+    """
+    folder = checkpoints.folder_of(step)
+    found = manifest.read(folder)
+    if found is None:
+        checkpoints.read_record(step)
+        return None
+    for what, is_ in (
+        (f"of step {found.step}, not {step}", found.step == step),
+        (f"of the run {found.run_id}, not {journal.run_id}", found.run_id == journal.run_id),
+        (
+            f"of weight version {found.version}, not {journal.step(step).version}",
+            found.version == journal.step(step).version,
+        ),
+    ):
+        if not is_:
+            raise DamagedCheckpoint(f"{folder} {manifest.DAMAGED}: what lies there is {what}")
+    manifest.check_files(folder, found.files)
+    if found.configuration != fingerprint(config):
+        written = config_from_json(checkpoints.read_record(step).config_json.encode())
+        differing = resume_differences(written, config)
+        if differing:  # and not only a release that knows other keys
+            raise DamagedCheckpoint(
+                f"{folder} {manifest.DAMAGED}: what lies there was written with another {', '.join(differing)}"
+            )
+    return found
+
+
+def refuse_other_weights(
+    journal: Journal, checkpoints: CheckpointFolder, version: int, digest: int, verify: str
+) -> None:
+    """Compare the digest of a version with that which the journal has of it from before.
+
+    Raises `DamagedCheckpoint` if they differ: then trainers were given other weights than those that were trained.
+    """
+    for record in journal.refits():
+        known = record.digest
+        if record.version == version and record.verify == verify and known and digest and known != digest:
+            raise DamagedCheckpoint(
+                f"{checkpoints.folder_of(version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
+                f"those of version {version} had {known:016x} when they were trained"
+            )
+
+
+def refuse_changes(journal: JournalReader, config: Config) -> None:
+    """Raise `RunFolderError` if a run cannot be resumed with this configuration: what it learns from would differ."""
+    differences = resume_differences(config_from_json(journal.config_json), config)
+    if differences:
+        raise RunFolderError(f"cannot resume {journal.folder}: the configuration differs in {', '.join(differences)}")

@@ -1,0 +1,141 @@
+"""Decide how a model is served: by the checked command line and by the model's own files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec.inspect import type_info
+
+from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
+from tandem.common.network import is_loopback
+from tandem.config.conform import conform
+from tandem.config.installed.sources import package_folder
+from tandem.config.installed.vllm_arguments import check_arguments
+from tandem.config.layers import COMMAND_LINE, Layers, overridden
+from tandem.config.models.model_sizes import max_positions_in, vocabulary_in
+from tandem.config.problem import Invalid
+from tandem.config.schema.base import Section
+from tandem.config.schema.generation import VllmCfg
+from tandem.coordinator.preparing.found_models import models_in
+from tandem.coordinator.preparing.model_folder import check_weights, read_json
+from tandem.samples.tokenizer import load_model_tokenizer
+from tandem.serving.handover import Serving
+
+LONGEST_BY_DEFAULT = 4096
+"""Of a sequence, where the model could do more: memory for keys and values is set aside for the whole batch."""
+_LAST_PORT = 65535
+_GPU_SHARE = 0.9
+"""Of a GPU's memory for vLLM: nothing is trained beside it."""
+
+
+class _Given(Section, frozen=True, kw_only=True):
+    """What ``key=value`` can say."""
+
+    vllm_cfg: VllmCfg
+    vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
+    """Return how the model in ``arguments.folder`` is served. Raises `TandemError`; nothing has started then."""
+    (found,) = models_in(arguments.folder)
+    if not any(found.folder.glob("*.safetensors")):
+        raise ModelError(f"{found.folder} has a config.json and no weights: there are no *.safetensors")
+    try:
+        for notice in check_weights(found.folder):
+            print(f"note: {notice}", file=sys.stderr)
+    except DamagedCheckpoint as error:
+        raise ModelError(str(error)) from error
+    config = read_json(found.folder / "config.json")
+    vocabulary = vocabulary_in(config)
+    if vocabulary is None:
+        raise ModelError(f"{found.folder / 'config.json'}: it has no vocab_size")
+    _ = load_model_tokenizer(found.folder).eos_id
+    length = _length(arguments.max_length, max_positions_in(config))
+    precision = arguments.precision or _precision(config)
+    given = _given(arguments.overrides, length, precision)
+    if arguments.overrides and arguments.engine != "vllm":
+        raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: settings are of vLLM: give --engine vllm as well")
+    if arguments.engine == "vllm" and package_folder("vllm") is None:
+        raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
+    typed = str(arguments.folder)
+    name = arguments.name or found.name
+    return Serving(
+        model_folder=str(found.folder.resolve()),
+        name=name,
+        aliases=() if typed == name else (typed,),
+        engine=arguments.engine,
+        max_length=given.vllm_cfg.max_model_len,
+        vocabulary=vocabulary,
+        stop_token_ids=_end_tokens(found.folder),
+        max_batch_size=arguments.max_batch_size,
+        precision=precision,
+        num_threads=len(os.sched_getaffinity(0)),
+        deadline_s=arguments.timeout_s,
+        token=token,
+        vllm_cfg=given.vllm_cfg,
+        vllm_kwargs=given.vllm_kwargs,
+    )
+
+
+def open_port(host: str, port: int, token: str | None) -> socket.socket:
+    """Return a socket that listens there; port 0 is any that is free.
+
+    Raises `ConfigError` if it cannot, or if others than this machine could ask without a token.
+    """
+    if not 0 <= port <= _LAST_PORT:
+        raise ConfigError(f"--port {port}: it must be from 0 to {_LAST_PORT}; 0 takes any that is free")
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: it is no address of this machine: {error}") from error
+    if token is None and not is_loopback(address.partition("%")[0]):
+        raise ConfigError(f"--host {host}: others can reach it: give a --token that they must have")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(f"--port {port}: cannot listen at {host}: {reason}; 0 takes any that is free") from error
+
+
+def _given(overrides: Sequence[str], length: int, precision: str) -> _Given:
+    plain: dict[str, Any] = {
+        "vllm_cfg": {"precision": precision, "max_model_len": length, "gpu_memory_utilization": 0.9}
+    }
+    try:
+        merged = overridden(Layers(main=COMMAND_LINE, layers=(), merged=plain), overrides).merged
+        given = msgspec.convert(conform(merged, type_info(_Given), ""), _Given)
+    except Invalid as problem:
+        raise ConfigError(*(f"{COMMAND_LINE}: {each.key}: {each.text}" for each in problem.all)) from None
+    check_arguments(given.vllm_kwargs)
+    return given
+
+
+def _length(asked: int | None, positions: int | None) -> int:
+    if asked is None:
+        return min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
+    if positions is not None and asked > positions:
+        raise ConfigError(f"--max-length {asked}: the model was made for sequences of at most {positions} tokens")
+    return asked
+
+
+def _precision(config: Mapping[str, Any]) -> Literal["float32", "bfloat16"]:
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return "float32" if dtype in ("float32", None) else "bfloat16"
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response by what a model's own files say."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            ends = read_json(folder / name).get("eos_token_id")
+            found += [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    return tuple(dict.fromkeys(found))

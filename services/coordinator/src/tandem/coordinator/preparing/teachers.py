@@ -1,0 +1,36 @@
+"""A run's teachers: their folders are looked through before it starts, and their tokenizers compared.
+
+Those that the run before it makes are looked through when it has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.common.errors import DamagedCheckpoint, ModelError
+from tandem.config import Config
+from tandem.coordinator.preparing.model_folder import check_weights
+from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+
+
+def check_teachers(config: Config, tokenizer: Tokenizer, *, may_be_made: bool) -> list[str]:
+    """Look the teachers through, and compare their tokens with the policy's; return what the user should know.
+
+    `may_be_made`: whether another run will make those that are not there. Raises `ModelError`.
+    """
+    notices = []
+    for key, teacher in config.teacher_sections.items():
+        folder = Path(teacher.model_name)
+        if not folder.exists() and may_be_made:
+            continue
+        if not (folder / "config.json").exists():
+            what = "holds no config.json, so it is no model" if folder.exists() else "does not exist"
+            raise ModelError(f"{key}: {str(folder)!r} {what}")
+        try:
+            notices += [f"{key}: {notice}" for notice in check_weights(folder)]
+        except (ModelError, DamagedCheckpoint) as error:
+            raise ModelError(f"{key}: {error}") from error
+        own = load_model_tokenizer(Path(teacher.tokenizer.name) if teacher.tokenizer.name else folder)
+        if (difference := tokenizer.difference(own)) is not None:
+            raise ModelError(f"{key}: {difference}: distillation needs a teacher with the policy's tokenizer")
+    return notices

@@ -1,1 +1,0 @@
-"""Models for people to use: find one, have it served, and talk to it."""
