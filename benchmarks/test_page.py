@@ -155,7 +155,7 @@ def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run:
 
 def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """Curves and the timeline, with 64 orders a step."""
-    file, timeline = CurvesFile(tmp_path, []), Timeline(tmp_path, 1, print)
+    file, timeline = CurvesFile(tmp_path, []), Timeline(tmp_path, 1)
     of_run = records()
 
     def step() -> None:
@@ -198,7 +198,7 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
     live = LiveFile(config, tmp_path, 8, [])
 
     def write() -> None:
-        live.note(str(time.monotonic()))
+        live.noted(str(time.monotonic()))
         live._looked = -1.0
         live.show(scheduler, registry)
 

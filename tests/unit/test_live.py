@@ -104,7 +104,7 @@ def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(
     cluster, registry, path = cluster_of(2), members(2), Path(LIVE_NAME)
     live.show(cluster.plan, registry)
     first = path.stat().st_ino
-    live.note("something")
+    live.noted("something")
     now[0] += 0.4
     live.show(cluster.plan, registry)
     assert path.stat().st_ino == first, "less than half a second has passed"
@@ -143,7 +143,7 @@ def test_how_long_it_will_take_is_what_the_last_steps_took() -> None:
     cluster = cluster_of(2)
     assert live.look(cluster.plan, members(2)).eta_s == pytest.approx(700.0, abs=60)
     for step in (2, 3):
-        live.commit(record(step, 10.0))
+        live.committed(record(step, 10.0))
     said = live.look(cluster.plan, members(2))
     assert said.eta_s == pytest.approx(70.0, abs=60)
     assert said.groups.dropped == 4

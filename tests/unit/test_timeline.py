@@ -10,11 +10,11 @@ import pytest
 from page_harness import make_run
 
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
-from tandem.coordinator.observers import timeline as recording
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.timeline import flame, timeline
+from tandem.observe.run_folder import timeline_file as recording
 from tandem.observe.run_folder.timeline_file import TIMELINE_NAME, read_timeline
 
 MEMORY = MemoryUse(peak=1, held=1)
@@ -29,13 +29,8 @@ SAMPLING = {
 
 
 @pytest.fixture
-def notes() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def recorded(notes: list[str]) -> Timeline:
-    return Timeline(Path.cwd(), 1, notes.append)
+def recorded() -> Timeline:
+    return Timeline(Path.cwd(), 1)
 
 
 def train(command_id: int, step: int = 1) -> Train:
@@ -58,7 +53,7 @@ def trained(command_id: int, **seconds: float) -> Trained:
 
 def test_a_rank_waits_for_samples_scores_them_and_trains(recorded: Timeline) -> None:
     recorded.sent("trainer-0", train(1), 10.0)
-    recorded.answered(trained(1, policy_training=3.0, logprobs=1.0, reference_logprobs=1.0), 18.0)
+    recorded.answered("trainer-0", trained(1, policy_training=3.0, logprobs=1.0, reference_logprobs=1.0), 18.0)
     recorded.commit(1, 10.0, 20.0)
     (step,) = read_timeline(Path.cwd(), 5, None)
     assert [(span.what, round(span.end - span.start, 6)) for span in step.spans] == [
@@ -102,7 +97,7 @@ def test_a_cancellation_is_no_span(recorded: Timeline) -> None:
     )
     recorded.sent("rollout-0", order, 1.0)
     reply = Generated(command_id=1, step=1, purpose="train", num_samples=0, num_tokens=0, seconds={}, memory=MEMORY)
-    recorded.answered(reply, 2.0)
+    recorded.answered("rollout-0", reply, 2.0)
     recorded.commit(1, 5.0, 3.0)
     assert [step.spans for step in read_timeline(Path.cwd(), 5, None)] == [[]]
     recorded.close()
@@ -117,32 +112,33 @@ def test_the_newest_steps_stay(recorded: Timeline, monkeypatch: pytest.MonkeyPat
     assert [step.step for step in read_timeline(Path.cwd(), 2, 18)] == [17, 18]
 
 
-def test_a_resumed_run_forgets_what_it_does_again(recorded: Timeline, notes: list[str]) -> None:
+def test_a_resumed_run_forgets_what_it_does_again(recorded: Timeline) -> None:
     for step in (1, 2, 3):
         recorded.commit(step, 1.0, float(step))
     recorded.close()
-    again = Timeline(Path.cwd(), 2, notes.append)
+    again = Timeline(Path.cwd(), 2)
     again.commit(2, 1.0, 50.0)
     again.close()
     assert [step.step for step in read_timeline(Path.cwd(), 5, None)] == [1, 2]
-    assert notes == []
+    assert again.take_news() == []
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(notes: list[str]) -> None:
+def test_a_file_that_cannot_be_read_is_made_anew() -> None:
     Path(TIMELINE_NAME).write_bytes(b"no database" * 1000)
     assert read_timeline(Path.cwd(), 5, None) == []
-    again = Timeline(Path.cwd(), 1, notes.append)
+    again = Timeline(Path.cwd(), 1)
     again.commit(1, 1.0, 50.0)
     again.close()
     assert [step.step for step in read_timeline(Path.cwd(), 5, None)] == [1]
 
 
-def test_a_disk_that_refuses_is_said_once_and_stops_nothing(recorded: Timeline, notes: list[str]) -> None:
+def test_a_disk_that_refuses_is_said_once_and_stops_nothing(recorded: Timeline) -> None:
     with sqlite3.connect(TIMELINE_NAME) as other:
         other.execute("DROP TABLE steps")
     other.close()
     for step in (1, 2):
         recorded.commit(step, 1.0, float(step))
+    notes = recorded.take_news()
     assert len(notes) == 1
     assert "the timeline is not recorded any further: no such table" in notes[0]
 
@@ -153,7 +149,7 @@ def test_lanes_are_full_of_waiting_and_cut_to_the_steps(recorded: Timeline) -> N
     recorded.sent("rollout-9", Refit(command_id=3, deadline_s=9.0, version=1), 12.0)
     for command_id, now in ((1, 14.0), (2, 16.0), (3, 16.0)):
         reply = Evaluated(command_id=command_id, step=1, metrics={})
-        recorded.answered(reply, now)
+        recorded.answered("rollout-0", reply, now)
     recorded.commit(1, 10.0, 20.0)
     recorded.close()
     view = timeline(Path.cwd(), 1, None)

@@ -127,7 +127,7 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
     out = io.StringIO()
     progress, _ = progress_on(Console(file=out, width=200))
     for step in records():
-        progress.commit(step)
+        progress.committed(step)
     progress.close()
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {s}/8" for s in range(1, 9)]
 
@@ -164,11 +164,11 @@ def test_without_a_terminal_a_line_says_now_and_then_what_a_long_step_waits_for(
     while not any(isinstance(order, DispatchPrompts) and order.purpose == "train" for order in cluster.pending):
         cluster.answer_next()
     registry = a_registry(rollout_0="generating step 1", rollout_1="generating step 1")
-    progress.note("a line of its own")
+    progress.noted("a line of its own")
     assert lines_after(29) == []
     (line,) = lines_after(2)
     assert line.startswith("step 1/3: generating, waiting for rollout-0, rollout-1 (generating step 1)  0:01:")
-    progress.commit(records()[0])
+    progress.committed(records()[0])
     assert lines_after(29) == [], "a step is a line"
     assert len(lines_after(100)) == 4
 
@@ -181,7 +181,7 @@ def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
     time[0] = 3723.0
     record = records()[3]
     metrics = record.metrics | {"kl": 0.125, "entropy": 1.5, "tokens_per_s": 1234.5}
-    progress.commit(msgspec.structs.replace(record, metrics=metrics))
+    progress.committed(msgspec.structs.replace(record, metrics=metrics))
     assert out.getvalue().startswith(
         "step 4/3000  reward 0.400  held-out accuracy 0.400  loss 0.100  kl 0.125  entropy 1.500  1,234 tokens/s  "
         "1:02:03 elapsed, 1:39:52 left  2.00 s ("
@@ -198,7 +198,7 @@ def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
     try:
         for step in records():
-            progress.commit(step)
+            progress.committed(step)
         page = Console(width=120, record=True, file=io.StringIO())
         page.print(progress.render(plan, registry, 100.0))
         text = page.export_text()

@@ -15,7 +15,7 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.kept_samples import KeptSamples
-from tandem.coordinator.loop.loop import Interrupts, Loop
+from tandem.coordinator.loop.loop import Interrupts, Lasting, Loop
 from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.spec import run_spec
@@ -24,9 +24,11 @@ from tandem.coordinator.members.known_members import KnownMembers, orphan_timeou
 from tandem.coordinator.members.members import Listening, Pulse, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
-from tandem.coordinator.observers.live_file import Said
-from tandem.coordinator.observers.onlookers import Onlookers
+from tandem.coordinator.observers.live_file import LiveFile, Said
+from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.timeline import Timeline
+from tandem.coordinator.observers.watching import Curves, Dashboards, GuestServers, HealthWarnings, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
 from tandem.coordinator.scheduler import RunSpec, Scheduler
@@ -38,16 +40,6 @@ from tandem.samples.assignment import scoring_trainers
 from tandem.samples.sample_folder import KeptLimits, SampleFolder
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
-
-
-class Lasting(msgspec.Struct, frozen=True, kw_only=True):
-    """What lasts through all terms of a run: its members, and who asks it to end."""
-
-    registry: Registry
-    processes: LocalProcesses
-    interrupts: Interrupts
-    known: KnownMembers
-    limit: TimeLimit
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +92,8 @@ def assemble(
     start: Start,
     limits: KeptLimits,
     stack: contextlib.ExitStack,
-) -> Loop:
-    """Make the loop of a term that begins at `start`; `stack` closes what it needs.
+) -> tuple[Loop, LiveFile]:
+    """Make the loop of a term that begins at `start`, and the file that shows it; `stack` closes what they need.
 
     `limits` are those of samples that may be taken from the record.
     """
@@ -120,24 +112,23 @@ def assemble(
     spec = msgspec.structs.replace(spec, replaced_at=past.replaced_at, departed=past.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
-    recorder = _recorder(config, opened, checkpoints, samples, spec, past, stack)
-    return Loop(
+    live, observers = _observers(invocation, opened, spec, past)
+    stack.callback(observers.close)
+    recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
+    loop = Loop(
         Scheduler(
             spec,
             time.monotonic(),
             is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
             first_command_id=past.next_command_id,
         ),
-        members.registry,
-        members.processes,
+        members,
         algorithm,
         Batches(config, algorithm, sources),
         recorder,
-        members.interrupts,
-        members.limit,
         partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
-        _no_sign if invocation.supervision is None else invocation.supervision.show_life,
     )
+    return loop, live
 
 
 def first_command_id(opened: Opened) -> int:
@@ -152,27 +143,27 @@ def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers)
     return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, most, known)
 
 
-def _no_sign() -> None:
-    """Show no life to anybody: nobody waits for it."""
-
-
-def _recorder(
-    config: Config,
-    opened: Opened,
-    checkpoints: CheckpointFolder,
-    samples: SampleFolder,
-    spec: RunSpec,
-    past: Past,
-    stack: contextlib.ExitStack,
-) -> Recorder:
-    """Make what writes down how the run goes, also for those who look on."""
-    journal, writers = opened.journal, opened.writers
-    history = journal.steps()
-    progress = Progress(config, spec, history, began_at=past.said.began_at, again=past.said.records)
-    stack.callback(progress.close)
-    steps = range(spec.first_step, spec.last_step + 1)
-    onlookers = Onlookers(config, journal.folder, steps, history, opened.watchers, past.said)
-    return Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
+def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past) -> tuple[LiveFile, Observers]:
+    """Make the observers of a term; the first of them says how the run stands, and the next term goes on from it."""
+    config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
+    live = LiveFile(config, folder, spec.last_step, history, past.said)
+    observers: list[Observer] = [
+        Dashboards(opened.writers),
+        Progress(config, spec, history, began_at=past.said.began_at, again=past.said.records),
+        live,
+        Curves(folder, history),
+        Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
+        GuestServers(folder),
+        HealthWarnings(config),
+        *opened.watching,
+    ]
+    if opened.exporter is not None:
+        observers.append(Metrics(opened.exporter, live, history[-1] if history else None))
+    if opened.traces is not None:
+        observers.append(opened.traces)
+    if invocation.supervision is not None:
+        observers.append(Supervised(invocation.supervision))
+    return live, Observers(observers)
 
 
 def _find_kept(

@@ -19,7 +19,6 @@ import msgspec
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
-    EngineBuilt,
     Evaluated,
     Generate,
     Generated,
@@ -40,6 +39,7 @@ from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.loop.record_orders import RecordOrders
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.time_limit import TimeLimit
+from tandem.coordinator.members.known_members import KnownMembers
 from tandem.coordinator.members.members import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
@@ -115,6 +115,16 @@ class Interrupts:
         return True
 
 
+class Lasting(msgspec.Struct, frozen=True, kw_only=True):
+    """What lasts through all terms of a run: its members, and who asks it to end."""
+
+    registry: Registry
+    processes: LocalProcesses
+    interrupts: Interrupts
+    known: KnownMembers
+    limit: TimeLimit
+
+
 class Sent(msgspec.Struct, frozen=True):
     """An order on its way, kept until it is answered."""
 
@@ -129,34 +139,28 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        registry: Registry,
-        processes: LocalProcesses,
+        lasting: Lasting,
         algorithm: RunningAlgorithm,
         batches: Batches,
         recorder: Recorder,
-        interrupts: Interrupts,
-        limit: TimeLimit,
         find_kept: Callable[[], Mapping[Place, KeptGroup]],
-        show_life: Callable[[], None],
     ) -> None:
-        """`find_kept` finds what was generated before, and is to be trained on; `show_life` is called all the time."""
-        self._show_life = show_life
+        """`find_kept` finds what was generated before, and is to be trained on."""
         self.scheduler = self._scheduler = scheduler
-        self.recorder = recorder
-        self._registry = registry
-        self._processes = processes
+        self.recorder = self._recorder = recorder
+        self._observers = recorder.observers
+        self._registry = lasting.registry
+        self._processes = lasting.processes
+        self._interrupts = lasting.interrupts
+        self._limit = lasting.limit
         self._algorithm = algorithm
         self._batches = batches
-        self._recorder = recorder
-        self._onlookers = recorder.onlookers
         self._record_orders = RecordOrders()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
         """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
-        self._interrupts = interrupts
-        self._limit = limit
         self._find_kept = find_kept
         self._finish: Finish | None = None
         self.lost: dict[str, str] = {}
@@ -169,7 +173,6 @@ class Loop:
         for joined in self._registry.begin_term():
             self._handle(joined)
         while self._finish is None:
-            self._show_life()
             for event in self._events():
                 self._keep(event)
                 self._handle(event)
@@ -192,7 +195,7 @@ class Loop:
         if isinstance(event, Lost):
             self.lost[event.member] = event.why
         actions = self._scheduler.handle(event)
-        self._onlookers.handled(event, self._scheduler)
+        self._observers.handled(event, self._scheduler)
         for action in actions:
             self._carry_out(action)
 
@@ -236,7 +239,7 @@ class Loop:
     def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
         if isinstance(event, Erred):
-            self._onlookers.answered(event.failed, event.now)
+            self._observers.answered(event.member, event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
         self._batches.take_reply(event.member, event.reply)
@@ -250,8 +253,6 @@ class Loop:
             case Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
                 self._note(evaluated.step, evaluated.notes)
-            case EngineBuilt() as built:
-                self._onlookers.built(event.member, built)
             case Generated() as generated:
                 self._step_metrics.generated(generated)
             case Refitted() as refitted:
@@ -265,7 +266,7 @@ class Loop:
                 self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
-        self._onlookers.answered(event.reply, event.now)
+        self._observers.answered(event.member, event.reply, event.now)
         self._sent.pop(event.reply.command_id, None)
 
     def _note(self, step: int, notes: Iterable[str]) -> None:
@@ -317,7 +318,7 @@ class Loop:
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
-        self._onlookers.sent(member, order)
+        self._observers.sent(member, order, time.monotonic())
         self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:
@@ -384,9 +385,9 @@ class Loop:
         self.lost.pop(member, None)  # one that only did not answer in time was not there
         self.replaced_at.append(time.monotonic())
         self._registry.dismiss(member, f"it is replaced: {why}")
-        self._onlookers.lost(member)
+        self._observers.lost(member)
         self._generated.pop(member, None)
-        self._onlookers.replaced()
+        self._observers.replaced(1)
         launched = self._processes.restart([member])
         if not launched:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
@@ -402,7 +403,7 @@ class Loop:
         self.lost.pop(member, None)
         self._registry.dismiss(member, action.why, is_over=True, is_awaited=action.is_awaited)
         self._processes.let_go(member, _LEAVES_S)
-        self._onlookers.lost(member)
+        self._observers.lost(member)
         self._generated.pop(member, None)
         how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
         self._recorder.note(f"{member} leaves the run: {action.why}{how}")

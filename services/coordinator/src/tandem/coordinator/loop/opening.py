@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,13 +15,17 @@ from tandem.config import Config, config_to_json, dump_yaml, to_plain
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.members.known_members import Earlier, find_earlier
 from tandem.coordinator.members.members import Listening, new_run_keys
-from tandem.coordinator.observers.watchers import Watchers
+from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import Journal, read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+
+if TYPE_CHECKING:  # it needs an extra
+    from tandem.coordinator.observers.prometheus import Exporter
 
 _ANY_PORT = ":*"
 
@@ -33,7 +38,11 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """The members of a coordinator that was lost, if the run goes on after that."""
     journal: Journal
     writers: MetricWriters
-    watchers: Watchers
+    exporter: Exporter | None
+    """Serves Prometheus, if that is on."""
+    traces: Traces | None
+    watching: tuple[Observer, ...]
+    """Observers that need nothing of the term."""
 
 
 def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
@@ -49,9 +58,9 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     if earlier is not None and listening.hub.address != earlier.address:
         earlier = earlier.without(earlier.staying)  # which find nobody where they look
     stack.callback(listening.hub.close)
-    watchers = Watchers(invocation.supervision)
-    if metrics := watchers.listen(config.logger, stack):
-        say(f"metrics: {metrics}")
+    exporter = serve_prometheus(config.logger, stack)
+    if exporter is not None:
+        say(f"metrics: {exporter.url}")
     listener = page_socket(config.logger.page)
     if listener is not None:
         stack.callback(listener.close)
@@ -67,13 +76,27 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     journal = _open_journal(invocation.ready, mode, run_id)
     stack.callback(journal.close)
     write_run_keys(folder, keys)
-    page = None
+    watching: list[Observer] = []
     if listener is not None:
         page = PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
-    watchers.begin(config.logger, run_id, page, stack, say)
-    return Opened(listening=listening, earlier=earlier, journal=journal, writers=writers, watchers=watchers)
+        watching.append(Page(page))
+    if exporter is not None:
+        exporter.name_run(run_id)
+    traces = None
+    if config.logger.opentelemetry.endpoint is not None:
+        traces = Traces(config.logger.opentelemetry.endpoint, run_id)
+        stack.callback(traces.end, say)
+    return Opened(
+        listening=listening,
+        earlier=earlier,
+        journal=journal,
+        writers=writers,
+        exporter=exporter,
+        traces=traces,
+        watching=tuple(watching),
+    )
 
 
 def _listen(address: str, keys: RunKeys, folder: Path, earlier: Earlier | None) -> Listening:

@@ -1,4 +1,4 @@
-"""Record a run: journal, checkpoints, metric writers, the live display."""
+"""Record a run: journal, checkpoints, the record of samples. Observers are told what was recorded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.members.members import Registry
-from tandem.coordinator.observers.onlookers import Onlookers
-from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.observer import Observers
 from tandem.coordinator.preparing.resuming import refuse_other_weights
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropKept, RecordRefit, StepRecorded
-from tandem.observe.exporters.telemetry import MetricWriters
-from tandem.observe.health import Health
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
 from tandem.samples.sample_folder import SampleFolder
@@ -30,20 +27,15 @@ class Recorder:
         journal: Journal,
         checkpoints: CheckpointFolder,
         samples: SampleFolder,
-        writers: MetricWriters,
-        progress: Progress,
-        onlookers: Onlookers,
+        observers: Observers,
     ) -> None:
-        self.onlookers = onlookers
+        self.observers = observers
         self._samples = samples
         self._config = config
         self._journal = journal
         self._checkpoints = checkpoints
-        self._writers = writers
-        self._progress = progress
         self._num_failures = 0
         """Of environments, in all samples that came."""
-        self._health = Health(config)
 
     def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
         """Return the validation samples to show: each time those after the ones that were shown before."""
@@ -58,14 +50,14 @@ class Recorder:
         """Say of the first sample that its environment failed on, of the tenth, the hundredth, and so on."""
         for sample in samples:
             if sample.failure:
-                self.onlookers.live.fail()
+                self.observers.sample_failed()
                 self._num_failures += 1
                 if str(self._num_failures).strip("0") == "1":  # a power of ten
                     self.note(failure_note(sample, self._num_failures))
 
     def record_discarded(self, action: DiscardSamples) -> None:
         """Write to the journal that groups are generated again."""
-        self.onlookers.live.drop(len(action.groups))
+        self.observers.discarded(len(action.groups))
         groups = ", ".join(map(str, action.groups))
         self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
@@ -73,14 +65,12 @@ class Recorder:
         """Show a line, and keep it in the journal; what a process said of itself may be anything."""
         text = shortened(text)
         self._journal.record_event("coordinator", text)
-        self._progress.note(text)
-        self.onlookers.live.note(text)
+        self.observers.noted(text)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Bring the live display up to date, and what others see."""
-        self._progress.show(scheduler, registry)
-        self.onlookers.show(scheduler, registry)
-        for line in self.onlookers.take_news():
+        """Bring what observers show up to date, and note their news."""
+        self.observers.show(scheduler, registry)
+        for line in self.observers.take_news():
             self.note(line)
 
     def take_recorded(self, action: StepRecorded) -> None:
@@ -112,7 +102,7 @@ class Recorder:
         self._journal.record_checkpoint(step, str(folder))
 
     def commit(self, action: CommitStep, step_metrics: StepMetrics) -> None:
-        """Write a step to the journal: then it is done. Then write its metrics where people look, and what is wrong."""
+        """Write a step to the journal: then it is done, and observers are told."""
         seconds = step_metrics.breakdown(action.seconds)
         record = StepRecord(
             step=action.step,
@@ -120,12 +110,7 @@ class Recorder:
             metrics=dict(step_metrics.metrics),
             seconds=seconds,
         )
-        record = self._journal.commit_step(record)
-        self._writers.write(record.step, record.metrics, record.seconds)
-        self._progress.commit(record)
-        self.onlookers.commit(record)
-        for line in self._health.warnings(record.metrics):
-            self.note(line)
+        self.observers.committed(self._journal.commit_step(record))
 
     def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
         """Write to the journal that a version has reached engines, and is attested.
@@ -148,7 +133,7 @@ class Recorder:
             quarantined=action.quarantined,
         )
         self._journal.record_refit(record)
-        self.onlookers.refitted(record)
+        self.observers.refitted(record)
 
 
 def failure_note(sample: SampleScored, count: int) -> str:

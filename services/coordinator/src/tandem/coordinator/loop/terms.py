@@ -179,11 +179,10 @@ class Terms:
         """Carry out a term; return how it ended, and who is to be replaced for the next one, if there is to be one."""
         checkpoints = self._checkpoints()
         with contextlib.ExitStack() as stack:
-            loop = assemble(
+            loop, self._live = assemble(
                 self._invocation, self._opened, self._members, self._past, checkpoints, start, self._limits, stack
             )
-            stack.callback(loop.recorder.onlookers.close)
-            self._note, self._live = loop.recorder.note, loop.recorder.onlookers.live
+            self._note = loop.recorder.note
             resuming = self._resuming(checkpoints)
             try:
                 finish = self._run_loop(loop)
@@ -225,7 +224,7 @@ class Terms:
         recent = within(cluster.replacement_window_s, now, self._past.replaced_at)
         if len(recent) + num_lost > cluster.max_replacements:
             return {}
-        self._opened.watchers.replaced(num_lost)
+        loop.recorder.observers.replaced(num_lost)
         self._past = msgspec.structs.replace(self._past, replaced_at=(*recent, *[now] * num_lost))
         return lost
 

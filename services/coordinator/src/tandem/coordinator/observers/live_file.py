@@ -13,6 +13,7 @@ import msgspec
 from tandem.config import Config
 from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
 from tandem.coordinator.members.members import Registry
+from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.arrivals import Stage
 from tandem.coordinator.scheduler.engines import Engine
@@ -50,7 +51,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     """The newest steps, some of which may be done again."""
 
 
-class LiveFile:
+class LiveFile(Observer):
     """Writes ``live.json``, at most twice a second and only when something has changed."""
 
     def __init__(
@@ -71,7 +72,7 @@ class LiveFile:
         self._num_dropped = said.num_dropped
         self._num_failures = said.num_failures
         self._has_gpus = _DRIVER.exists()
-        self._committed = time.monotonic()
+        self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
         self._last: Live | None = None
         with contextlib.suppress(OSError):
@@ -93,21 +94,21 @@ class LiveFile:
         """What the file says now; None before it says anything."""
         return self._last
 
-    def note(self, text: str) -> None:
+    def noted(self, text: str) -> None:
         """Keep a line of the console."""
         self._notes.append(text)
 
-    def fail(self) -> None:
+    def sample_failed(self) -> None:
         """Count a sample on which an environment failed."""
         self._num_failures += 1
 
-    def drop(self, num_groups: int) -> None:
+    def discarded(self, num_groups: int) -> None:
         """Count groups that are not trained on."""
         self._num_dropped += num_groups
 
-    def commit(self, record: StepRecord) -> None:
+    def committed(self, record: StepRecord) -> None:
         """Note that a step is done."""
-        self._committed = time.monotonic()
+        self._committed_at = time.monotonic()
         self._records.append(record)
         for name in ("groups_too_old", "dynamic_sampling_num_dropped_groups"):
             self._num_dropped += int(record.metrics.get(name, 0))
@@ -140,7 +141,7 @@ class LiveFile:
             step=scheduler.step,
             num_steps=self._num_steps,
             phase=scheduler.phase.value,
-            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed, self._before.records),
+            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed_at, self._before.records),
             elapsed_s=now - self._before.began_at,
             groups=LiveGroups(
                 waiting=states[GroupState.WAITING],

@@ -18,6 +18,7 @@ from tandem.config import Config
 from tandem.config.models import hub
 from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.display import Display
+from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.groups import GroupState
@@ -73,7 +74,7 @@ def ahead_line(scheduler: Scheduler) -> str:
     )
 
 
-class Progress:
+class Progress(Observer):
     """The display of one run."""
 
     def __init__(
@@ -105,11 +106,11 @@ class Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._display = Display(self._console)
 
-    def note(self, text: str) -> None:
+    def noted(self, text: str) -> None:
         """Print a line above the display."""
         self._print(text)
 
-    def commit(self, record: StepRecord) -> None:
+    def committed(self, record: StepRecord) -> None:
         """Show a step that is done."""
         self._records.append(record)
         self._committed_at = self._now()

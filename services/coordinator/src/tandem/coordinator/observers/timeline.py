@@ -40,7 +40,12 @@ from tandem.common.messages import (
     Train,
     Trained,
 )
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import Event
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.timeline_file import (
     COORDINATOR,
     TIMELINE_NAME,
@@ -101,19 +106,20 @@ class _Asked(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Timeline:
+class Timeline(Observer):
     """The one writer of a run's timeline. It takes moments of the monotonic clock; what goes wrong is said once."""
 
     def __init__(
         self,
         folder: Path,
         first_step: int,
-        say: Callable[[str], None],
         tell: Callable[[list[StepSpans]], None] = lambda _: None,
     ) -> None:
         """Forget what is there of the steps that are to come. `tell` is given what is written, as it is."""
-        self._say = say
         self._tell = tell
+        self._news: list[str] = []
+        self._now = 0.0
+        """When the event happened that is dealt with."""
         self._step = first_step
         self._unix = time.time() - time.monotonic()
         self._asked: dict[int, _Asked] = {}
@@ -134,7 +140,7 @@ class Timeline:
         step = getattr(order, "step", getattr(order, "version", None))
         self._asked[order.command_id] = _Asked(process, what, step, now, _detail(order))
 
-    def answered(self, reply: Reply | Failed, now: float) -> None:
+    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note that an order was carried out, or could not be."""
         asked = self._asked.pop(reply.command_id, None)
         if asked is None:
@@ -163,6 +169,24 @@ class Timeline:
         for command_id in [command_id for command_id in self._asked if not is_pending(command_id)]:
             asked = msgspec.structs.replace(self._asked.pop(command_id), detail="given up")
             self._add(asked, asked.what, asked.start, now)
+
+    def handled(self, event: Event, scheduler: Scheduler) -> None:
+        """Note which phase the run is in."""
+        self._now = event.now
+        self.enter(scheduler.phase, event.now)
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Give up what nobody waits for any more."""
+        self.give_up(scheduler.requests.__contains__, time.monotonic())
+
+    def committed(self, record: StepRecord) -> None:
+        """Write a step that is done."""
+        self.commit(record.step, record.seconds.get("total", 0.0), self._now)
+
+    def take_news(self) -> list[str]:
+        """Return what has gone wrong."""
+        news, self._news = self._news, []
+        return news
 
     def enter(self, phase: Phase, now: float) -> None:
         """Note which phase the run is in."""
@@ -217,7 +241,7 @@ class Timeline:
             yield
         except (sqlite3.Error, OSError) as error:
             self.close()
-            self._say(f"the timeline is not recorded any further: {error}")
+            self._news.append(f"the timeline is not recorded any further: {error}")
 
 
 def _detail(order: Order) -> str:

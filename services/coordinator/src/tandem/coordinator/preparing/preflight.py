@@ -29,7 +29,7 @@ from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.installed.sources import package_folder
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.observers.watchers import Watchers
+from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.hub_data import find_data
 from tandem.coordinator.preparing.hub_models import find_on_hub
 from tandem.coordinator.preparing.model_folder import check_model
@@ -229,7 +229,7 @@ def _listen(config: Config, mode: Mode) -> None:
                 stack.callback(lambda: None if page is None else page.close())
         if mode != "resume" and package_folder("prometheus_client") is not None:
             with _noted(problems):
-                Watchers().listen(logger, stack)
+                serve_prometheus(logger, stack)
     _complain(problems)
 
 

@@ -1,0 +1,132 @@
+"""Observers: they are told what happens in a run, and have no influence on it.
+
+The loop tells one `Observers` and knows none of them by name. What an observer keeps for itself, such as a file, must
+never stop the run: it says in a line of news that it gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tandem.common.messages import Failed, Order, Reply
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import Event
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+
+
+class Observer:
+    """Base of observers. Each method stands for one thing that happens; only those that are overridden are called."""
+
+    def sent(self, process: str, order: Order, now: float) -> None:
+        """Take note of what a process was asked for; `now` is a moment of the monotonic clock."""
+
+    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
+        """Take note of an answer."""
+
+    def handled(self, event: Event, scheduler: Scheduler) -> None:
+        """Take note of an event that the scheduler has dealt with."""
+
+    def noted(self, text: str) -> None:
+        """Take note of a line of the console."""
+
+    def sample_failed(self) -> None:
+        """Take note of a sample on which an environment failed."""
+
+    def discarded(self, num_groups: int) -> None:
+        """Take note of groups that are not trained on."""
+
+    def refitted(self, record: RefitRecord) -> None:
+        """Take note of a version that has reached engines."""
+
+    def lost(self, process: str) -> None:
+        """Take note of a process that is gone."""
+
+    def replaced(self, count: int) -> None:
+        """Take note of processes that are replaced; trainers that are started again together are one."""
+
+    def committed(self, record: StepRecord) -> None:
+        """Take note of a step that is done."""
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Bring what the observer shows up to date. Called several times a second."""
+
+    def take_news(self) -> list[str]:
+        """Return lines for the console, each once."""
+        return []
+
+    def close(self) -> None:
+        """End. How the run goes on, or ended, others say."""
+
+
+class Observers(Observer):
+    """The observers of a run as one, told in the order in which they are given and closed in reverse."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._sent = self._overriding("sent")
+        self._answered = self._overriding("answered")
+        self._handled = self._overriding("handled")
+        self._noted = self._overriding("noted")
+        self._refitted = self._overriding("refitted")
+        self._committed = self._overriding("committed")
+        self._show = self._overriding("show")
+        self._news = self._overriding("take_news")
+
+    def _overriding(self, name: str) -> list[Callable[..., Any]]:
+        """Return a method of the observers that have one of their own."""
+        return [
+            getattr(each, name) for each in self._observers if getattr(type(each), name) is not vars(Observer)[name]
+        ]
+
+    def sent(self, process: str, order: Order, now: float) -> None:  # noqa: D102 (as Observer's, and so are those below)
+        for tell in self._sent:
+            tell(process, order, now)
+
+    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:  # noqa: D102
+        for tell in self._answered:
+            tell(process, reply, now)
+
+    def handled(self, event: Event, scheduler: Scheduler) -> None:  # noqa: D102
+        for tell in self._handled:
+            tell(event, scheduler)
+
+    def noted(self, text: str) -> None:  # noqa: D102
+        for tell in self._noted:
+            tell(text)
+
+    def sample_failed(self) -> None:  # noqa: D102
+        for each in self._observers:
+            each.sample_failed()
+
+    def discarded(self, num_groups: int) -> None:  # noqa: D102
+        for each in self._observers:
+            each.discarded(num_groups)
+
+    def refitted(self, record: RefitRecord) -> None:  # noqa: D102
+        for tell in self._refitted:
+            tell(record)
+
+    def lost(self, process: str) -> None:  # noqa: D102
+        for each in self._observers:
+            each.lost(process)
+
+    def replaced(self, count: int) -> None:  # noqa: D102
+        for each in self._observers:
+            each.replaced(count)
+
+    def committed(self, record: StepRecord) -> None:  # noqa: D102
+        for tell in self._committed:
+            tell(record)
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:  # noqa: D102
+        for tell in self._show:
+            tell(scheduler, registry)
+
+    def take_news(self) -> list[str]:  # noqa: D102
+        return [line for tell in self._news for line in tell()]
+
+    def close(self) -> None:  # noqa: D102
+        for each in reversed(self._observers):
+            each.close()

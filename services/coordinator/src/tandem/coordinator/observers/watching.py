@@ -1,0 +1,207 @@
+"""Observers that pass what happens on: to the page, Prometheus, OpenTelemetry, dashboards, a supervisor, a file."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.common.messages import EngineBuilt, Failed, Reply
+from tandem.config import Config
+from tandem.config.schema import Logger
+from tandem.coordinator.members.members import Registry
+from tandem.coordinator.observers.live_file import LiveFile
+from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.scheduler import Scheduler
+from tandem.launch.page_process import PageProcess
+from tandem.launch.supervision import Supervision
+from tandem.observe.exporters.telemetry import MetricWriters
+from tandem.observe.health import Health
+from tandem.observe.run_folder.curves_file import CurvesFile
+from tandem.observe.run_folder.guest_servers import GuestServersFile
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.timeline_file import StepSpans
+
+if TYPE_CHECKING:  # each needs an extra
+    from tandem.coordinator.observers.prometheus import Exporter
+    from tandem.observe.exporters.tracing import Tracing
+
+
+def serve_prometheus(logger: Logger, stack: contextlib.ExitStack) -> Exporter | None:
+    """Have Prometheus served until `stack` is left, if that is on. Raises `ConfigError`."""
+    if logger.prometheus.port is None:
+        return None
+    from tandem.coordinator.observers.prometheus import Exporter
+
+    exporter = Exporter(logger.prometheus)
+    stack.callback(exporter.close)
+    return exporter
+
+
+class Metrics(Observer):
+    """Metrics for Prometheus."""
+
+    def __init__(self, exporter: Exporter, live: LiveFile, newest: StepRecord | None) -> None:
+        """`live` says how the run stands; `newest` is the step that it goes on after, if it is not the first."""
+        self._exporter, self._live = exporter, live
+        exporter.begin_term(newest)
+
+    def refitted(self, record: RefitRecord) -> None:
+        """Count a version that has reached engines."""
+        self._exporter.refitted(record)
+
+    def replaced(self, count: int) -> None:
+        """Count replacements."""
+        self._exporter.replaced(count)
+
+    def committed(self, record: StepRecord) -> None:
+        """Show a step's metrics."""
+        self._exporter.commit(record)
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Say how the run stands."""
+        self._exporter.show(self._live.last)
+
+
+class Traces(Observer):
+    """Spans for OpenTelemetry, from the timeline."""
+
+    def __init__(self, endpoint: str, run_id: str) -> None:
+        from tandem.observe.exporters.tracing import Tracing
+
+        self._news: collections.deque[str] = collections.deque()
+        """Lines of the thread that sends."""
+        self._tracing: Tracing = Tracing(endpoint, run_id, self._news.append)
+
+    def send(self, steps: list[StepSpans]) -> None:
+        """Send what the timeline has of steps that are done."""
+        self._tracing.send(steps)
+
+    def take_news(self) -> list[str]:
+        """Return what has gone wrong."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def end(self, say: Callable[[str], None]) -> None:
+        """Send what is left when the run is over, and say if that could not be done."""
+        self._tracing.close()
+        for line in self.take_news():
+            say(line)
+
+
+class Page(Observer):
+    """The page beside the run, a process that may die."""
+
+    def __init__(self, process: PageProcess) -> None:
+        self._process = process
+
+    def take_news(self) -> list[str]:
+        """Return how it has died, if it has."""
+        death = self._process.death()
+        return [death] if death else []
+
+
+class Supervised(Observer):
+    """The supervisor of this coordinator: it waits for signs of life, and counts replacements."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Show that the loop goes round."""
+        self._supervision.show_life()
+
+    def replaced(self, count: int) -> None:
+        """Report replacements."""
+        self._supervision.replaced(count)
+
+
+class Dashboards(Observer):
+    """TensorBoard, Weights & Biases and MLflow, as far as they are on."""
+
+    def __init__(self, writers: MetricWriters) -> None:
+        self._writers = writers
+
+    def committed(self, record: StepRecord) -> None:
+        """Write a step's metrics."""
+        self._writers.write(record.step, record.metrics, record.seconds)
+
+
+class HealthWarnings(Observer):
+    """Warnings of what is wrong with a step's metrics."""
+
+    def __init__(self, config: Config) -> None:
+        self._health = Health(config)
+        self._news: list[str] = []
+
+    def committed(self, record: StepRecord) -> None:
+        """Look at a step's metrics."""
+        self._news += self._health.warnings(record.metrics)
+
+    def take_news(self) -> list[str]:
+        """Return the warnings."""
+        news, self._news = self._news, []
+        return news
+
+
+class Curves(Observer):
+    """The curves of the run folder, which the journal has as well."""
+
+    def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:
+        self._news: list[str] = []
+        self._file: CurvesFile | None = None
+        with self._watching():
+            self._file = CurvesFile(folder, history)
+
+    def committed(self, record: StepRecord) -> None:
+        """Append a step's metrics."""
+        if self._file is not None:
+            with self._watching():
+                self._file.append(record)
+
+    def take_news(self) -> list[str]:
+        """Return what has gone wrong."""
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Go on without the file where the disk refuses it."""
+        try:
+            yield
+        except OSError as error:
+            self._file = None
+            self._news.append(f"curves are read from the journal, which takes longer: {error}")
+
+
+class GuestServers(Observer):
+    """Where the rollouts of the run answer OpenAI's API."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = GuestServersFile(folder)
+        self._news: list[str] = []
+
+    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
+        """Note where a rollout answers that was just built."""
+        if isinstance(reply, EngineBuilt) and reply.guests is not None:
+            self._file.open(process, reply.guests)
+            self._news.append(f"{process} answers OpenAI's API at {reply.guests.url}/v1")
+
+    def lost(self, process: str) -> None:
+        """Note that it does so no more."""
+        self._file.close(process)
+
+    def take_news(self) -> list[str]:
+        """Return where rollouts answer."""
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        """Say that none does."""
+        self._file.end()
