@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from tandem.common import hub
 from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
@@ -113,7 +114,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     serving = settings_of(arguments, token)
     serving = msgspec.structs.replace(serving, tool_call_parser=arguments.tool_call_parser)
     with open_port(arguments.host, arguments.port, token) as listening:
-        print(f"loading {serving.model_folder}", flush=True)
+        print(f"loading {hub.shown(serving.model_folder)}", flush=True)
         greeting = _greeting(serving, url_of(listening))
         become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
 

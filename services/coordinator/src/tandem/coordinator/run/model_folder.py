@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.common import manifest
+from tandem.common import hub, manifest
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nearest
 from tandem.common.model_fields import model_types
@@ -68,9 +68,9 @@ def check_weights(folder: Path) -> list[str]:
         manifest.check_files(written[0], written[1].files)
     model = read_json(folder / "config.json")
     refuse_unknown_type(folder, model)
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) and not hub.is_to_come(folder):
         return list(_tensors(model, headers.read_places(folder)))
-    return []  # drawn by policy.new_model, or in another format
+    return []  # drawn by policy.new_model, or in another format, or looked through once all are fetched
 
 
 def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:

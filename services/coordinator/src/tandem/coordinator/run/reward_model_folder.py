@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.common import manifest
+from tandem.common import hub, manifest
 from tandem.common.chat_templates import memory_limit
 from tandem.common.config import Config
 from tandem.common.config.schema import Environment
@@ -83,6 +83,8 @@ def _check_config(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _check_head(where: str, folder: Path) -> None:
+    if hub.is_to_come(folder):
+        return  # it is looked through once it is there
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{where} holds no *.safetensors, and weights in other formats are not read")
     heads = [place for name, place in headers.read_places(folder).items() if _HEAD.match(name)]
