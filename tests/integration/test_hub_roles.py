@@ -16,7 +16,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tandem.common.config import load_config
-from tandem.coordinator.run.hub_models import find_on_hub
 from tandem.coordinator.run.journal import read_journal
 from tests.at_terminal import Terminal
 from tests.hub_server import HubServer, files_in, hub_server
@@ -29,6 +28,15 @@ NAME = "tiny/digits"
 FROM_HUB: dict[str, Any] = {"policy": {"model_name": NAME, "new_model": None}, "grpo": {"max_num_steps": 1}}
 NUM_SHARDS = 10
 """More than the library of the Hub fetches at once."""
+
+FOUND = """
+from pathlib import Path
+from tandem.common.config import load_config
+from tandem.coordinator.run.hub_models import find_on_hub
+found, _ = find_on_hub(load_config("config.yaml"), "new", None)
+for each in (found.policy.model_name, found.policy.tokenizer.name, found.settings_of("value").model_name):
+    print(Path(each).name)
+"""
 
 
 @pytest.fixture
@@ -199,15 +207,26 @@ def test_check_says_what_could_not_be_fetched(hub: HubServer, monkeypatch: pytes
         assert "HF_HUB_OFFLINE is set" in offline.stderr
 
 
+def test_a_starting_configuration_takes_a_name(hub: HubServer) -> None:
+    hub.add(NAME, tiny())
+    written = typed("coordinator", "init", "begun.yaml", "--model", f"{NAME}@main", "--task", "chain_sum")
+    assert written.returncode == 0, written.stderr
+    assert load_config("begun.yaml").policy.model_name == f"{NAME}@main"
+    assert hub.bodies == []
+    refused = typed("coordinator", "init", "more.yaml", "--model", "tiny/nothing")
+    assert refused.returncode != 0
+    assert "--model tiny/nothing: there is no such folder, and there is no model 'tiny/nothing' on " in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
 def test_two_models_of_one_name_may_be_of_different_commits(hub: HubServer) -> None:
     files = tiny()
     hub.add(NAME, files).push({**files, "README.md": b"later"}, "v2")
     over = {"policy": FROM_HUB["policy"], "ppo": {"max_num_steps": 1}, "value": {"model_name": NAME, "revision": "v2"}}
-    config = load_config(str(write_config(merged(PPO, over))))
-    found, _ = find_on_hub(config, "new", None)
+    write_config(merged(PPO, over))
+    done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     branches = hub.repositories["models", NAME].branches
-    folders = (found.policy.model_name, found.policy.tokenizer.name, found.settings_of("value").model_name)
-    assert [Path(folder).name for folder in folders] == [branches["main"], branches["main"], branches["v2"]]
+    assert done.stdout.split() == [branches["main"], branches["main"], branches["v2"]], done.stderr
 
 
 def test_a_terminal_shows_a_bar(hub: HubServer) -> None:

@@ -145,6 +145,19 @@ def fetched(name: str, say: Callable[[str], None]) -> Path:
     return folder_of(reference)
 
 
+def described(name: str) -> Path:
+    """Return a folder with a model's configuration and tokenizer: the one of that name, or what the Hub has of it.
+
+    Raises `ModelError`.
+    """
+    reference = None if Path(name).exists() else reference_in(name)
+    if reference is None:
+        return Path(name)
+    snapshot = resolve(reference)
+    fetch_description(snapshot)
+    return folder_of(Reference(snapshot.repo, snapshot.commit))
+
+
 def fetch_description(snapshot: Snapshot) -> None:
     """Fetch a model's configuration and tokenizer. Raises `ModelError`."""
     _download(snapshot, list(_DESCRIPTION), shows_bar=False)
