@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +27,8 @@ class Repository:
 
     def __init__(self, files: dict[str, bytes], *, is_private: bool = False, is_gated: bool = False) -> None:
         self.commits: dict[str, dict[str, bytes]] = {}
+        self.declared: dict[str, int] = {}
+        """Bytes that the Hub says files have, where it says more than they do."""
         self.branches: dict[str, str] = {}
         self.is_private, self.is_gated = is_private, is_gated
         self.push(files)
@@ -60,6 +62,8 @@ class HubServer(ThreadingHTTPServer):
         """By name of a large file, after how many bytes the next answers break off."""
         self.hold: threading.Event | None = None
         """Large files stop in the middle until this is set."""
+        self.is_held: Callable[[str], bool] = lambda _: True
+        """Whether a large file of this name is among those that stop."""
 
     @property
     def url(self) -> str:
@@ -162,7 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._files(kind, name, revision)
         if files is None:
             return
-        siblings = [{"rfilename": each, "size": len(data)} for each, data in files.items()]
+        declared = self.server.repositories[kind, name].declared
+        siblings = [{"rfilename": each, "size": declared.get(each, len(data))} for each, data in files.items()]
         day = "2026-01-01T00:00:00.000Z"
         told = {"id": name, "modelId": name, "sha": self._commit, "private": False, "gated": False, "disabled": False}
         told |= {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0, "lastModified": day, "createdAt": day}
@@ -233,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.server.cuts.get(name):
                 body = body[: self.server.cuts[name].pop(0)]
                 self.close_connection = True
-            if self.server.hold is not None:
+            if self.server.hold is not None and self.server.is_held(name):
                 half = len(body) // 2
                 self.wfile.write(body[:half])
                 self.server.bodies.append((name, first, first + half))

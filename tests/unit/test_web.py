@@ -153,8 +153,24 @@ SERVING = textwrap.dedent(
 )
 
 
-def test_idle_connections_do_not_keep_others_out() -> None:
-    words = [sys.executable, "-c", SERVING, str(LIMIT)]
+METRICS = textwrap.dedent(
+    """
+    import resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+    from tandem.config.schema import Prometheus
+    from tandem.coordinator.observers.prometheus import Exporter
+    exporter = Exporter(Prometheus(port=0))
+    print(exporter.url, flush=True)
+    sys.stdin.read()
+    exporter.close()
+    """
+)
+
+
+@contextlib.contextmanager
+def few_descriptors(program: str) -> Iterator[tuple[str, int]]:
+    """Run a program that serves with few descriptors, and ends without a traceback; yield where it listens."""
+    words = [sys.executable, "-c", program, str(LIMIT)]
     with subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -162,9 +178,19 @@ def test_idle_connections_do_not_keep_others_out() -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        parts = urlsplit(process.stdout.readline().strip())
-        at = str(parts.hostname), int(parts.port or 0)
+        try:
+            assert process.stdout is not None
+            parts = urlsplit(process.stdout.readline().strip())
+            yield str(parts.hostname), int(parts.port or 0)
+            _, errors = process.communicate("", timeout=WAIT_S)
+            assert process.returncode == 0
+            assert "Traceback" not in errors
+        finally:
+            process.kill()
+
+
+def test_idle_connections_do_not_keep_others_out() -> None:
+    with few_descriptors(SERVING) as at:
         held = [socket.socket() for _ in range(2 * LIMIT)]
         try:
             for each in held:
@@ -174,9 +200,18 @@ def test_idle_connections_do_not_keep_others_out() -> None:
         finally:
             for each in held:
                 each.close()
-        _, errors = process.communicate("", timeout=WAIT_S)
-        assert process.returncode == 0
-    assert "Traceback" not in errors
+
+
+def test_idle_connections_do_not_keep_metrics_from_being_read() -> None:
+    held: list[socket.socket] = []
+    with few_descriptors(METRICS) as at:
+        try:
+            for _ in range(2 * LIMIT):
+                held.append(socket.create_connection(at, timeout=WAIT_S))
+            assert ask(at, {}, None) == 200
+        finally:
+            for each in held:
+                each.close()
 
 
 def test_the_right_token_leads_to_no_other_host(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "addition
 """Files that say what a model is, its tokenizer among them: small ones."""
 _WEIGHTS = "*.safetensors"
 """Weights in other formats are not fetched: they would be unpickled."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of all weights, or the one that says which files have them: what Transformers looks for."""
 _CONSOLIDATED = "consolidated*"
 """The same weights once more, in the form of their authors."""
 _LINE_S = 30.0
@@ -70,6 +72,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Bytes by file; None if only the cache was asked."""
     note: str = ""
     """What the user should know of how it was found."""
+    why_cached: str = ""
+    """Why only the cache was asked."""
 
 
 def reference_in(name: str) -> Reference | None:
@@ -141,6 +145,19 @@ def fetched(name: str, say: Callable[[str], None]) -> Path:
     return folder_of(reference)
 
 
+def described(name: str) -> Path:
+    """Return a folder with a model's configuration and tokenizer: the one of that name, or what the Hub has of it.
+
+    Raises `ModelError`.
+    """
+    reference = None if Path(name).exists() else reference_in(name)
+    if reference is None:
+        return Path(name)
+    snapshot = resolve(reference)
+    fetch_description(snapshot)
+    return folder_of(Reference(snapshot.repo, snapshot.commit))
+
+
 def fetch_description(snapshot: Snapshot) -> None:
     """Fetch a model's configuration and tokenizer. Raises `ModelError`."""
     _download(snapshot, list(_DESCRIPTION), shows_bar=False)
@@ -157,22 +174,45 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
     folder = folder_of(reference)
     if is_whole(folder):
         return
-    sizes = snapshot.sizes if snapshot.sizes is not None else (resolve(reference).sizes or {})
+    if snapshot.sizes is None:
+        snapshot = resolve(reference)
+    wanted = missing(snapshot)
+    num_bytes = sum(wanted.values())
+    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(wanted)} files")
+    fetch_description(snapshot)  # first: its index of the weights tells all of them from some of them
+    shows_bar = sys.stderr.isatty()
+    with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
+        _download(snapshot, needed(snapshot.sizes or {}), shows_bar=shows_bar)
+    if not is_whole(folder):
+        raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
+
+
+def missing(snapshot: Snapshot) -> dict[str, int]:
+    """Return the files that the cache lacks of a model that is not whole, with their bytes.
+
+    Raises:
+        ModelError: only the cache could be asked, the model has no weights that are read, or the disk no room for them.
+
+    """
+    folder = folder_of(Reference(snapshot.repo, snapshot.commit))
+    sizes = snapshot.sizes
+    if sizes is None:
+        raise ModelError(
+            f"{snapshot.repo!r}: the cache of the Hub has not all weights ({folder}), and {snapshot.why_cached}"
+        )
     wanted = needed(sizes)
-    if not any(fnmatch.fnmatch(name, _WEIGHTS) for name in wanted):
+    weights = [name for name in wanted if fnmatch.fnmatch(name, _WEIGHTS)]
+    if not weights:
         there = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf"))))
         raise ModelError(
             f"{snapshot.repo!r} has no *.safetensors, and weights in other formats are not read"
             f"{f' (it has {there})' if there else ''}"
         )
-    num_bytes = sum(sizes[name] for name in wanted)
-    _refuse_full_disk(snapshot.repo, folder, wanted, sizes)
-    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(wanted)} files")
-    shows_bar = sys.stderr.isatty()
-    with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
-        _download(snapshot, wanted, shows_bar=shows_bar)
-    if not is_whole(folder):
-        raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
+    if _INDEX not in wanted and _SINGLE not in weights:
+        raise ModelError(f"{snapshot.repo!r} has neither {_SINGLE} nor {_INDEX} (it has {', '.join(weights)})")
+    found = {name: sizes[name] for name in wanted if not (folder / name).is_file()}
+    _refuse_full_disk(snapshot.repo, folder, sum(found.values()))
+    return found
 
 
 def needed(sizes: dict[str, int]) -> list[str]:
@@ -192,14 +232,19 @@ def is_whole(folder: Path) -> bool:
     """Tell whether a folder of the cache has all of a model's weights."""
     if not (folder / "config.json").is_file():
         return False
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if not index.is_file():
-        return any(folder.glob(_WEIGHTS))
+        return (folder / _SINGLE).is_file()
     try:
         files = set(msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"].values())
     except (OSError, msgspec.MsgspecError, KeyError, AttributeError, TypeError):
         return False
     return all((folder / str(name)).is_file() for name in files)
+
+
+def is_to_come(folder: Path) -> bool:
+    """Tell whether a folder is of a commit whose weights are not fetched yet, or not all of them."""
+    return name_in_cache(str(folder)) is not None and not is_whole(folder)
 
 
 def _remember(reference: Reference, kind: Kind, commit: str) -> None:
@@ -222,7 +267,7 @@ def _in_cache(reference: Reference, kind: Kind, why: str) -> Snapshot:
     if _COMMIT.fullmatch(commit) is None or not (folder / "snapshots" / commit).is_dir():
         raise ModelError(f"{str(reference)!r} is not in the cache of the Hub ({folder}), and {why}")
     note = "" if reference.is_pinned else f"{reference} is taken from the cache, at {commit[:8]}: {why}"
-    return Snapshot(reference.repo, commit, None, note)
+    return Snapshot(reference.repo, commit, None, note, why)
 
 
 def _download(snapshot: Snapshot, files: list[str], *, shows_bar: bool) -> None:
@@ -299,13 +344,12 @@ def _said(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _refuse_full_disk(repo: str, folder: Path, wanted: list[str], sizes: dict[str, int]) -> None:
-    missing = sum(sizes[name] for name in wanted if not (folder / name).is_file())
+def _refuse_full_disk(repo: str, folder: Path, num_bytes: int) -> None:
     there = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(there).free
-    if missing > free:
+    if num_bytes > free:
         raise ModelError(
-            f"{repo!r}: {shown_size(missing)} are to be fetched, and {there} has room for {shown_size(free)} "
+            f"{repo!r}: {shown_size(num_bytes)} are to be fetched, and {there} has room for {shown_size(free)} "
             "(HF_HOME names another place)"
         )
 

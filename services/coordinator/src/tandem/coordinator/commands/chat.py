@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError
+from tandem.config.models import hub
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
 from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_engine, is_answered_by_the_run
 from tandem.coordinator.commands.tokens import add_token, token_of
@@ -55,7 +56,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     token = secrets.token_hex()
     serving = settings_of(arguments, token)
     with open_port("127.0.0.1", 0, token) as listening:
-        print(f"loading {serving.model_folder}", flush=True)
+        print(f"loading {hub.shown(serving.model_folder)}", flush=True)
         with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
             return _talk_to(arguments, url_of(listening), token)
 

@@ -33,8 +33,10 @@ def add(commands: Commands) -> None:
     source = init.add_mutually_exclusive_group()
     source.add_argument("--task", metavar="TASK", help="of reasoning-gym (default: chain_sum)")
     source.add_argument("--from", dest="data", metavar="FILE", help="a JSONL or CSV file has them")
-    init.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, or new (default): a small one")
-    init.add_argument("--teacher", metavar="FOLDER", help="the model to distil; of a new model, SFT makes it")
+    init.add_argument(
+        "--model", metavar="MODEL", help="a Hugging Face folder, a name on the Hub, or new (default): a small one"
+    )
+    init.add_argument("--teacher", metavar="MODEL", help="the model to distil; of a new model, SFT makes it")
     init.add_argument("--lora", action="store_true", help="train low-rank adapters, and no other weights")
     init.add_argument("--engine", metavar="NAME", help="transformers (default) or vllm")
     init.add_argument("--environment", metavar="NAME", help="scores problems of a file: exact_match (default) or math")

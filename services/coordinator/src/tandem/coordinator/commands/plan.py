@@ -41,6 +41,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)
     with contextlib.suppress(TandemError):  # what can be said of a model whose sizes are not known is said
-        config, _ = find_on_hub(config, "new", None)
+        config, _ = find_on_hub(config, "new", None, fetches_weights=False)
     explain(config, Console(), given)
     return OK

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from tandem.common.errors import ConfigError
+from tandem.config.models import hub
 from tandem.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
 from tandem.coordinator.commands.tokens import add_token, token_of
@@ -113,7 +114,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     serving = settings_of(arguments, token)
     serving = msgspec.structs.replace(serving, tool_call_parser=arguments.tool_call_parser)
     with open_port(arguments.host, arguments.port, token) as listening:
-        print(f"loading {serving.model_folder}", flush=True)
+        print(f"loading {hub.shown(serving.model_folder)}", flush=True)
         greeting = _greeting(serving, url_of(listening))
         become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
 

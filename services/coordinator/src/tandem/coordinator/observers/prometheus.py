@@ -1,21 +1,27 @@
 """Serve a run's metrics for Prometheus, at ``/metrics`` of the coordinator.
 
-The run's thread says what is new, by putting whole records in the place of older ones; the library's threads read them
+The run's thread says what is new, by putting whole records in the place of older ones; the server's threads read them
 whenever they are asked. Nothing that they do is waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
+import uvicorn
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.common import web
 from tandem.common.errors import ConfigError
+from tandem.common.http_server import SignalledServer
 from tandem.common.network import url_of
 from tandem.config.schema import Prometheus
 from tandem.coordinator.scheduler.arrivals import Stage
@@ -24,8 +30,11 @@ from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.live import Live
 
 _NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
+_END_S = 1
+"""For answers that are on their way when the server ends."""
 _ENDED_S = 5.0
-"""How long the library's thread may take to end."""
+"""How long the server's thread may take to begin, or to end."""
+_LOOK_S = 0.01
 
 
 class Exporter:
@@ -38,12 +47,28 @@ class Exporter:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._told)
         try:
-            self._server, self._thread = start_http_server(settings.port, settings.host, registry)
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            self._socket = socket.create_server((settings.host, settings.port), family=family)
         except OSError as error:
             raise ConfigError(
                 f"logger.prometheus.port: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
-        self.url = f"{url_of(self._server.socket)}/metrics"
+        self.url = f"{url_of(self._socket)}/metrics"
+        config = uvicorn.Config(
+            make_asgi_app(registry),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            http=web.Protocol,
+            backlog=web.backlog(),
+            ws="none",
+            loop="asyncio",
+            timeout_graceful_shutdown=_END_S,
+        )
+        self._server = SignalledServer(config, heeds_signals=False)
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._thread.start()
 
     def name_run(self, run_id: str) -> None:
         """Say which run it is."""
@@ -72,9 +97,15 @@ class Exporter:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        deadline = time.monotonic() + _ENDED_S
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)  # one that ends while it begins leaves its sockets open
+        self._server.should_exit = True
         self._thread.join(_ENDED_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
 
 
 class _Told(Collector):

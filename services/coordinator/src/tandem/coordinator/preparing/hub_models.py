@@ -16,22 +16,25 @@ from tandem.config import Config, config_from_json
 from tandem.config.checks import broken_rules
 from tandem.config.model_names import change_model_names, is_used
 from tandem.config.models import hub
-from tandem.config.schema.policy import Model
+from tandem.config.schema.policy import Model, Tokenizer
 from tandem.coordinator.preparing.prerequisite import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
 
-def find_on_hub(config: Config, mode: Mode, earlier: Config | None) -> tuple[Config, list[str]]:
+def find_on_hub(
+    config: Config, mode: Mode, earlier: Config | None, *, fetches_weights: bool = True
+) -> tuple[Config, list[str]]:
     """Return a configuration whose models are folders, and what the user should know of those on the Hub.
 
-    `earlier` is the configuration of the run before it, which may make models of this one.
+    `earlier` is the configuration of the run before it, which may make models of this one. `fetches_weights`: whether a
+    model whose weights cannot be fetched is a problem.
 
     Raises:
         ModelError: a model is neither a folder nor on the Hub.
         ConfigError: several are.
 
     """
-    finding = _Finding(config, _recorded(config, mode), earlier)
+    finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights)
     found = change_model_names(config, finding.find)
     if len(finding.problems) == 1:
         raise ModelError(finding.problems[0])
@@ -45,12 +48,16 @@ def find_on_hub(config: Config, mode: Mode, earlier: Config | None) -> tuple[Con
 class _Finding:
     """The search through one configuration."""
 
-    def __init__(self, config: Config, recorded: dict[str, hub.Reference], earlier: Config | None) -> None:
+    def __init__(
+        self, config: Config, recorded: dict[str, hub.Reference], earlier: Config | None, fetches_weights: bool
+    ) -> None:
         self._config = config
+        self._fetches_weights = fetches_weights
         self._recorded = recorded
         self._earlier = earlier
-        self._known: dict[str, str] = {}
-        """What names have turned out to be; those of models that will be made stay as they are."""
+        self._known: dict[tuple[str, str | None], str] = {}
+        """What names, and the revisions asked for beside them, have turned out to be; those of models that will be made
+        stay as they are."""
         self.problems: list[str] = []
         self.notices: list[str] = []
 
@@ -58,13 +65,16 @@ class _Finding:
         """Return the folder of a model."""
         if not is_used(self._config, key):
             return name
-        if name not in self._known:
+        revision = section.revision if isinstance(section, Model) else None
+        if revision is None:  # a tokenizer, for one: it is of the commit that the model of this name is
+            revision = next((asked for known, asked in self._known if known == name), None)
+        if (name, revision) not in self._known:
             try:
-                self._known[name] = self._find(key, name, section)
+                self._known[name, revision] = self._find(key, name, section)
             except ModelError as error:
-                self._known[name] = name
+                self._known[name, revision] = name
                 self.problems.append(f"{key}: {self._missing(key, name)}{error}")
-        return self._known[name]
+        return self._known[name, revision]
 
     def _find(self, key: str, name: str, section: msgspec.Struct) -> str:
         cached = hub.name_in_cache(name)
@@ -87,17 +97,23 @@ class _Finding:
         hub.fetch_description(snapshot)
         if snapshot.note:
             self.notices.append(f"{key}: {snapshot.note}")
-        self._tell_size(key, snapshot)
+        if self._fetches_weights and not isinstance(section, Tokenizer):
+            self._tell_size(key, snapshot)
         return str(hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit)))
 
     def _tell_size(self, key: str, snapshot: hub.Snapshot) -> None:
+        """Say how much is to come, or why it cannot."""
         folder = hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit))
-        if snapshot.sizes is None or hub.is_whole(folder) or not key.endswith("model_name"):
+        if hub.is_whole(folder):
             return
-        missing = [name for name in hub.needed(snapshot.sizes) if not (folder / name).is_file()]
+        try:
+            missing = hub.missing(snapshot)
+        except ModelError as error:
+            self.problems.append(f"{key}: {error}")
+            return
         self.notices.append(
             f"{key}: {snapshot.repo} is at {snapshot.commit[:8]} on the Hub; "
-            f"{hub.shown_size(sum(snapshot.sizes[name] for name in missing))} are fetched before the run begins"
+            f"{hub.shown_size(sum(missing.values()))} are fetched before the run begins"
         )
 
     def _is_made(self, name: str, section: msgspec.Struct) -> bool:

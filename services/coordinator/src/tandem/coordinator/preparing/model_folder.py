@@ -17,6 +17,7 @@ from typing import Any
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nearest
 from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
+from tandem.config.models import hub
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.geometry import FAMILIES
@@ -68,9 +69,9 @@ def check_weights(folder: Path) -> list[str]:
         manifest.check_files(written[0], written[1].files)
     model = read_json(folder / "config.json")
     refuse_unknown_type(folder, model)
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) and not hub.is_to_come(folder):
         return list(_tensors(model, headers.read_places(folder)))
-    return []  # drawn by policy.new_model, or in another format
+    return []  # drawn by policy.new_model, or in another format, or looked through once all are fetched
 
 
 def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError, DamagedCheckpoint, DataError, ModelError
 from tandem.config import Config
+from tandem.config.models import hub
 from tandem.config.models.model_sizes import local_folder, max_positions_in
 from tandem.config.schema import Environment
 from tandem.coordinator.preparing.model_folder import read_json, refuse_unknown_type
@@ -83,6 +84,8 @@ def _check_config(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _check_head(where: str, folder: Path) -> None:
+    if hub.is_to_come(folder):
+        return  # it is looked through once it is there
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{where} holds no *.safetensors, and weights in other formats are not read")
     heads = [place for name, place in headers.read_places(folder).items() if _HEAD.match(name)]

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from tandem.common.distribution import install_command
-from tandem.common.errors import ConfigError, DataError, nearest
+from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.config import build_config
 from tandem.config.installed.sources import package_folder
+from tandem.config.models import hub
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.split import share_held_out
 
@@ -69,7 +70,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Of reasoning-gym; None where problems come from a file."""
     file: str | None
     model: str
-    """A folder, or `NEW`."""
+    """A folder, a name on the Hub, or `NEW`."""
     engine: str
     environment: str
     """Of problems from a file."""
@@ -120,8 +121,8 @@ def _check_teacher(choices: Choices) -> None:
         raise ConfigError(f"--teacher {teacher}: a new model has a tokenizer of its own: give --model FOLDER as well")
     if choices.model != NEW and teacher is None:
         raise ConfigError("--teacher: distillation needs one: the folder of a model with the same tokenizer")
-    if teacher is not None and not (Path(teacher) / "config.json").is_file():
-        raise ConfigError(f"--teacher {teacher}: there is no config.json in it")
+    if teacher is not None and (why := _why_no_model(teacher)) is not None:
+        raise ConfigError(f"--teacher {teacher}: {why}")
 
 
 def check_name(option: str, value: str, known: Iterable[str]) -> None:
@@ -131,14 +132,31 @@ def check_name(option: str, value: str, known: Iterable[str]) -> None:
 
 
 def check_model(model: str) -> None:
-    """Refuse a folder without a model. Raises `ConfigError`."""
-    if model != NEW and not (Path(model) / "config.json").is_file():
+    """Refuse what is no folder of a model and no name on the Hub. Raises `ConfigError`."""
+    if model == NEW:
+        return
+    why = _why_no_model(model)
+    if why is not None:
         folder = Path(model)
         beside = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ConfigError(
-            f"--model {model}: there is no config.json in it: give a Hugging Face folder, or {NEW!r} for a "
+            f"--model {model}: {why}: give a Hugging Face folder, a name on the Hub (org/name), or {NEW!r} for a "
             f"small one from scratch{nearest(folder.name, beside)}"
         )
+
+
+def _why_no_model(model: str) -> str | None:
+    """Return what is in the way of reading a model's configuration; None if nothing is."""
+    try:
+        folder = _described(model)
+    except ModelError as error:
+        return f"there is no such folder, and {error}"
+    return None if (folder / "config.json").is_file() else "there is no config.json in it"
+
+
+def _described(model: str) -> Path:
+    """Return the folder with a model's configuration; a word without a slash is no name on the Hub here."""
+    return hub.described(model) if "/" in model else Path(model)
 
 
 def check_source(algorithm: str, source: str) -> None:
@@ -214,7 +232,7 @@ def max_length(found: Found, choices: Choices) -> int:
     """Return tokens enough for the longest prompt and its answer; of a tokenizer of characters, if it is new."""
     if choices.model == NEW:
         return -(-(found.longest + _ROOM) // 64) * 64
-    model: Any = msgspec.json.decode((Path(choices.model) / "config.json").read_bytes())
+    model: Any = msgspec.json.decode((_described(choices.model) / "config.json").read_bytes())
     most = model.get("max_position_embeddings")
     wanted = max(1024, -(-(found.longest + _ROOM) // 64) * 64)
     return min(wanted, most) if isinstance(most, int) else wanted

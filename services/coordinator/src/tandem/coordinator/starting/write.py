@@ -171,7 +171,7 @@ def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -
     batch = 128 if choices.algorithm in ROLLS_OUT else 32
     rate = _LEARNING_RATES[choices.algorithm][0 if is_new else 1] * (_OF_ADAPTERS if choices.lora and not is_new else 1)
     policy: dict[str, Entry] = {
-        "model_name": (model, "folder of the model, in Hugging Face's format"),
+        "model_name": (model, "folder of the model, in Hugging Face's format, or its name on the Hub"),
     }
     if is_made_here:
         policy["new_model"] = _new_model(found, length)
