@@ -3,7 +3,8 @@
 Every run ends by itself with the metrics and the weights of one that was left alone, to the bit, and leaves nothing. Of
 asynchronous ones, which no other is equal to, every step is there once, with samples as old as they may be.
 One engine of each was started by hand, by a loop that starts another whenever one ends. What is stopped is mostly
-continued later, when others have long taken its place, and ends then.
+continued later, when others have long taken its place, and ends then. Kinds of processes are struck in turns, in an
+order that is thrown for: each is as often as any other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pytest
 
 from tandem.observe.run_folder.live import read_live
 from tests import leaks
+from tests.integration.agent_run_harness import AGENT
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import Command, all_gone, joins, merged, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port
@@ -48,14 +50,17 @@ CONFIG: dict[str, Any] = {
 }
 BY_HAND = "rollout by hand"
 LEAVES = f"{BY_HAND}, told to leave"
-HELPERS = {
-    "fork server": "coordinator: forks services",
-    "page": "page ",
+SERVICES = ("coordinator", "trainer", "rollout", BY_HAND, "refit")
+OF_ENGINES = {
     "fork server of environments": "rollout: forks reward workers",
     "reward worker": "rollout: scores with ",
+    "what starts agents": "rollout: starts agents",
+    "agent": "python agent.py",
 }
-"""What their titles begin with."""
-KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", *HELPERS)
+"""Helpers of engines, and what their titles begin with; the guardian of a process has its title, or its parent's."""
+OF_COORDINATOR = {"fork server": "coordinator: forks services", "page": "page "}
+HELPERS = OF_COORDINATOR | OF_ENGINES
+KINDS = (*SERVICES, *OF_COORDINATOR, "fork server of environments", "reward worker")
 MAX_AGE = 2
 ASYNCHRONOUS: dict[str, Any] = {
     "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": MAX_AGE}},
@@ -63,12 +68,37 @@ ASYNCHRONOUS: dict[str, Any] = {
     "policy": {"generation": {"colocated": {"enabled": False}}},
     "cluster": {"deadlines": {"leave_s": 10.0}},
 }
-NEVER_STOPPED = (LEAVES, "page", "fork server of environments", "reward worker")
+PLAYED: dict[str, Any] = {
+    "grpo": {"num_prompts_per_step": 2},
+    "policy": {"train_global_batch_size": 8},
+    "data": {"environment": "agent"},
+    "env": {"agent": {"command": ["python", "agent.py"], "timeout_s": 120}},
+}
+"""Episodes of agents; each starts a program."""
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs that are alike, and what of them is killed."""
+
+    changes: dict[str, Any]
+    kinds: tuple[str, ...]
+    is_repeatable: bool = True
+    """Whether another run equals it to the bit."""
+
+
+MATRICES = {
+    "synchronous": Matrix(changes={}, kinds=KINDS),
+    "asynchronous": Matrix(changes=ASYNCHRONOUS, kinds=(*KINDS, LEAVES), is_repeatable=False),
+    "agents": Matrix(changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent")),
+}
+NEVER_STOPPED = (LEAVES, "page", *OF_ENGINES)
 """One that scores too long is the environment's doing, and the others are not waited for."""
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
 """Of these the share of those that are never continued."""
+APPEARS_S = 3.0
+"""How long to look for a process of a kind: it may just be being replaced, or do its work in a moment."""
 ENDS_S = 60.0
 """How long all that is left of a run may take to end."""
 
@@ -131,7 +161,11 @@ class Harried:
         """Return the processes of a kind."""
         if kind in (BY_HAND, LEAVES):
             return self._engines()
-        return [process for process in self.run.children() if _kind_of(process) == kind]
+        processes = self.run.children()
+        if kind in OF_ENGINES:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes += [child for engine in self._engines() for child in engine.children(recursive=True)]
+        return [process for process in processes if _kind_of(process) == kind]
 
     def _engines(self) -> list[psutil.Process]:
         """Return the engine by hand, unless it hangs."""
@@ -207,6 +241,7 @@ def _is_there(command: Command) -> bool:
 @contextlib.contextmanager
 def started(changes: dict[str, Any]) -> Iterator[Harried]:
     """Start a run, and its engine by hand."""
+    Path("agent.py").write_text(AGENT)
     cluster = {"address": f"tcp://127.0.0.1:{free_port()}"}
     launch = {"trainers": 2, "rollouts": 1, "refit": True}
     config = write_config(merged(merged(CONFIG, changes), {"cluster": {**cluster, "launch": launch}}))
@@ -216,21 +251,42 @@ def started(changes: dict[str, Any]) -> Iterator[Harried]:
         yield Harried(run, cluster["address"], stack)
 
 
-def harry(harried: Harried, dice: random.Random, kinds: tuple[str, ...], num_kills: int, kills: list[Kill]) -> None:
+class Turns:
+    """Says which kind is next: all of them, in an order that is thrown for, before any is again."""
+
+    def __init__(self, dice: random.Random, kinds: tuple[str, ...]) -> None:
+        self._dice = dice
+        self._kinds = kinds
+        self._left: list[str] = []
+
+    def next(self) -> str:
+        """Return a kind."""
+        if not self._left:
+            self._left = self._dice.sample(self._kinds, len(self._kinds))
+        return self._left.pop()
+
+    def put_back(self, kind: str) -> None:
+        """Have a kind again, after one other, since there was no process of it."""
+        self._left.insert(max(0, len(self._left) - 1), kind)
+
+
+def harry(harried: Harried, dice: random.Random, turns: Turns, num_kills: int, kills: list[Kill]) -> None:
     """Kill processes of a run, each some time after a step was done."""
     while len(kills) < num_kills:
         done = harried.num_steps
         harried.wait(lambda seen=done: harried.num_steps > seen or harried.is_over)
         time.sleep(dice.uniform(0.0, 0.5))
-        kind, is_stopped, stays = dice.choice(kinds), dice.random() < STOPS, dice.random() < STAYS
+        kind, is_stopped, stays = turns.next(), dice.random() < STOPS, dice.random() < STAYS
         is_stopped &= kind not in NEVER_STOPPED
         wakes_in_s = dice.uniform(0.5, 3 * TIMEOUT_S)
+        of_kind = victims_soon(harried, kind)
+        if not of_kind:
+            turns.put_back(kind)
         if harried.is_over:
             return
-        live = read_live(Path("run"))
-        of_kind = harried.victims(kind)
-        if not of_kind:  # one that was killed before is only just being replaced
+        if not of_kind:
             continue
+        live = read_live(Path("run"))
         done, began = harried.num_steps, time.monotonic()
         if stays:
             wakes_in_s = 1000.0
@@ -243,6 +299,15 @@ def harry(harried: Harried, dice: random.Random, kinds: tuple[str, ...], num_kil
         kills.append(Kill(kind=kind, is_stopped=is_stopped, phase=phase, seconds=time.monotonic() - began))
 
 
+def victims_soon(harried: Harried, kind: str) -> list[psutil.Process]:
+    """Return the processes of a kind, as soon as there are some."""
+    until = time.monotonic() + APPEARS_S
+    while not (found := harried.victims(kind)) and time.monotonic() < until and not harried.is_over:
+        harried.tend()
+        time.sleep(0.02)
+    return found
+
+
 def assert_asynchronous_results(run: str | Path) -> None:
     """Check that every step was done, and counts once, with samples that are not too old."""
     steps = steps_of(run)
@@ -252,15 +317,16 @@ def assert_asynchronous_results(run: str | Path) -> None:
         assert all(map(math.isfinite, step.metrics.values())), step
 
 
-def harried_run(dice: random.Random, num_kills: int, expected: Path | None) -> Ended:
+def harried_run(
+    dice: random.Random, turns: Turns, changes: dict[str, Any], num_kills: int, expected: Path | None
+) -> Ended:
     """Carry out a run and kill processes of it; return what became of it. It is asynchronous if nothing is expected."""
-    changes, kinds = (ASYNCHRONOUS, (*KINDS, LEAVES)) if expected is None else ({}, KINDS)
     before, kills = leaks.segments(), list[Kill]()
     survived = equal = False
     left: set[Any] = set()
     try:
         with started(changes) as harried:
-            harry(harried, dice, kinds, num_kills, kills)
+            harry(harried, dice, turns, num_kills, kills)
             children = harried.run.children()
             harried.wait(lambda: harried.run.process.poll() is not None)
             assert harried.run.wait() == 0, harried.run.output()
@@ -307,19 +373,24 @@ def report(runs: list[Ended], seed: int) -> str:
     return "\n\n".join([f"{what}; {left} processes and segments were left", table(runs), *bad]) + "\n"
 
 
-@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
-def test_nothing_dies_for_good(kind: str, tmp_path: Path, chaos: tuple[int, int, Path | None]) -> None:
+@pytest.mark.parametrize("name", MATRICES)
+def test_nothing_dies_for_good(name: str, tmp_path: Path, chaos: tuple[int, int, Path | None]) -> None:
     num_kills, seed, file = chaos
-    dice = random.Random(seed)
-    expected = undisturbed_run(tmp_path, CONFIG) if kind == "synchronous" else None
+    matrix, dice = MATRICES[name], random.Random(seed)
+    turns = Turns(dice, matrix.kinds)
+    with in_folder(tmp_path):
+        Path("agent.py").write_text(AGENT)
+    expected = undisturbed_run(tmp_path, merged(CONFIG, matrix.changes)) if matrix.is_repeatable else None
     runs: list[Ended] = []
     while (num_left := num_kills - sum(len(run.kills) for run in runs)) > 0:
         folder = tmp_path / f"run_{len(runs) + 1}"
         folder.mkdir()
         with in_folder(folder):
-            runs.append(harried_run(dice, min(KILLS_OF_A_RUN, num_left), expected))
+            runs.append(harried_run(dice, turns, matrix.changes, min(KILLS_OF_A_RUN, num_left), expected))
         if file is not None:  # also of a test that is ended before its time
-            file.with_stem(f"{file.stem}-{kind}").write_text(report(runs, seed))
+            file.with_stem(f"{file.stem}-{name}").write_text(report(runs, seed))
     told = report(runs, seed)
     print(told)
     assert not any(run.why for run in runs), told
+    if num_kills > 2 * len(matrix.kinds):
+        assert {kill.kind for run in runs for kill in run.kills} == {*matrix.kinds}, told

@@ -152,3 +152,47 @@ def test_a_supervised_coordinator_that_fails_by_itself_is_followed_by_another(un
         r"the coordinator (has failed with exit code 1|was killed by SIGABRT); it is started again", said
     ), said
     assert_same_results("run", undisturbed)
+
+
+FRAGILE = """
+import os
+import signal
+import time
+from pathlib import Path
+from tandem.rollout.environments import Score
+
+class Fragile:
+    '''Scores digits; while there are files that say so, the system kills who makes it.'''
+
+    def __init__(self):
+        for path in Path(os.environ["LIES"]).glob("killed-*"):
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def score(self, problem, response):
+        while Path("hold").exists():
+            time.sleep(0.02)
+        share = sum(character.isdigit() for character in response) / (len(response) + 1)
+        return Score(reward=share, correct=share > 0.5)
+"""
+
+
+def test_an_engine_whose_helpers_are_killed_again_and_again_is_replaced(lies: Path, undisturbed: Path) -> None:
+    """The environment, whose failures end the run, is not blamed."""
+    Path("fragile.py").write_text(FRAGILE)
+    fragile = {"env": {"liar": {"class": "fragile.Fragile", "num_workers": 1}}}
+    with Command("coordinator", "up", write_config(merged(RUN, fragile))) as run:
+        run.wait_for("step 1/4")
+        Path("hold").mkdir()
+        for number in range(3):
+            (lies / f"killed-{number}").touch()
+        titled(run.children(), "rollout: scores with liar")[0].kill()
+        Path("hold").rmdir()
+        assert run.wait() == 0, run.output()
+        said = run.output()
+    lost = (
+        r"rollout-[01] is lost: it failed while [a-z]+( step \d)?: env\.liar: making the environment failed: .*SIGKILL"
+    )
+    assert len(re.findall(lost, said)) == 1, said
+    assert not [*lies.iterdir()]
+    assert_same_results("run", undisturbed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from environment_harness import WAIT_S, config, problem, results, said
 
+from tandem.common.errors import HelperLost
 from tandem.config import Config
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.guarded import GuardedProcess
@@ -121,6 +123,119 @@ def _all(scorer: Scorer, count: int) -> list[object]:
         found |= scorer.poll()
         time.sleep(0.001)
     return [found[key] for key in range(count)]
+
+
+MADE_IN_ITS_TIME = """
+import os, time
+from pathlib import Path
+from tandem.rollout.environments import Score
+
+def begin(what):
+    with open(what, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    deadline = time.monotonic() + {wait_s}
+    while not Path("go").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+if "{when}" == "imported":
+    begin("calls")
+
+class Made:
+    def __init__(self):
+        if "{when}" == "made":
+            begin("calls")
+
+    def score(self, problem, response):
+        return Score(float(len(response)), True)
+"""
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Scorer]:
+    """Begin to make a scorer whose class is imported, or made, only once the file ``go`` is there."""
+
+    def begin(when: str) -> Scorer:
+        Path("held.py").write_text(MADE_IN_ITS_TIME.format(when=when, wait_s=WAIT_S))
+        monkeypatch.syspath_prepend(os.getcwd())
+        return Scorer(config("mine", {"class": "held.Made"}))
+
+    return begin
+
+
+class Ready:
+    """Waits in a thread until a scorer can score."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.error: Exception | None = None
+        self._scorer = scorer
+        self._thread = threading.Thread(target=self._await)
+        self._thread.start()
+
+    def outcome(self) -> Exception | None:
+        """Return what it could not be made for."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def _await(self) -> None:
+        try:
+            self._scorer.await_ready()
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("when", ["imported", "made"])
+def test_a_helper_that_is_killed_while_it_begins_is_started_again(held: Callable[[str], Scorer], when: str) -> None:
+    with contextlib.closing(held(when)) as scorer:
+        ready = Ready(scorer)
+        for count in (1, 2):
+            os.kill(callers(count)[-1], signal.SIGKILL)
+        assert len(set(callers(3))) == 3
+        Path("go").touch()
+        assert ready.outcome() is None
+        assert results(scorer, "abc") == [Score(3.0, True)]
+
+
+@pytest.mark.parametrize("when", ["imported", "made"])
+def test_that_helpers_are_killed_each_time_is_no_error_of_the_users(held: Callable[[str], Scorer], when: str) -> None:
+    """Another process may have more luck, or another host more memory."""
+    with contextlib.closing(held(when)) as scorer:
+        ready = Ready(scorer)
+        for count in (1, 2, 3):
+            os.kill(callers(count)[-1], signal.SIGKILL)
+        error = ready.outcome()
+        assert isinstance(error, HelperLost), error
+        assert "killed by SIGKILL" in str(error)
+
+
+def test_a_fork_server_that_is_killed_again_while_it_imports_is_started_again(held: Callable[[str], Scorer]) -> None:
+    with contextlib.closing(held("imported")) as scorer:
+        Path("go").touch()
+        scorer.await_ready()
+        assert results(scorer, "abc") == [Score(3.0, True)]
+        Path("go").unlink()
+        kill_fork_server(scorer)
+        for count in (2, 3):  # those that take its place
+            os.kill(callers(count)[-1], signal.SIGKILL)
+        callers(4)
+        Path("go").touch()
+        assert results(scorer, "abcd") == [Score(4.0, True)]
+
+
+def test_a_response_that_no_worker_can_be_made_for_is_no_failure_of_the_environment(
+    held: Callable[[str], Scorer],
+) -> None:
+    """Since each was killed from outside while it was made, which ``on_error`` is not asked about."""
+    with contextlib.closing(held("made")) as scorer:
+        Path("go").touch()
+        scorer.await_ready()
+        Path("go").unlink()
+        (first,) = callers(1)
+        os.kill(first, signal.SIGKILL)
+        for count in (2, 3, 4):
+            os.kill(callers(count)[-1], signal.SIGKILL)
+        with pytest.raises(HelperLost, match="killed by SIGKILL"):
+            results(scorer, "abc")
 
 
 def patient(scorer: Scorer) -> WorkerPool:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -293,6 +294,20 @@ def test_a_program_that_falls_silent_ends_the_run() -> None:
             scorer.await_ready()
             said_of_it = failure_of(scorer, "7")
     assert "tandem.train(), whose functions score samples, has been silent for" in said_of_it
+
+
+def test_what_nobody_expected_is_said_and_not_waited_for(start: Start) -> None:
+    scorer = start(lambda response: 1.0)
+    scorer.submit(0, problem(), [{"role": "assistant"}])  # without a content
+    with pytest.raises(KeyError):
+        poll_for_long(scorer)
+
+
+def poll_for_long(scorer: Scorer) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        scorer.poll()
+        time.sleep(0.01)
 
 
 def test_who_does_not_have_the_key_is_not_heard(start: Start) -> None:

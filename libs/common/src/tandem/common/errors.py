@@ -22,6 +22,7 @@ The tree::
     |   `-- NotFiniteError     an optimizer step whose loss or gradient is not a finite number
     |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
+    |-- HelperLost             what a process has started to help it was killed from outside, again and again
     `-- RefitError             weights could not be moved whole
         `-- CoverageError      a transfer plan that would not write each wanted element exactly once
 
@@ -160,6 +161,12 @@ class SamplesError(TandemError):
 
 class RewardError(TandemError):
     """An environment returned something that is not a finite reward."""
+
+
+class HelperLost(TandemError):
+    """What a process has started to help it was killed from outside, again and again: another may have more luck."""
+
+    is_final = False
 
 
 class RefitError(TandemError):

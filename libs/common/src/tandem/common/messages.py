@@ -157,7 +157,7 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
     error: Text
     """One line for the user."""
     expected: bool
-    """True for a `TandemError`: the line is enough. False for a reason of the process's own, such as a lack of
+    """True for a final `TandemError`: the line is enough. False for a reason of the process's own, such as a lack of
     descriptors or a bug: `traceback` is shown as well, and another process may do better."""
     traceback: Traceback = ""
 

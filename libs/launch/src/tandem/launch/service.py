@@ -116,8 +116,8 @@ class Member:
         `aside` is what it is about, where that is not what the process does now.
         """
         phase = aside or self._phase
-        expected = isinstance(error, TandemError) and not _lacks_resources(error)
-        text = shortened(str(error) if expected else f"{type(error).__name__}: {error}")
+        expected = isinstance(error, TandemError) and error.is_final and not _lacks_resources(error)
+        text = shortened(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
         trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
         with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
             print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.common.errors import RewardError
+from tandem.common.errors import HelperLost
 from tandem.common.messages import Generate, PromptGroup
 from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
@@ -110,13 +110,13 @@ class Agents:
     def poll(self) -> list[Played]:
         """Return the episodes that have ended, in the order in which they did.
 
-        Raises `RewardError` where a failure of an agent ends the run.
+        Raises `RewardError` where a failure of an agent ends the run, and what kept this process from having one play.
         """
         played = []
         while not self._ended.empty():
             ended = self._ended.get()
             if isinstance(ended, Exception):
-                raise RewardError(f"environment {self._config.data.environment!r}: {ended}") from ended
+                raise ended
             episode, outcome = ended
             if episode.number in self._wanted:
                 self._wanted.discard(episode.number)
@@ -172,7 +172,7 @@ class Agents:
                 for num_left in reversed(range(1 + MOST_RETRIES)):
                     if await self._play_now(begin(), is_last=not num_left):
                         return
-        except Exception as error:  # ours: it ends the run
+        except Exception as error:  # ours, and no agent's
             self._ended.put(error)
 
     async def _play_now(self, episode: Episode, *, is_last: bool) -> bool:
@@ -202,6 +202,8 @@ class Agents:
         if not playing.done():
             return timed_out(self._settings.timeout_s)
         error = playing.exception()
+        if isinstance(error, OSError | HelperLost):  # no program could be started: for want of descriptors, say
+            raise error
         return playing.result() if error is None else failure_of(error, "")
 
     async def _end(self) -> None:

@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tandem.common.errors import HelperLost
 from tandem.rollout.agents.launcher import Program
 from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.workers import how_it_ended, said_of
 
+_MOST_STARTS = 3
+"""So many processes in a row that were to start a program may have died before there is no more to be done."""
 _KEPT = 20_000
 """Bytes that are kept of each of a program's streams: the last ones."""
 
@@ -33,20 +36,22 @@ class Launcher:
     ) -> socket.socket:
         """Start a program with these standard streams; return its lifeline.
 
-        Where what starts programs has died, another is started first.
+        Where what starts programs has died, another is started first. Raises `HelperLost` where each one dies.
         """
         lifeline, far = socket.socketpair()
         with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
             descriptors = [far.fileno(), *streams, order]
-            try:
-                socket.send_fds(self._process.orders, [b"."], descriptors)
-            except OSError:
-                how = how_it_ended(self._process.lifeline)
-                print(f"the process that starts agents has ended ({how}); starting another", flush=True)
-                self._process.close()
-                self._process = GuardedProcess(f"{__package__}.launcher")
-                socket.send_fds(self._process.orders, [b"."], descriptors)
-        return lifeline
+            for _ in range(_MOST_STARTS):
+                try:
+                    socket.send_fds(self._process.orders, [b"."], descriptors)
+                    return lifeline
+                except ConnectionError:
+                    how = how_it_ended(self._process.lifeline)
+                    print(f"the process that starts agents has ended ({how}); starting another", flush=True)
+                    self._process.close()
+                    self._process = GuardedProcess(f"{__package__}.launcher")
+        lifeline.close()
+        raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {how}")
 
     def close(self) -> None:
         """End it, and all programs."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tandem.common.errors import RewardError, TandemError, WireError
+from tandem.common.errors import RewardError, WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import (
     FromRewardServer,
@@ -62,7 +62,7 @@ class ProgramPool:
         """By the numbers of their calls."""
         self._heard_at = 0.0
         """When the program last gave a sign of life, or was asked for something while it had nothing to do."""
-        self._error: TandemError | None = None
+        self._error: Exception | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="reward-program", daemon=True)
         self._thread.start()
@@ -101,7 +101,7 @@ class ProgramPool:
                     self._refuse_silence(callers)
         except WireError as error:
             self._error = RewardError(f"{_NAME} sent what is not asked for: {error}")
-        except TandemError as error:
+        except Exception as error:
             self._error = error
 
     def _collected(self) -> list[Job]:

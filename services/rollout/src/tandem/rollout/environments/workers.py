@@ -18,10 +18,11 @@ import socket
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 import msgspec
 
-from tandem.common.errors import ConfigError, RewardError
+from tandem.common.errors import ConfigError, HelperLost, RewardError
 from tandem.common.messages import GuestServer
 from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
@@ -59,7 +60,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 class ForkServer:
     """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
 
-    Where it ends before its time, the next order to fork starts another.
+    Where it is killed from outside while it imports, or has ended when it is to fork, another is started.
     """
 
     def __init__(self, config: Config) -> None:
@@ -72,61 +73,87 @@ class ForkServer:
     def _start(self) -> None:
         self._process = GuardedProcess(f"{__package__}.fork_server")
         self._orders, self._lifeline = self._process.orders, self._process.lifeline
-        self._orders.sendall(framed(config_to_json(self._config)))
-        if self._watches:
-            self._lifeline.sendall(WATCH)
+        with contextlib.suppress(ConnectionError):  # one that has ended at once is heard of when it is waited for
+            self._orders.sendall(framed(config_to_json(self._config)))
+            if self._watches:
+                self._lifeline.sendall(WATCH)
 
     def imported(self, deadline_s: float) -> Imported:
-        """Wait until the class is imported. Raises `ConfigError` if it cannot be."""
-        reader, deadline = Reader(), time.monotonic() + deadline_s
+        """Wait until the class is imported. Raises `ConfigError` if it cannot be.
+
+        Raises `HelperLost` where each process that was to import it was killed from outside.
+        """
+        deadline, how = time.monotonic() + deadline_s, ""
+        for attempt in range(_MOST_UNMADE):
+            if attempt:
+                self._start_again(how)
+            try:
+                imported = self._hear_of_import(deadline)
+            except TimeoutError as error:
+                raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
+            if imported is not None:
+                if imported.error:
+                    raise ConfigError(imported.error)
+                return imported
+            how = how_it_ended(self._lifeline)
+            if how not in KILLED_FROM_OUTSIDE:
+                raise ConfigError(f"env.{self._name}: importing its class ended the process: {how}")
+        raise self._lost(how)
+
+    def _hear_of_import(self, deadline: float) -> Imported | None:
+        """Wait for what the process says of the import; None if it has ended. Raises `TimeoutError`."""
+        reader = Reader()
         try:
             while True:
                 self._orders.settimeout(max(0.01, deadline - time.monotonic()))
                 if not (data := self._orders.recv(1 << 16)):
-                    raise ConfigError(
-                        f"env.{self._name}: importing its class ended the process: {how_it_ended(self._lifeline)}"
-                    )
+                    return None
                 for message in reader.messages(data):
-                    imported = _imported.decode(message)
-                    if imported.error:
-                        raise ConfigError(imported.error)
-                    return imported
-        except TimeoutError as error:
-            raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
+                    return _imported.decode(message)
+        except ConnectionError:  # it had not even read what there is to import
+            return None
         finally:
             self._orders.settimeout(None)
 
     def fork(self) -> tuple[socket.socket, socket.socket]:
         """Fork a worker; return the socket for its calls, and its lifeline.
 
-        Raises `RewardError` where the fork server ends again and again, `ConfigError` where another cannot import the
-        environment's class.
+        Raises `HelperLost` where the fork server is killed again and again, `ConfigError` where another cannot import
+        the environment's class.
         """
         calls, theirs = socket.socketpair()
         lifeline, far = socket.socketpair()
         with theirs, far:
-            for num_left in reversed(range(_MOST_UNMADE)):
-                try:
-                    socket.send_fds(self._orders, [b"."], [theirs.fileno(), far.fileno()])
-                    break
-                except OSError as error:
-                    how = how_it_ended(self._lifeline)
-                    if not num_left:
-                        calls.close()
-                        lifeline.close()
-                        raise RewardError(
-                            f"environment {self._name!r}: the process that forks workers has ended: {how}"
-                        ) from error
-                    self._start_again(how)
+            try:
+                self._order_fork([theirs.fileno(), far.fileno()])
+            except BaseException:
+                calls.close()
+                lifeline.close()
+                raise
         return calls, lifeline
 
+    def _order_fork(self, descriptors: list[int]) -> None:
+        how = ""
+        for attempt in range(_MOST_UNMADE):
+            if attempt:
+                self._start_again(how)
+                self.imported(self._config.cluster.deadlines.build_s)
+            try:
+                socket.send_fds(self._orders, [b"."], descriptors)
+                return
+            except ConnectionError:
+                how = how_it_ended(self._lifeline)
+        raise self._lost(how)
+
     def _start_again(self, how: str) -> None:
-        """Start another in its place, and wait until it has imported the class."""
+        """Start another in its place."""
         print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
         self._process.close()
-        with contextlib.suppress(OSError):  # one that ends at once is heard of at the next attempt
-            self._start()
-            self.imported(self._config.cluster.deadlines.build_s)
+        self._start()
+
+    def _lost(self, how: str) -> HelperLost:
+        what = f"the process that forks workers has ended {_MOST_UNMADE} times in a row: {how}"
+        return HelperLost(f"environment {self._name!r}: {what}")
 
     def watch(self) -> None:
         """Have the guardian end also what this process starts, should this process be killed."""
@@ -217,6 +244,15 @@ class _Worker:
         self.lifeline.close()
 
 
+class _Vacancy(NamedTuple):
+    """The place of a worker that has not made its environment."""
+
+    at: float
+    """When to try again to fill it."""
+    is_first: bool
+    """Whether no worker has had it yet."""
+
+
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
@@ -242,8 +278,7 @@ class WorkerPool:
         self._idle_deaths = 0
         self._num_unmade = 0
         """Workers that failed to take the place of others, since one did."""
-        self._vacancies: list[float] = []
-        """When to try again to fill places."""
+        self._vacancies: list[_Vacancy] = []
         self._is_closing = False
         # A counter that the kernel keeps: whoever submits adds to it, and the thread reads it before it looks for jobs.
         # No flag says beside it whether it was added to, which the two could disagree about.
@@ -312,10 +347,10 @@ class WorkerPool:
 
     def _fill_vacancies(self) -> None:
         now = time.monotonic()
-        due = [at for at in self._vacancies if at <= now]
-        self._vacancies = [at for at in self._vacancies if at > now]
-        for _ in due:
-            self._hire()
+        due = [vacancy for vacancy in self._vacancies if vacancy.at <= now]
+        self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.at > now]
+        for vacancy in due:
+            self._hire(is_first=vacancy.is_first)
 
     def _assign(self) -> None:
         """Send waiting jobs to the workers that have least to do."""
@@ -387,7 +422,8 @@ class WorkerPool:
 
     def _patience(self) -> float:
         due = (worker.due(self._build_s, self._timeout_s) for worker in self._workers)
-        return max(0.0, min(_PATIENCE_S, min((*due, *self._vacancies), default=math.inf) - time.monotonic()))
+        vacancies = (vacancy.at for vacancy in self._vacancies)
+        return max(0.0, min(_PATIENCE_S, min((*due, *vacancies), default=math.inf) - time.monotonic()))
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
@@ -405,7 +441,8 @@ class WorkerPool:
         is blamed.
         """
         if worker.ready is None:
-            self._miss(worker, f"env.{self._name}: making the environment failed: {failure.what}")
+            why = f"env.{self._name}: making the environment failed: {failure.what}"
+            self._miss(worker, why, was_killed=was_killed)
             return
         if failure.timed_out:
             with contextlib.suppress(OSError):
@@ -414,7 +451,8 @@ class WorkerPool:
         jobs = [*worker.jobs.values()]
         self._idle_deaths += not jobs
         if self._idle_deaths > _MOST_IDLE_DEATHS:
-            raise RewardError(f"environment {self._name!r}: its worker processes end while they have nothing to do")
+            what = f"environment {self._name!r}: its worker processes end while they have nothing to do"
+            raise HelperLost(f"{what}: {failure.what}") if was_killed else RewardError(what)
         are_beside = worker.is_async or bool(worker.batch_size)
         running = jobs if are_beside else jobs[:1]
         for job in running:
@@ -429,19 +467,23 @@ class WorkerPool:
             self._blame(jobs, failure, are_beside=are_beside)
         self._hire()
 
-    def _miss(self, worker: _Worker, why: str) -> None:
-        """End a worker that has not made its environment, and try again if it was to take another's place.
+    def _miss(self, worker: _Worker, why: str, *, was_killed: bool = False) -> None:
+        """End a worker that has not made its environment; try again if it was killed, or was to take another's place.
 
         Where that fails again and again and there is no other worker, what waits has failed: `on_error` decides. Raises
-        `ConfigError` for the first workers: the environment cannot be made.
+        `HelperLost` where it was killed: that is not the environment's doing. Raises `ConfigError` for the first
+        workers: the environment cannot be made.
         """
         self._end(worker)
-        if worker.is_first:
+        if worker.is_first and not was_killed:
             raise ConfigError(why)
         self._num_unmade += 1
-        self._vacancies.append(time.monotonic() + _PAUSE_S * self._num_unmade)
+        vacancy = _Vacancy(time.monotonic() + _PAUSE_S * self._num_unmade, worker.is_first)
+        self._vacancies.append(vacancy)
         if self._num_unmade < _MOST_UNMADE or any(each.ready is not None for each in self._workers):
             return
+        if was_killed:
+            raise HelperLost(f"{why}; that was attempt {self._num_unmade}")
         failure = Failure(line(f"no worker process could take another's place in {self._num_unmade} attempts: {why}"))
         for job in (*self._suspects, *self._waiting):
             self.done.put((job, failure))
