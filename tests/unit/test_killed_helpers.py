@@ -151,13 +151,13 @@ class Made:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Scorer]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Start:
     """Begin to make a scorer whose class is imported, or made, only once the file ``go`` is there."""
 
-    def begin(when: str) -> Scorer:
+    def begin(when: str, **settings: object) -> Scorer:
         Path("held.py").write_text(MADE_IN_ITS_TIME.format(when=when, wait_s=WAIT_S))
         monkeypatch.syspath_prepend(os.getcwd())
-        return Scorer(config("mine", {"class": "held.Made"}))
+        return Scorer(config("mine", {"class": "held.Made", "num_workers": 1, **settings}))
 
     return begin
 
@@ -185,7 +185,7 @@ class Ready:
 
 
 @pytest.mark.parametrize("when", ["imported", "made"])
-def test_a_helper_that_is_killed_while_it_begins_is_started_again(held: Callable[[str], Scorer], when: str) -> None:
+def test_a_helper_that_is_killed_while_it_begins_is_started_again(held: Start, when: str) -> None:
     with contextlib.closing(held(when)) as scorer:
         ready = Ready(scorer)
         for count in (1, 2):
@@ -196,8 +196,19 @@ def test_a_helper_that_is_killed_while_it_begins_is_started_again(held: Callable
         assert results(scorer, "abc") == [Score(3.0, True)]
 
 
+def test_a_fork_server_that_takes_all_workers_along_while_they_begin_counts_once(held: Start) -> None:
+    with contextlib.closing(held("made", num_workers=4)) as scorer:
+        ready = Ready(scorer)
+        callers(4)
+        kill_fork_server(scorer)
+        callers(8)
+        Path("go").touch()
+        assert ready.outcome() is None
+        assert results(scorer, "abc") == [Score(3.0, True)]
+
+
 @pytest.mark.parametrize("when", ["imported", "made"])
-def test_that_helpers_are_killed_each_time_is_no_error_of_the_users(held: Callable[[str], Scorer], when: str) -> None:
+def test_that_helpers_are_killed_each_time_is_no_error_of_the_users(held: Start, when: str) -> None:
     """Another process may have more luck, or another host more memory."""
     with contextlib.closing(held(when)) as scorer:
         ready = Ready(scorer)
@@ -208,7 +219,7 @@ def test_that_helpers_are_killed_each_time_is_no_error_of_the_users(held: Callab
         assert "killed by SIGKILL" in str(error)
 
 
-def test_a_fork_server_that_is_killed_again_while_it_imports_is_started_again(held: Callable[[str], Scorer]) -> None:
+def test_a_fork_server_that_is_killed_again_while_it_imports_is_started_again(held: Start) -> None:
     with contextlib.closing(held("imported")) as scorer:
         Path("go").touch()
         scorer.await_ready()
@@ -223,7 +234,7 @@ def test_a_fork_server_that_is_killed_again_while_it_imports_is_started_again(he
 
 
 def test_a_response_that_no_worker_can_be_made_for_is_no_failure_of_the_environment(
-    held: Callable[[str], Scorer],
+    held: Start,
 ) -> None:
     """Since each was killed from outside while it was made, which ``on_error`` is not asked about."""
     with contextlib.closing(held("made")) as scorer:

@@ -168,11 +168,15 @@ class ForkServer:
 class _Worker:
     """One worker process, and the jobs that it has."""
 
-    def __init__(self, calls: socket.socket, lifeline: socket.socket, most_at_once: int, *, is_first: bool) -> None:
+    def __init__(
+        self, calls: socket.socket, lifeline: socket.socket, most_at_once: int, *, is_first: bool, num_unmade: int
+    ) -> None:
         """`most_at_once`: calls that it may have, if its environment is asynchronous."""
         self.calls = calls
         self.is_first = is_first
         """Whether it is no other's replacement."""
+        self.num_unmade = num_unmade
+        """Workers that failed to take its place before."""
         self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
@@ -251,6 +255,8 @@ class _Vacancy(NamedTuple):
     """When to try again to fill it."""
     is_first: bool
     """Whether no worker has had it yet."""
+    num_unmade: int
+    """Workers that failed to take it, one after the other."""
 
 
 class WorkerPool:
@@ -276,8 +282,6 @@ class WorkerPool:
         self._error: Exception | None = None
         self._first: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._idle_deaths = 0
-        self._num_unmade = 0
-        """Workers that failed to take the place of others, since one did."""
         self._vacancies: list[_Vacancy] = []
         self._is_closing = False
         # A counter that the kernel keeps: whoever submits adds to it, and the thread reads it before it looks for jobs.
@@ -339,8 +343,9 @@ class WorkerPool:
             self._let_go()
             self._selector.close()
 
-    def _hire(self, *, is_first: bool = False) -> None:
-        worker = _Worker(*self._server.fork(), self._most_at_once, is_first=is_first)
+    def _hire(self, *, is_first: bool = False, num_unmade: int = 0) -> None:
+        sockets = self._server.fork()
+        worker = _Worker(*sockets, self._most_at_once, is_first=is_first, num_unmade=num_unmade)
         worker.outgoing += self._begin
         self._workers.add(worker)
         self._selector.register(worker.calls, selectors.EVENT_READ, worker)
@@ -350,7 +355,7 @@ class WorkerPool:
         due = [vacancy for vacancy in self._vacancies if vacancy.at <= now]
         self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.at > now]
         for vacancy in due:
-            self._hire(is_first=vacancy.is_first)
+            self._hire(is_first=vacancy.is_first, num_unmade=vacancy.num_unmade)
 
     def _assign(self) -> None:
         """Send waiting jobs to the workers that have least to do."""
@@ -412,7 +417,6 @@ class WorkerPool:
             if worker.ready.error:
                 self._miss(worker, worker.ready.error)
                 return
-            self._num_unmade = 0
             self._first.put(worker.ready)
             return
         answer = _answers.decode(message)
@@ -477,19 +481,20 @@ class WorkerPool:
         self._end(worker)
         if worker.is_first and not was_killed:
             raise ConfigError(why)
-        self._num_unmade += 1
-        vacancy = _Vacancy(time.monotonic() + _PAUSE_S * self._num_unmade, worker.is_first)
-        self._vacancies.append(vacancy)
-        if self._num_unmade < _MOST_UNMADE or any(each.ready is not None for each in self._workers):
+        num_unmade = worker.num_unmade + 1  # of this place: what forks workers takes all of them along when it dies
+        is_in_vain = num_unmade >= _MOST_UNMADE and not any(each.ready is not None for each in self._workers)
+        at = time.monotonic() + _PAUSE_S * num_unmade
+        # What comes next is tried as often.
+        self._vacancies.append(_Vacancy(at, worker.is_first, 0 if is_in_vain else num_unmade))
+        if not is_in_vain:
             return
         if was_killed:
-            raise HelperLost(f"{why}; that was attempt {self._num_unmade}")
-        failure = Failure(line(f"no worker process could take another's place in {self._num_unmade} attempts: {why}"))
+            raise HelperLost(f"{why}; that was attempt {num_unmade}")
+        failure = Failure(line(f"no worker process could take another's place in {num_unmade} attempts: {why}"))
         for job in (*self._suspects, *self._waiting):
             self.done.put((job, failure))
         self._suspects.clear()
         self._waiting.clear()
-        self._num_unmade = 0  # what comes next is tried as often
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
