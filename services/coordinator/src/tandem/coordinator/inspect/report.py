@@ -9,10 +9,10 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.inspect.figure import draw_curves, draw_panels
-from tandem.coordinator.inspect.held_out_accuracy import no_progress
 from tandem.coordinator.inspect.report_page import page
 from tandem.coordinator.inspect.side_by_side import Row, Run, configuration_differences, load_runs, reached
 from tandem.coordinator.inspect.summary import format_breakdown, format_curves
+from tandem.coordinator.run.held_out_accuracy import no_progress
 
 
 def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[Run]:

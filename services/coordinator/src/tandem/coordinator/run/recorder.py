@@ -10,6 +10,7 @@ from tandem.common.telemetry import MetricWriters
 from tandem.common.texts import shortened
 from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.coordinator.run.health import Health
+from tandem.coordinator.run.held_out_accuracy import LowStart
 from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
@@ -44,6 +45,7 @@ class Recorder:
         self._num_failures = 0
         """Of environments, in all samples that came."""
         self._health = Health(config)
+        self._low_start = LowStart((record.step, record.metrics) for record in journal.steps())
 
     def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
         """Return the validation samples to show: each time those after the ones that were shown before."""
@@ -126,6 +128,8 @@ class Recorder:
         self.onlookers.commit(record)
         for line in self._health.warnings(record.metrics):
             self.note(line)
+        if self._config.declaration.rolls_out and (said := self._low_start.warning(record.step, record.metrics)):
+            self.note(said)
 
     def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
         """Write to the journal that a version has reached engines, and is attested.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.inspect import held_out_accuracy
 from tandem.coordinator.inspect.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
 from tandem.coordinator.inspect.diagnosis.finding import Finding
+from tandem.coordinator.run import held_out_accuracy
 from tandem.coordinator.run.health import learning_rate_keys
 
 GAP_OF_ACCURACIES = 0.3
