@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import descriptors, gc_tuning, wire
-from tandem.common.config import Config, config_to_json, load_config
+from tandem.common.config import Config, about_learning_rate, config_to_json, load_config, notices
 from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.model_sizes import model_config
 from tandem.common.programs import search_path
 from tandem.common.routed_experts import replayed_experts
 from tandem.common.sources import package_folder
@@ -42,6 +43,7 @@ from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_be
 from tandem.coordinator.run.reward_model_folder import check_reward_models
 from tandem.coordinator.run.spec import launched_processes
 from tandem.coordinator.run.teachers import check_teachers
+from tandem.coordinator.run.value_model import check_value_model
 from tandem.coordinator.run.watchers import Watchers
 
 
@@ -87,6 +89,7 @@ def _look_through(
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
+    as_written = config
     with _own_code_imported(config, scratch) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
@@ -103,6 +106,8 @@ def _look_through(
                 if earlier is None:  # which otherwise makes the model
                     replayed_experts(config)
             with _noted(problems):
+                check_value_model(config)
+            with _noted(problems):
                 check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
             with _noted(problems):
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
@@ -114,17 +119,29 @@ def _look_through(
             own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
+    told = [] if wanted_by else notices(as_written)  # by the command
+    late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
     ready = Ready(
         config=config,
         source=source,
         algorithm=algorithm,
         notices=(
-            *(f"note: {notice}" for notice in (*about_model, descriptors.notice()) if notice),
+            *(f"note: {notice}" for notice in (*late, *about_model, descriptors.notice()) if notice),
             *algorithm.notices,
         ),
         prerequisite=earlier[0] if earlier else None,
     )
     return ready, tokenizer
+
+
+def _with_sizes(config: Config, earlier: tuple[Ready, Tokenizer] | None) -> Config:
+    """Return a configuration that says how large its model is, also where a run before it makes that."""
+    before = earlier[0] if earlier else None
+    while before is not None and model_config(config.policy) is None:
+        made = before.config.policy
+        policy = msgspec.structs.replace(config.policy, model_name=made.model_name, new_model=made.new_model)
+        config, before = msgspec.structs.replace(config, policy=policy), before.prerequisite
+    return config
 
 
 @contextlib.contextmanager
