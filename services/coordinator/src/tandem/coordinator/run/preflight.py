@@ -89,7 +89,7 @@ def _look_through(
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
-    as_written = config
+    told = [] if wanted_by else notices(config)  # by the command, before anything is fetched
     with _own_code_imported(config, scratch) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
@@ -119,7 +119,6 @@ def _look_through(
             own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
-    told = [] if wanted_by else notices(as_written)  # by the command
     late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
     ready = Ready(
         config=config,
