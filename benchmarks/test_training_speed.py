@@ -31,7 +31,7 @@ from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.config import build_config
 from tandem.trainer import packing
 from tandem.trainer.backends import make_backend
@@ -146,7 +146,7 @@ class Backend(Way):
             }
         )
         self.backend: Any = make_backend(self.config, checkpoint=None)
-        batch = TrainingBatch(
+        batch = Batch(
             lengths_S=np.full(NUM_SEQUENCES, LENGTH, dtype=np.int32),
             token_ids_T=token_ids_BT.flatten().numpy().astype(np.int32),
             loss_mask_T=np.ones(token_ids_BT.numel(), dtype=np.bool_),

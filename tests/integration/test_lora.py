@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.config import Config
 from tandem.common.errors import ModelError
 from tandem.common.lora import is_adapter
@@ -112,7 +112,7 @@ def test_three_steps_are_those_of_plain_peft(
         assert not [name for name in names if "base_" in name or "default" in name]
 
 
-def smoke_rank(rank: int, config: Config, other: Config, batches: list[TrainingBatch]) -> Any:
+def smoke_rank(rank: int, config: Config, other: Config, batches: list[Batch]) -> Any:
     """Train with adapters; then ask for a reference, of them and of a backend that holds one of its own."""
     backend = DTensorBackend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]

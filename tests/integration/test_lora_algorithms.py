@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.config import Config
 from tests.integration import reference_ppo as ppo
 from tests.integration.megatron_harness import OPTIMIZER, TP2, make, make_checkpoint
@@ -111,7 +111,7 @@ def config_of(plain: Plain, algorithm: str, backend: str) -> Config:
     return make_config(plain.start.folder, algorithm=algorithm, trainers=2, **settings, **policy)
 
 
-def rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> list[tuple[float, float]]:
+def rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[tuple[float, float]]:
     """Train a step a batch, and save."""
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]

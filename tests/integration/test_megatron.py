@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.config import Config
 from tandem.common.errors import ModelError, TrainingError
 from tandem.trainer.backends.megatron import cpu
@@ -67,7 +67,7 @@ def test_routers_are_frozen_and_experts_balanced_without_a_gradient(freezes: boo
         assert moved.max() > 0
 
 
-def train_once(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
+def train_once(rank: int, config: Config, batch: Batch) -> dict[str, float]:
     return train_on(make(config), batch, config).metrics
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import ADVANTAGES
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
@@ -49,11 +49,11 @@ def by_tokens(kind: str, num_tokens: int = 32, **limits: Any) -> dict[str, Any]:
     return {kind: section}
 
 
-def batch_of_lengths(*lengths: int, seed: int = 0) -> TrainingBatch:
+def batch_of_lengths(*lengths: int, seed: int = 0) -> Batch:
     random = np.random.default_rng(seed)
     masks = [np.arange(length) >= 1 + length // 3 for length in lengths]
     num_tokens = sum(lengths)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=np.concatenate(masks),

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tandem.common.assignment import scoring_trainers
-from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.batch import Batch, Float32s
 from tandem.common.config import Config
 from tandem.common.sample_files import FOLDER, LOGPROBS, files
 from tandem.coordinator.inspect.samples import SampleQuery, recorded_steps, select, trainer_logprobs
@@ -96,7 +96,7 @@ def test_nothing_of_it_is_recorded_where_no_samples_are() -> None:
 # --- a trainer -------------------------------------------------------------------------------------------------------
 
 
-def logprobs_of_rank(rank: int, config: Config, batch: TrainingBatch) -> tuple[list[int], Float32s]:
+def logprobs_of_rank(rank: int, config: Config, batch: Batch) -> tuple[list[int], Float32s]:
     """Train on a batch; return which trainers record, and what this one would."""
     backend = make(config)
     result = step.train(backend, *share_of(backend, batch, config), config, keeps_logprobs=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import ADVANTAGES
 from tandem.common.config import Config
 from tandem.trainer import packing
@@ -66,7 +66,7 @@ def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_s
     assert_same_weights(trained_weights(tmp_path / "saved"), model)
 
 
-def train_counting_tokens(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> Any:
+def train_counting_tokens(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> Any:
     """Train; return the metrics of each batch, the tokens in its rows that share prompts, and what was said."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         backend = DTensorBackend(config, checkpoint=None)

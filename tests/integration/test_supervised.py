@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.config import Config
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def rank(rank: int, config: Config, batch: TrainingBatch) -> tuple[dict[str, float], dict[str, float]]:
+def rank(rank: int, config: Config, batch: Batch) -> tuple[dict[str, float], dict[str, float]]:
     """Evaluate, then train."""
     backend = make_backend(config, checkpoint=None)
     evaluated = evaluate_on(backend, batch, config)

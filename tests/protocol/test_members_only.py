@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.batch import SampleArrays
+from tandem.common.batch import Batch
 from tandem.common.config import build_config
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import TandemError
@@ -327,8 +327,8 @@ def test_the_key_of_another_run_is_one_line_within_seconds(registry: Registry) -
 # --- the other planes -------------------------------------------------------------------------------------------------
 
 
-def one_sample() -> SampleArrays:
-    return SampleArrays(
+def one_sample() -> Batch:
+    return Batch(
         lengths_S=np.array([2], dtype=np.int32),
         token_ids_T=np.array([1, 2], dtype=np.int32),
         loss_mask_T=np.array([False, True]),

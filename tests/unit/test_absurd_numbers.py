@@ -16,7 +16,7 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, 
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import scored
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
 from tandem.common.config import build_config
 from tandem.common.config.schema import Replay
@@ -129,8 +129,8 @@ def test_a_replay_drops_a_recorded_sample_that_has_one() -> None:
     finally:
         algorithm.close()
     assert metrics["environment_dropped"] == 1
-    assert batch.table.num_counted_S.astype(bool).tolist() == [True, True, False, True]
-    assert np.isfinite(batch.table.advantages_S).all()
+    assert batch.num_counted_S.astype(bool).tolist() == [True, True, False, True]
+    assert np.isfinite(batch.advantages_S).all()
 
 
 def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
@@ -147,8 +147,8 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
     ]
     batch, metrics = training_batch(config, records, {0: "a", 1: "b"})
     assert metrics["groups_set_aside/rewards"] == 1
-    assert batch.table.num_counted_S.astype(bool).tolist() == [False] * 3 + [True] * 3
-    assert batch.table.advantages_S.tolist()[:3] == [0.0] * 3
+    assert batch.num_counted_S.astype(bool).tolist() == [False] * 3 + [True] * 3
+    assert batch.advantages_S.tolist()[:3] == [0.0] * 3
     (note,) = batch.notes
     assert note.startswith("group 0, sample 0: its advantage is ")
     assert note.endswith("not a number from -1e+12 to 1e+12: groups with such a sample are set aside")
@@ -157,10 +157,10 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def share_of(logprobs: list[float], lengths: list[int]) -> TrainingBatch:
+def share_of(logprobs: list[float], lengths: list[int]) -> Batch:
     lengths_S = np.array(lengths, dtype=np.int32)
     num_tokens = int(lengths_S.sum())
-    return TrainingBatch(
+    return Batch(
         lengths_S=lengths_S,
         token_ids_T=np.zeros(num_tokens, dtype=np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
@@ -173,7 +173,7 @@ def share_of(logprobs: list[float], lengths: list[int]) -> TrainingBatch:
 def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     rows = samples_of_step(1)
     records = [SampleRecord(row.scored, row.rollout, row.command_id) for row in rows]
-    table = training_batch(make_config(), records, {0: "a", 1: "b"})[0].table
+    table = training_batch(make_config(), records, {0: "a", 1: "b"})[0]
     logprobs = [-1.0] * int(table.lengths_S.sum())
     logprobs[5] = -100.0
     share = share_of(logprobs, table.lengths_S.tolist())

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from samples_harness import scored
 
 from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
+from tandem.common.batch import Batch
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.errors import RewardError
@@ -113,9 +113,9 @@ def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
     return records
 
 
-def batch_with(config: Config, records: list[SampleRecord]) -> tuple[BatchTable, dict[str, float]]:
+def batch_with(config: Config, records: list[SampleRecord]) -> tuple[Batch, dict[str, float]]:
     batch, metrics = training_batch(config, records, {0: "a prompt", 1: "another"})
-    return batch.table, metrics
+    return batch, metrics
 
 
 def test_each_sequence_gets_the_advantage_of_its_sample() -> None:

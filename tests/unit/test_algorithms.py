@@ -6,13 +6,12 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
-from tandem.common import algorithms
+from tandem.common import algorithms, batch
 from tandem.common.algorithms import ALGORITHMS, Algorithm
-from tandem.common.batch import BatchTable, SampleArrays
+from tandem.common.batch import SAMPLES, TABLE
 from tandem.common.columns import BUILT_IN, TAKEN, TEACHER
 from tandem.common.config import Config, build_config
 from tandem.common.dotted import named
@@ -132,17 +131,17 @@ def test_models_are_trained_in_order_and_the_policy_not_from_the_first_step_on()
 
 
 def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
-    sources = {"engine": (SampleArrays, "T"), "coordinator": (BatchTable, "S")}
+    sources = {"engine": (SAMPLES, "T"), "coordinator": (TABLE, "S")}
     for column in BUILT_IN.values():
         if column.source in sources:
-            bundle, axis = sources[column.source]
-            hint = get_type_hints(bundle)[f"{column.name}_{axis}"]
-            assert get_args(get_args(hint)[1])[0].__name__ == column.dtype
+            names, axis = sources[column.source]
+            assert f"{column.name}_{axis}" in names
+            assert batch.DECLARED[f"{column.name}_{axis}"].dtype == column.dtype
         else:
             assert column.model == (None if column.source == "trainer" else column.source)
     trainings = [training for algorithm in ALGORITHMS.values() for training in algorithm.trainings]
     assert {column.name for training in trainings for column in training.columns} <= set(BUILT_IN)
-    of_sequences = {name.removesuffix("_S") for name in BatchTable.__struct_fields__ if name.endswith("_S")}
+    of_sequences = {name.removesuffix("_S") for name in TABLE if name.endswith("_S")}
     assert of_sequences == TAKEN - {TEACHER} | {
         name for name, column in BUILT_IN.items() if column.source == "coordinator"
     }

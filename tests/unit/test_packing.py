@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
 from tandem.common.assignment import EMPTY_ROW, assign, global_batches
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.trainer import packing
 
 
-def columns_of(batch: TrainingBatch) -> packing.Columns:
+def columns_of(batch: Batch) -> packing.Columns:
     """Return what comes with a batch."""
     return {column: batch.of_tokens(column.name) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
 

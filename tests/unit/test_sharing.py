@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.trainer import packing
 from tandem.trainer.sharing import Prompts
 
 CPU = torch.device("cpu")
 
 
-def batch_of(*sequences: str) -> TrainingBatch:
+def batch_of(*sequences: str) -> Batch:
     """One sequence a string: lower-case letters are prompt tokens, capital ones count; the ids are character codes."""
     text = "".join(sequences)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
         token_ids_T=np.array([ord(token) for token in text], dtype=np.int32),
         loss_mask_T=np.array([token.isupper() for token in text]),
@@ -118,7 +117,7 @@ def test_groups_are_dealt_whole_and_lie_side_by_side() -> None:
 def test_a_sequence_that_shares_its_prompt_with_no_other_stays_alone() -> None:
     prompt_S = np.array([NO_PROMPT, 0, NO_PROMPT, 0], dtype=np.int32)
     assert by_prompt(range(4), [5, 4, 3, 2], prompt_S) == [[0], [1, 3], [2]]
-    table = msgspec.structs.replace(batch_of("aX", "abX", "aX", "abY").table(), prompt_S=prompt_S)
+    table = batch_of("aX", "abX", "aX", "abY").table().replace(prompt_S=prompt_S)
     numbers = Prompts.of(table).prompt_S.tolist()
     assert numbers[1] == numbers[3]
     assert len(set(numbers)) == 3

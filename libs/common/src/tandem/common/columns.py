@@ -25,11 +25,10 @@ Head = Literal["vocabulary", "value", "score"]
 token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
 
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
-"""engine: an array of `tandem.common.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
-that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. trainer: what
-the ranks make of the others (`tandem.common.algorithms.Algorithm.finisher`). policy, reference: log-probabilities of
-tokens under that model, before the first optimizer step on the batch. value, teacher: what that model says of them,
-then."""
+"""Who fills a column. engine: an array of samples (`tandem.common.batch.SAMPLES`), of tokens. environment: a score's
+component of that name. coordinator: an array of a table (`tandem.common.batch.TABLE`), of sequences. trainer: made by
+the ranks of the others (`tandem.common.algorithms.Algorithm.finisher`). policy, reference: log-probabilities of tokens
+under that model, before the first optimizer step on the batch. value, teacher: that model's scores, then."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):

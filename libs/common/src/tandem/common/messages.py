@@ -239,7 +239,7 @@ class Listener(Message, frozen=True, kw_only=True):
 class Train(Command, frozen=True, kw_only=True, tag=True):
     """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
 
-    Frames: a `tandem.common.batch.BatchTable`; where `sources` is empty, this rank's `tandem.common.batch.GivenTokens`
+    Frames: the `TABLE` of `tandem.common.batch`; where `sources` is empty, the `TOKENS` of this rank's sequences
     as well.
     """
 
@@ -639,7 +639,7 @@ class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
 class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
     """The samples.
 
-    Frames: a `tandem.common.batch.SampleArrays`, in the order of the keys.
+    Frames: the `SAMPLES` of `tandem.common.batch`, in the order of the keys.
     """
 
     request_id: Count

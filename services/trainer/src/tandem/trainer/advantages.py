@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.batch import Batch, Float32s
 from tandem.common.columns import ADVANTAGES, RETURNS, Column, Source
 from tandem.common.config import Config
 from tandem.common.config.schema import LossFn
@@ -34,7 +34,7 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A rank's share of a rollout batch, and what models say of its tokens."""
 
-    batch: TrainingBatch
+    batch: Batch
     scores: Mapping[Source, Float32s]
     """Of each token, by the model that says it; zero where none counts."""
     sum_over_ranks: SumOverRanks

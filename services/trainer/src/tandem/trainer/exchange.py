@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.common.batch import BatchTable, TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import Column, Model
 from tandem.common.config import Config
 from tandem.common.worlds import World, world_at, worlds_of
@@ -90,14 +90,14 @@ class Exchange:
 class Division(NamedTuple):
     """How the replicas of a world divide a batch, which every trainer knows, and who speaks for each of them."""
 
-    table: BatchTable
+    table: Batch
     speakers: list[int]
 
 
 class BatchExchange:
     """The same for one batch."""
 
-    def __init__(self, exchange: Exchange, table: BatchTable, config: Config) -> None:
+    def __init__(self, exchange: Exchange, table: Batch, config: Config) -> None:
         """`table` says how the policy's replicas divide the batch."""
         self._exchange, self._config, self._table = exchange, config, table
         self._divisions = {world.name: self._division(world) for world in exchange.worlds}
@@ -107,7 +107,7 @@ class BatchExchange:
         """The worlds that do not hold the policy, in the order in which all trainers speak of them."""
         return [world for world in self._exchange.worlds if not world.has_policy]
 
-    def portion(self, backend: Backend, batch: TrainingBatch) -> Portion | None:
+    def portion(self, backend: Backend, batch: Batch) -> Portion | None:
         """Return what the model of this process works on; None with the policy, whose share is `batch`. Collective."""
         world = self._exchange.world
         table = self._divisions[world.name].table

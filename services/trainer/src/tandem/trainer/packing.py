@@ -15,7 +15,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tandem.common.assignment import EMPTY_ROW, Ints, by_prompt
-from tandem.common.batch import TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import (
     ADVANTAGES,
     GENERATION_LOGPROBS,
@@ -142,7 +142,7 @@ def micro_batches_of(
 
 
 def pad(
-    batch: TrainingBatch,
+    batch: Batch,
     rows: Sequence[int],
     *,
     divisible_by: int,
@@ -248,7 +248,7 @@ def _told_apart(
     )
 
 
-def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: TrainingBatch, rows: Sequence[int]) -> None:
+def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: Batch, rows: Sequence[int]) -> None:
     """Write a micro-batch's padded values back to where their tokens lie in the ragged batch."""
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
     padded = values_BT.detach().cpu().numpy()

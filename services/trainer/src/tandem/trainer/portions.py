@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.assignment import EMPTY_ROW, Assignment
-from tandem.common.batch import BatchTable, TrainingBatch
+from tandem.common.batch import Batch
 from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.trainer.backend import Replicas
@@ -26,7 +26,7 @@ from tandem.trainer.backend import Replicas
 class Portion:
     """The sequences of a batch that one division of the ranks gives to this rank."""
 
-    def __init__(self, replicas: Replicas, table: BatchTable, batch: TrainingBatch) -> None:
+    def __init__(self, replicas: Replicas, table: Batch, batch: Batch) -> None:
         """Begin with a table of the whole batch, and the sequences that it assigns to this rank."""
         self.replicas, self.table, self.batch = replicas, table, batch
         self.rows = own = table.rows_of(replicas.rank)
@@ -49,8 +49,7 @@ class Portion:
 
     def keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Have no token count of the batch's other sequences."""
-        kept_T = np.repeat(kept_S[self.rows], self.batch.lengths_S)
-        self.batch = msgspec.structs.replace(self.batch, loss_mask_T=self.batch.loss_mask_T & kept_T)
+        self.batch = self.batch.keeping(kept_S[self.rows])
 
     def moved_to(self, other: Portion, values_T: NDArray[Any]) -> NDArray[Any]:
         """Return numbers of this portion's tokens as the numbers of another one's. Collective."""
@@ -66,18 +65,16 @@ class Portion:
         return found
 
 
-def divided(table: BatchTable, model: Model, num_ranks: int, config: Config) -> BatchTable:
+def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:
     """Return the table of a batch as so many replicas of a model divide it, by its section."""
     assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
     by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
     return msgspec.structs.replace(assignment, num_ranks=num_ranks, by_tokens=by_tokens).assign(table)
 
 
-def batch_of(
-    table: BatchTable, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]
-) -> TrainingBatch:
+def batch_of(table: Batch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]) -> Batch:
     """Return some sequences of a table with their tokens; what else there is of these comes as columns."""
-    return TrainingBatch(
+    return Batch(
         lengths_S=table.lengths_S[rows],
         token_ids_T=token_ids_T.astype(np.int32),
         loss_mask_T=loss_mask_T.astype(np.bool_),
@@ -87,7 +84,7 @@ def batch_of(
     )
 
 
-def tokens_of(table: BatchTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def tokens_of(table: Batch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where the tokens of some sequences lie when all of the batch lie end to end."""
     ends = np.cumsum(table.lengths_S, dtype=np.int64)
     spans = (np.arange(ends[row] - table.lengths_S[row], ends[row]) for row in rows)

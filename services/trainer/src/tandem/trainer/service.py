@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
 from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.common.batch import TABLE, TOKENS, Batch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
 from tandem.common.gpu_monitor import GpuMonitor
@@ -156,17 +156,18 @@ class TrainerService:
             dist.destroy_process_group()
         self._store = None
 
-    def _table(self, order: Train | Evaluate, arrays: Arrays) -> BatchTable:
+    def _table(self, order: Train | Evaluate, arrays: Arrays) -> Batch:
         """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
         try:
             # What has a number for each sequence; the rest are the tokens of a data set.
-            table = BatchTable.from_frames(
+            table = Batch.from_frames(
                 {name: array for name, array in arrays.items() if name.endswith("_S")},
+                TABLE,
                 self._config.table_columns,
+                sources=sorted(order.sources),
             )
-            num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
-            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=_may_mask_all(self._config))
+            table.check_table(num_ranks=self._config.data_parallel_size, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
@@ -174,18 +175,16 @@ class TrainerService:
             raise WireError(f"{type(order).__name__}.{error}") from error
         return table
 
-    def _given_share(self, order: Train | Evaluate, table: BatchTable, arrays: Arrays) -> TrainingBatch:
+    def _given_share(self, order: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
         """Return the share whose tokens came with the order. Raises `WireError`, as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
-            given = GivenTokens.beside(own.lengths_S, tokens)
-            given.check(self._vocabulary, own.num_counted_S)
+            given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, TOKENS, may_be_empty=True)
+            given.check_tokens(self._vocabulary, own.num_counted_S)
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
-        nothing_T = np.zeros(len(given.token_ids_T), dtype=np.float32)
-        of_sequences = {"advantages_S": own.advantages_S, "rewards_S": own.rewards_S}
-        return TrainingBatch.of({**given.to_frames(), "generation_logprobs_T": nothing_T, **of_sequences})
+        return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -275,8 +274,8 @@ class TrainerService:
         reply = WeightsCopied(command_id=order.command_id, version=order.version, digests=digests)
         self._member.reply(order.command_id, reply)
 
-    def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
-        share: TrainingBatch | None
+    def _train(self, order: Train, table: Batch, arrays: Arrays) -> None:
+        share: Batch | None
         num_aside, notes = 0, tuple[str, ...]()
         if order.sources:
             rows = table.rows_of(self._rank)
@@ -291,7 +290,7 @@ class TrainerService:
                 return
             assert share is not None, "all have theirs, so has this rank"
             if num_wild:
-                aside = set_aside(table, share, rows, least_S, sorted(order.sources), self._sum)
+                aside = set_aside(table, share, rows, least_S, self._sum)
                 table, share, num_aside, notes = aside.table, aside.share, aside.num_groups, (aside.note,)
         else:
             share = self._given_share(order, table, arrays)
@@ -343,7 +342,7 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
+    def _evaluate(self, order: Evaluate, table: Batch, arrays: Arrays) -> None:
         share = self._given_share(order, table, arrays)
         found = step.evaluate(self._built(), table, share, self._config, order.parts, self._exchange)
         metrics, notes = finite_metrics(found)

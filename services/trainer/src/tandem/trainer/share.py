@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.assignment import batches_of_samples
-from tandem.common.batch import BatchTable, Float32s, TrainingBatch
+from tandem.common.batch import Batch, Float32s
 from tandem.common.columns import TEACHER, Column, Model, Source
 from tandem.common.config import Config
 from tandem.common.dotted import named
@@ -52,8 +52,8 @@ class Share:
     def __init__(
         self,
         backend: Backend,
-        table: BatchTable,
-        batch: TrainingBatch,
+        table: Batch,
+        batch: Batch,
         config: Config,
         exchange: Exchange | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Share:
         return model in self._portions
 
     @property
-    def _batch(self) -> TrainingBatch:
+    def _batch(self) -> Batch:
         """What the policy works on here."""
         return self._portions["policy"].batch
 
@@ -307,7 +307,7 @@ class _Cut(NamedTuple):
 
 
 def _portions(
-    backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config, models: Sequence[Model]
+    backend: Backend, table: Batch, batch: Batch, config: Config, models: Sequence[Model]
 ) -> dict[Model, Portion]:
     """Return what each of the models, the policy first, works on.
 

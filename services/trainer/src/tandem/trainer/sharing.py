@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
+from tandem.common.batch import Batch
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -31,7 +31,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens of each prompt, at least 1."""
 
     @classmethod
-    def of(cls, table: BatchTable) -> Self:
+    def of(cls, table: Batch) -> Self:
         """Return those of a batch's sequences."""
         prompt_S = table.prompt_S.astype(np.int64)
         alone_S = len(table) + np.arange(len(table)) + prompt_S.max(initial=0)  # numbers that no prompt has

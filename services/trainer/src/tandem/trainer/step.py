@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tandem.common.assignment import NO_RANK
-from tandem.common.batch import BatchTable, Float32s, TrainingBatch
+from tandem.common.batch import Batch, Float32s
 from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.errors import NotFiniteError
@@ -49,8 +49,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def train(
     backend: Backend,
-    table: BatchTable,
-    share: TrainingBatch,
+    table: Batch,
+    share: Batch,
     config: Config,
     *,
     trained: Sequence[Model] | None = None,
@@ -102,8 +102,8 @@ def train(
 
 def evaluate(
     backend: Backend,
-    table: BatchTable,
-    share: TrainingBatch,
+    table: Batch,
+    share: Batch,
     config: Config,
     parts: Mapping[str, int] | None = None,
     exchange: Exchange | None = None,
@@ -128,7 +128,7 @@ def evaluate(
     for name, count in parts.items():
         part = table.take(slice(first, first + count))
         num_own = len(part.rows_of(rank))
-        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config, exchange)
+        found[name] = _evaluated(backend, part, share.take(slice(first_own, first_own + num_own)), config, exchange)
         first, first_own = first + count, first_own + num_own
     assert first == len(table), "the parts are the batch"
     num_counted = max(1, sum(counted for _, counted in found.values()))
@@ -140,7 +140,7 @@ def evaluate(
 
 
 def _evaluated(
-    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config, exchange: Exchange | None
+    backend: Backend, table: Batch, share: Batch, config: Config, exchange: Exchange | None
 ) -> tuple[dict[str, float], int]:
     """Return the metrics of a batch, and what its means divide by; nothing where the policy is not held."""
     shares = Share(backend, table, share, config, exchange)
@@ -162,7 +162,7 @@ def _evaluated(
 class _KeptLogprobs:
     """What the policy says of a share's tokens, kept on its device until somebody asks."""
 
-    def __init__(self, batch: TrainingBatch, policy_T: Float32s | None) -> None:
+    def __init__(self, batch: Batch, policy_T: Float32s | None) -> None:
         """`policy_T` is what a pass of its own has computed, None if there was none."""
         self._batch = batch
         self._policy_T = policy_T

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.assignment import NO_PROMPT
-from tandem.common.batch import BatchTable
+from tandem.common.batch import Batch
 from tandem.common.bounds import within
 from tandem.common.columns import TEACHER
 from tandem.common.config import Config
@@ -42,7 +41,6 @@ from tandem.coordinator.data import (
     steps_capped,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
 
@@ -156,7 +154,7 @@ class GrpoAlgorithm:
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
         drawn = self._drawn(step, "train", sorted({record.scored.group for record in records}))
@@ -166,12 +164,11 @@ class GrpoAlgorithm:
             batch = self._with_teachers(batch, drawn)
         return batch, metrics | self._by_origin("train", [record.scored for record in records], drawn)
 
-    def _with_teachers(self, batch: StepBatch, drawn: Mapping[int, EncodedProblem]) -> StepBatch:
-        """Return a batch whose table says which teacher teaches each sequence."""
+    def _with_teachers(self, batch: Batch, drawn: Mapping[int, EncodedProblem]) -> Batch:
+        """Return the batch with the teacher of each sequence."""
         numbers = {group: self._teacher_of(each.environment, each.set_name) for group, each in drawn.items()}
-        teacher_S = np.array([numbers[group] for group in batch.table.group_S.tolist()], dtype=np.int32)
-        columns = {**batch.table.columns, f"{TEACHER}_S": teacher_S}
-        return msgspec.structs.replace(batch, table=msgspec.structs.replace(batch.table, columns=columns))
+        teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)
+        return batch.replace(**{f"{TEACHER}_S": teacher_S})
 
     def _teacher_of(self, environment: str, set_name: str) -> int:
         """Return which teacher teaches the samples of an environment and a data set. Raises `ConfigError`."""
@@ -234,7 +231,7 @@ class GrpoAlgorithm:
 
 def batch_of_step(
     config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
-) -> tuple[StepBatch, dict[str, float]]:
+) -> tuple[Batch, dict[str, float]]:
     """Return the batch of a step and the metrics of its samples, of their ages too; as `training_batch` does."""
     batch, metrics = training_batch(config, records, prompts)
     return batch, metrics | age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
@@ -242,7 +239,7 @@ def batch_of_step(
 
 def training_batch(
     config: Config, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
-) -> tuple[StepBatch, dict[str, float]]:
+) -> tuple[Batch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
     `prompts` has for each group what is equal where prompts are.
@@ -274,6 +271,10 @@ def training_batch(
     if estimator is not None and estimator.name != "opd":
         advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
+    notes: tuple[str, ...] = ()
+    if not kept_S.all():
+        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
+        notes = (_set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
     batch = batch_of(
         records,
         prompts,
@@ -282,11 +283,8 @@ def training_batch(
         filters_overlong=grpo.overlong_filtering,
         columns=_columns(config, samples),
         set_aside=frozenset(np.flatnonzero(~kept_S).tolist()),
+        notes=notes,
     )
-    if not kept_S.all():
-        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
-        note = _set_aside_note(samples, rewards_S, advantages_GN.reshape(-1))
-        batch = msgspec.structs.replace(batch, notes=(note,))
     return batch, metrics
 
 
@@ -312,7 +310,8 @@ def batch_of(
     filters_overlong: bool,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
     set_aside: Collection[int] = (),
-) -> StepBatch:
+    notes: Sequence[str] = (),
+) -> Batch:
     """Return the batch of these samples, in this order, each branch of an agent's episode a sequence.
 
     No token counts of a sample that was dropped, that is in a place to be set aside or, with `filters_overlong`, that
@@ -344,7 +343,7 @@ def batch_of(
         return np.array(values, dtype=np.int32)
 
     places = [place for place, *_ in rows]
-    table = BatchTable(
+    return Batch(
         lengths_S=column([sequence.num_tokens for *_, sequence in rows]),
         num_counted_S=column(counted),
         prompt_S=column(numbers),
@@ -357,9 +356,8 @@ def batch_of(
         group_S=column([record.scored.group for _, record, *_ in rows]),
         sample_S=column([record.scored.sample for _, record, *_ in rows]),
         branch_S=column([branch for _, _, branch, _ in rows]),
-        columns={name: values[places] for name, values in (columns or {}).items()},
-    )
-    return StepBatch(table=table, rollouts=rollouts)
+        **{name: values[places] for name, values in (columns or {}).items()},
+    ).with_sources(rollouts, notes)
 
 
 def _sequences(sample: SampleScored) -> Sequence[_Sequence]:

@@ -15,6 +15,7 @@ from typing import Never
 from urllib.parse import urlsplit
 
 from tandem.common import sample_files, sample_record
+from tandem.common.batch import Batch
 from tandem.common.bounds import bounded
 from tandem.common.config import Config
 from tandem.common.curve import Admitted
@@ -26,7 +27,6 @@ from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
 SOURCE = "record"
@@ -92,7 +92,7 @@ class RecordedAlgorithm:
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples. Raises `SamplesError`."""
         assert purpose == "train", "nothing is validated"
         if step != self._step:
