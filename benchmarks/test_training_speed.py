@@ -33,9 +33,9 @@ from smoke import sized
 
 from tandem.common.batch import Batch
 from tandem.common.config import build_config
-from tandem.trainer import packing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import Counts, make_loss
+from tandem.trainer.micro_batches import pad
 
 NUM_SEQUENCES, LENGTH = sized((8, 256), (2, 32))
 NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
@@ -157,7 +157,7 @@ class Backend(Way):
         rows = range(NUM_SEQUENCES)
         read = self.config.declaration.columns_of(self.config, 1)
         columns = {column: batch.of_tokens(column.name) for column in read}
-        self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
+        self.micro_batches = [pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):
             self._watch(self.backend._held["policy", 0].optimizer, "prepare_grads")

@@ -27,7 +27,7 @@ from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 from tests.protocol.examples import UNIONS, example, messages_of
 

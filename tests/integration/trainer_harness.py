@@ -32,12 +32,12 @@ from tandem.common.tokenizer import write_new_model
 from tandem.common.worlds import world_at
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
-from tandem.trainer import box_files, packing, policy_files, step
+from tandem.trainer import box_files, policy_files, step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.exchange import Exchange, meet
-from tandem.trainer.share import Share
+from tandem.trainer.exchange import Exchange, meet, moved
+from tandem.trainer.micro_batches import unpad_into
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -255,17 +255,17 @@ def share_of(
     elif not exchange.world.has_policy:
         rank = NO_RANK
     table = assignment.assign(batch.table(), parts)
-    return table, batch.take(table.rows_of(rank))
+    return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 
 def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDArray[np.float32]:
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
-    shares = Share(backend, *share_of(backend, batch, config), config)
-    portion = shares._portions[model]
-    values_T = np.zeros(len(portion.batch.token_ids_T), dtype=np.float32)
-    for micro_batch, scores_BT in shares.scored(model):
-        packing.unpad_into(values_T, scores_BT[0], portion.batch, micro_batch.rows)
-    return portion.moved_to(shares._portions["policy"], values_T)
+    taken = step.Step(backend, *share_of(backend, batch, config), config)
+    shard = taken.shards[model]
+    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    for micro_batch, scores_BT in taken.scored(model):
+        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+    return moved(values_T, shard, taken.shards["policy"])
 
 
 def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:

@@ -16,7 +16,7 @@ from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import kl_divergence
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
 from tandem.trainer.losses.supervised import NegativeLogLikelihood
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 
 
 def ratio_loss(ratio: float, advantage: float, **changes: Any) -> tuple[float, bool]:

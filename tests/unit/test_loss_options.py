@@ -14,7 +14,7 @@ from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import finite_ratio, kl_divergence, kl_penalty, weighted_kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 PLACES = [(int(row), int(position)) for row, position in MASK_BT.nonzero()]

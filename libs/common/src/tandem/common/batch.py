@@ -179,7 +179,9 @@ class Batch:
     def tokens_of(self, rows: Int64s) -> Int64s:
         """Return where the tokens of some sequences lie."""
         offsets = self.offsets()
-        return np.concatenate([rows[:0], *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
+        return np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)]
+        )
 
     def offsets(self) -> Int64s:
         """Return where each sequence begins, and the end of the last: ``S + 1`` numbers."""

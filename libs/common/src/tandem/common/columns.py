@@ -20,6 +20,14 @@ says what each token's state is worth, and one that the policy learns from."""
 
 MODELS: tuple[Model, ...] = get_args(Model)
 
+SCORING_SECONDS: dict[Model, str] = {
+    "policy": "logprobs",
+    "reference": "reference_logprobs",
+    "value": "values",
+    "teacher": "teacher_logprobs",
+}
+"""Names of the time that each model takes to score a batch."""
+
 Head = Literal["vocabulary", "value", "score"]
 """What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
 token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""

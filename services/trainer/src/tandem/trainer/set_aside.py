@@ -21,7 +21,7 @@ from tandem.common.batch import Batch, Float32s
 from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.returned import line
 from tandem.trainer.losses.aggregate import Loss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"

@@ -31,6 +31,7 @@ from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.dropout import Place
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import (
     ScalarScorer,
     Scorer,
@@ -43,7 +44,6 @@ from tandem.trainer.models import (
 )
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
-from tandem.trainer.packing import MicroBatch
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
 

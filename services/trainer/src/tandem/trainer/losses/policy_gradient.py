@@ -12,7 +12,7 @@ from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.importance import importance_weights, sequence_means
 from tandem.trainer.losses.kl import kl_divergence, weighted_kl_penalty
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 
