@@ -5,7 +5,7 @@ has one. The rest happens here, where the tokens and the models are: each rank d
 sums over the ranks make the normalisation that of the whole rollout batch. So it takes no round trip between
 coordinator and trainers.
 
-Shapes: ``T`` tokens of the rank's ragged share of the batch.
+Shapes: ``T`` tokens of the rank's shard of the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A rank's share of a rollout batch, and what models say of its tokens."""
+    """The policy's shard of a rollout batch, and what models say of its tokens."""
 
     batch: Batch
     scores: Mapping[Source, Float32s]

@@ -1,9 +1,9 @@
-"""Fetch a rank's share of a batch from the rollouts that made it.
+"""Fetch a rank's sequences of a batch from the rollouts that made them.
 
-`SampleFetcher.fetch` consumes the batch's table and produces this rank's share. It asks all rollouts at once, a bounded
-number of tokens each at a time, and waits for their answers until one deadline; a rollout that it has no connection to
-for `_PATIENCE_S` is given up before. What was fetched is kept until `clear`, so that a step that is tried again fetches
-only what it lacks. What arrives must be what the table says.
+`SampleFetcher.fetch` consumes the batch's table and produces the sequences that it assigns to this rank. It asks all
+rollouts at once, a bounded number of tokens each at a time, and waits for their answers until one deadline; it gives up
+earlier on a rollout to which there is no connection for `_PATIENCE_S`. What was fetched is kept until `clear`, so that
+a step that is tried again fetches only what it lacks. What arrives must be what the table says.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class SampleFetcher:
                 self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
         if missing:
             return None, missing
-        share = share_of(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
-        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(table.take(rows), share).items()}
-        return (None if missing else share), missing
+        own = with_samples(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
+        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
+        return (None if missing else own), missing
 
     def clear(self) -> None:
         """Forget what was fetched."""
@@ -222,8 +222,8 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
     return arrays
 
 
-def share_of(table: Batch, samples: Sequence[Batch]) -> Batch:
-    """Lay samples out as what is trained on: with their advantages, and masked whole where none of a sample counts."""
+def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
+    """Return the sequences of a table with their tokens, masked whole where none of a sequence counts."""
     if not samples:
         nothing = np.zeros(0, dtype=np.int32)
         samples = [
@@ -240,15 +240,13 @@ def share_of(table: Batch, samples: Sequence[Batch]) -> Batch:
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
 
-def _differing_prompts(table: Batch, share: Batch) -> dict[int, str]:
-    """Return the sequences of a share whose prompt is not the one that they are said to share."""
-    starts = share.offsets()
+def _differing_prompts(own: Batch) -> dict[int, str]:
+    """Return the sequences whose prompt is not the one that they are said to share, by place, with the reason."""
+    starts = own.offsets()
     prompts: dict[int, bytes] = {}
     differing = {}
-    for place, (prompt, length) in enumerate(
-        zip(table.prompt_S.tolist(), table.prompt_lengths_S.tolist(), strict=True)
-    ):
-        token_ids = share.token_ids_T[starts[place] : starts[place] + length].tobytes()
+    for place, (prompt, length) in enumerate(zip(own.prompt_S.tolist(), own.prompt_lengths_S.tolist(), strict=True)):
+        token_ids = own.token_ids_T[starts[place] : starts[place] + length].tobytes()
         if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
             differing[place] = "the prompt of a sample is not that of its group"
     return differing

@@ -1,6 +1,6 @@
 """Sequences about whose log-probabilities training and generation disagree too much to train on them.
 
-Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's share of it.
+Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's shard of it.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ def pad(
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     counted_BT = padded(batch.counted(), np.bool_)
     routed_BTX = None
-    if experts is not None and COLUMN in batch.columns:  # a share of no sequences has no columns
+    if experts is not None and COLUMN in batch.columns:  # a shard of no sequences has no columns
         routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
     row = None
     if row_divisible_by is not None:

@@ -30,12 +30,12 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor over all trainers."""
 
 
-def least_logprobs(share: Batch) -> Float32s:
-    """Return the least log-probability of an engine in each sequence of a share that is below the bound, else zero."""
-    low_T = np.where(share.generation_logprobs_T < LEAST_LOGPROB, share.generation_logprobs_T, np.float32(0))
+def least_logprobs(own: Batch) -> Float32s:
+    """Return the least of an engine's log-probabilities in each sequence, zero where none is below the bound."""
+    low_T = np.where(own.generation_logprobs_T < LEAST_LOGPROB, own.generation_logprobs_T, np.float32(0))
     if not len(low_T):
         return low_T
-    starts_S = np.cumsum(share.lengths_S, dtype=np.int64) - share.lengths_S
+    starts_S = np.cumsum(own.lengths_S, dtype=np.int64) - own.lengths_S
     return np.asarray(np.minimum.reduceat(low_T, starts_S), dtype=np.float32)
 
 
@@ -43,7 +43,7 @@ class SetAside(NamedTuple):
     """A batch without the groups that were set aside."""
 
     table: Batch
-    share: Batch
+    own: Batch
     num_groups: int
     note: str
     """One line that names the first of the samples."""
@@ -51,7 +51,7 @@ class SetAside(NamedTuple):
 
 def set_aside(
     table: Batch,
-    share: Batch,
+    own: Batch,
     rows: NDArray[np.int64],
     least_S: Float32s,
     add: Sum,
@@ -59,11 +59,11 @@ def set_aside(
     """Have no group count in which an engine's log-probability is beyond the bound. Collective.
 
     Args:
-        table: of the whole batch.
-        share: this rank's part of it.
-        rows: of the table, which the share has.
-        least_S: of the share's sequences, see `least_logprobs`.
-        add: over all trainers, of which several may have the same share.
+        table: table of the whole batch.
+        own: sequences of this rank.
+        rows: places of these sequences in the table.
+        least_S: least log-probability of each of these sequences, see `least_logprobs`.
+        add: adds a tensor over all trainers, of which several may have the same sequences.
 
     """
     found = torch.zeros((len(table), 2), dtype=torch.float64)
@@ -80,7 +80,7 @@ def set_aside(
     )
     return SetAside(
         table=table.replace(num_counted_S=np.where(kept_S, table.num_counted_S, 0).astype(np.int32)),
-        share=share.keeping(kept_S[rows]),
+        own=own.keeping(kept_S[rows]),
         num_groups=num_groups(kept_S, table),
         note=note,
     )
@@ -111,7 +111,7 @@ def sample_named(table: Batch, row: int, sources: Sequence[str] = ()) -> str:
 
 
 def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
-    """Return the sequences of a micro-batch, by place in the share, that make a loss or its gradient not finite.
+    """Return the sequences of a micro-batch, by place in the shard, that make a loss or its gradient not finite.
 
     A gradient counts as not finite where its square is not in float32. Where the loss alone is not, it is all of them.
     """

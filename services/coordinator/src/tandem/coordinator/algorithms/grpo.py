@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,13 @@ class _Sequence(NamedTuple):
     num_tokens: int
 
 
+class _Drawn(NamedTuple):
+    """A problem, and the prompt group that asks engines for samples of it."""
+
+    problem: EncodedProblem
+    asked: PromptGroup
+
+
 class GrpoAlgorithm:
     """What the loop asks of GRPO and PPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
@@ -75,6 +82,8 @@ class GrpoAlgorithm:
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
+        self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
+        """Groups drawn so far, by step, purpose and place, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
         """Whether prompts say which environment scores their samples."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
@@ -123,41 +132,43 @@ class GrpoAlgorithm:
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
         """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
-        grpo = self._config.rollout_section
-        seed = grpo.seed
-        chosen = self._drawn(step, purpose, groups)
-        if purpose == "validate":
-            num_samples = grpo.num_val_generations_per_prompt
-            seed = grpo.seed if grpo.val_seed is None else grpo.val_seed
-        else:
-            num_samples = grpo.num_generations_per_prompt
-        # The same draws at every validation, so that two of them differ by the weights alone.
-        seed_step = step if purpose == "train" else 0
-        return tuple(
-            PromptGroup(
-                group=group,
-                problem=encoded.problem,
-                prompt_ids=encoded.prompt_ids,
-                seeds=tuple(sample_seed(seed, seed_step, purpose, group, i) for i in range(num_samples)),
-                environment=encoded.environment if self._has_several else "",
-            )
-            for group, encoded in chosen.items()
-        )
+        return tuple(self._drawn(step, purpose, group).asked for group in groups)
 
-    def _drawn(self, step: int, purpose: Purpose, groups: Iterable[int]) -> dict[int, EncodedProblem]:
-        """Return the problems of these groups of `step`."""
+    def _drawn(self, step: int, purpose: Purpose, group: int) -> _Drawn:
+        """Return the problem of a group of `step`, and its prompt group, made once until the step has its batch."""
+        # The same draws at every validation, so that two of them differ by the weights alone.
+        key = (step if purpose == "train" else 0), purpose, group
+        if key not in self._groups:
+            self._groups[key] = self._draw(*key)
+        return self._groups[key]
+
+    def _draw(self, step: int, purpose: Purpose, group: int) -> _Drawn:
+        section = self._config.rollout_section
         if purpose == "validate":
-            return {group: self._validation[group] for group in groups}
-        # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
-        first = (step - 1) * self._config.rollout_section.max_prompts_per_step
-        return {group: self._train.draw(first + group, 1)[0] for group in groups}
+            encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
+            seed = section.seed if section.val_seed is None else section.val_seed
+        else:
+            # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
+            (encoded,) = self._train.draw((step - 1) * section.max_prompts_per_step + group, 1)
+            num_samples, seed = section.num_generations_per_prompt, section.seed
+        asked = PromptGroup(
+            group=group,
+            problem=encoded.problem,
+            prompt_ids=encoded.prompt_ids,
+            seeds=tuple(sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
+            environment=encoded.environment if self._has_several else "",
+        )
+        return _Drawn(encoded, asked)
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
     ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
-        drawn = self._drawn(step, "train", sorted({record.scored.group for record in records}))
+        groups = sorted({record.scored.group for record in records})
+        drawn = {group: self._drawn(step, "train", group).problem for group in groups}
+        # Those of this step may be asked for again, where samples have been lost.
+        self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
         if self._config.num_of("teacher") > 1:
