@@ -237,7 +237,7 @@ class Listener(Message, frozen=True, kw_only=True):
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
-    """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
+    """Run one training step on one batch: every rank gets the same table of it, and fetches the tokens of its shard.
 
     Frames: the `TABLE` of `tandem.common.batch`; where `sources` is empty, the `TOKENS` of this rank's sequences
     as well.
@@ -276,7 +276,7 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
-    """Not every rank could fetch its share, so no weight has changed; every rank says so.
+    """Not every rank could fetch its shard, so no weight has changed; every rank says so.
 
     What was fetched is kept for the next `Train` of the same step.
     """
