@@ -330,7 +330,8 @@ class Step:
         self, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
     ) -> dict[str, float]:
         """Take one optimizer step of a model on a global batch; return its metrics."""
-        with blamed(self.config) if model == "policy" else nullcontext():
+        is_custom = model == "policy" and self.config.loss_fn.class_path is not None
+        with blamed(self.config) if is_custom else nullcontext():
             try:
                 loss, done = self._step(rows, columns, model, beside)
             except NotFiniteError:
