@@ -90,7 +90,7 @@ def test_a_rank_without_sequences_asks_nobody() -> None:
     share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
         1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0
     )
-    assert (missing, len(share.lengths_S) if share else None) == ({}, 0)
+    assert (missing, None if share is None else len(share)) == ({}, 0)
 
 
 def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: list[SampleStore]) -> None:

@@ -73,8 +73,8 @@ def test_a_batch_is_that_of_the_run_but_for_where_its_tokens_are(run: Run, algor
         theirs, metrics = batch_of_step(run.config, step, records_of(samples), prompts)
         ours, ours_metrics = algorithm.batch(step, "train")
         assert ours_metrics == metrics
-        assert theirs.rollouts == ("rollout-0", "rollout-1")
-        assert ours.rollouts == (SOURCE,)
+        assert theirs.sources == ("rollout-0", "rollout-1")
+        assert ours.sources == (SOURCE,)
         elsewhere = ("source_S", "command_S")
         for name, array in theirs.columns.items():
             if name not in elsewhere:
