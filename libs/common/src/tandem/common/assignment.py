@@ -25,11 +25,11 @@ from tandem.common.config import Config
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
 EMPTY_ROW = -1
-"""Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
+"""A row that holds no sequence: it evens out the ranks' shards and counts nowhere."""
 NO_RANK = -1
-"""In the place of the data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
+"""Data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
 NO_PROMPT = -1
-"""In the place of a prompt's number: the sequence shares its prompt with no other."""
+"""Number of a prompt that the sequence shares with no other."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

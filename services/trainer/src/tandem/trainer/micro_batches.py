@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; which of the ``B * T`` positions each token of the row is; -1 in the padding."""
     lengths: tuple[int, ...] = ()
     """Lengths of the segments of a packed row, each a sequence and its padding: they sum to ``N``. The last may be
-    padding alone. None where prompts are shared."""
+    padding alone. Empty where prompts are shared."""
     source_BW: torch.Tensor | None = None
     """int64; where prompts are shared, the row's token at each position of each sample; 0 in the padding, where causal
     attention hides it. None in a packed row."""
@@ -77,7 +77,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     rows: tuple[int, ...]
-    """Which sequence of the shard each row is; `EMPTY_ROW` for none."""
+    """Place in the shard of each row's sequence; `EMPTY_ROW` for none."""
     lengths_B: torch.Tensor
     """int64."""
     token_ids_BT: torch.Tensor
@@ -87,27 +87,27 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask_BT: torch.Tensor
     """True where the token counts in the loss; never at position 0, which nothing predicts."""
     columns: Mapping[str, torch.Tensor] = {}
-    """What the loss reads of each token, by the name of its declaration (`tandem.common.columns`): ``[B, T]``, or
+    """Loss inputs of each token, by the name of their declaration (`tandem.common.columns`): ``[B, T]``, or
     ``[B, T, N]`` where it is several numbers."""
     row: Row | None = None
     """The same sequences as one row, for the model; None where it takes the padded rows."""
     routed_experts_BTLK: torch.Tensor | None = None
-    """int16; where the engine sent each token in each layer, -1 where that is not known; None where nothing is replayed
-    (`tandem.common.routed_experts`)."""
+    """int16; experts that the engine sent each token to, by layer, -1 where that is not known; None where nothing is
+    replayed (`tandem.common.routed_experts`)."""
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
-        """What the engine reported."""
+        """Log-probabilities that the engine reported."""
         return self._read(GENERATION_LOGPROBS)
 
     @property
     def advantages_BT(self) -> torch.Tensor:
-        """Those of the tokens' samples, or their own."""
+        """Advantages of the tokens' samples, or of the tokens themselves."""
         return self._read(ADVANTAGES)
 
     @property
     def previous_logprobs_BT(self) -> torch.Tensor | None:
-        """Under the policy before the first optimizer step on this rollout batch.
+        """Log-probabilities under the policy before the first optimizer step on this rollout batch.
 
         None where that is the policy in training itself.
         """
@@ -115,12 +115,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def reference_logprobs_BT(self) -> torch.Tensor | None:
-        """Under the reference model; None where the loss does not read it."""
+        """Log-probabilities under the reference model; None where the loss does not read them."""
         return self.columns.get(REFERENCE_LOGPROBS.name)
 
     @property
     def rewards_BT(self) -> torch.Tensor:
-        """Those of the tokens' sequences: of samples, or what a data set says."""
+        """Rewards of the tokens' sequences: of samples, or from a data set."""
         return self._read(REWARDS)
 
     @property
@@ -131,23 +131,22 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def values_BT(self) -> torch.Tensor:
-        """What the value model expected before the first optimizer step on this rollout batch."""
+        """Values before the first optimizer step on this rollout batch."""
         return self._read(VALUES)
 
     @property
     def returns_BT(self) -> torch.Tensor:
-        """What came of it."""
+        """Returns: the value model's targets."""
         return self._read(RETURNS)
 
     @property
     def teacher_topk_logits_BTN(self) -> torch.Tensor:
-        """Of the teacher's likeliest tokens in the place of each."""
+        """Logits of the teacher's likeliest tokens in the place of each."""
         return self._read(TEACHER_TOPK_LOGITS)
 
     @property
     def others_BTN(self) -> torch.Tensor | None:
-        """Tokens that the policy is to score, too, in the place of each: the teacher's likeliest; None where the loss
-        reads none."""
+        """The teacher's likeliest tokens in the place of each, which the policy scores too; None if none is read."""
         return self.columns.get(TEACHER_TOPK_INDICES.name)
 
     def _read(self, column: Column) -> torch.Tensor:
