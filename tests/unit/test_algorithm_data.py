@@ -324,22 +324,32 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoAlgori
     batches = []
     for order in (messages, messages[::-1], messages + messages):
         batches.append(grpo.batch(1, "train", records_of(groups, order)))
-    (batch, metrics), *others = batches
-    table = batch
+    (table, metrics), *others = batches
     assert table.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
     assert (metrics["reward"], metrics["accuracy"], metrics["groups_without_spread"]) == (0.5, 0.5, 0)
     assert table.prompt_lengths_S.tolist() == [len(group.prompt_ids) for group in groups for _ in range(2)]
     assert (table.lengths_S - table.prompt_lengths_S).tolist() == table.num_counted_S.tolist() == [1] * 8
     assert table.prompt_S.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-    assert batch.sources == ("rollout-0", "rollout-1")
+    assert table.sources == ("rollout-0", "rollout-1")
     assert table.source_S.tolist() == [0, 0, 1, 1] * 2
     assert table.command_S.tolist() == [10, 10, 11, 11] * 2
     assert list(zip(table.group_S.tolist(), table.sample_S.tolist(), strict=True)) == [divmod(i, 2) for i in range(8)]
     for other, other_metrics in others:
         assert other_metrics == metrics
-        assert other.sources == batch.sources
+        assert other.sources == table.sources
         for name, values in table.columns.items():
             np.testing.assert_array_equal(other.columns[name], values)
+
+
+def test_a_prompt_group_is_made_once_until_its_step_has_trained(grpo: GrpoAlgorithm) -> None:
+    first, again = (grpo.prompt_groups(1, "train", range(4)) for _ in range(2))
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    for step in (1, 2):
+        groups = grpo.prompt_groups(step, "train", range(4))
+        grpo.batch(step, "train", records_of(groups, finished(groups, step, "train")))
+    late = grpo.prompt_groups(1, "train", range(4))
+    assert late == first
+    assert late[0] is not first[0], "nothing is kept of a step that has trained"
 
 
 def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoAlgorithm) -> None:

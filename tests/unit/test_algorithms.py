@@ -12,7 +12,7 @@ import pytest
 from tandem.common import algorithms, batch
 from tandem.common.algorithms import ALGORITHMS, Algorithm
 from tandem.common.batch import SAMPLES, TABLE
-from tandem.common.columns import BUILT_IN, TAKEN, TEACHER
+from tandem.common.columns import BUILT_IN, MODELS, TAKEN, TEACHER
 from tandem.common.config import Config, build_config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
@@ -145,6 +145,12 @@ def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
     assert of_sequences == TAKEN - {TEACHER} | {
         name for name, column in BUILT_IN.items() if column.source == "coordinator"
     }
+
+
+def test_the_step_of_a_trainer_knows_no_model_but_the_policy() -> None:
+    path = ROOT / "services/trainer/src/tandem/trainer/step.py"
+    said = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    assert said & {*MODELS} == {"policy"}
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:

@@ -28,6 +28,9 @@ SCORING_SECONDS: dict[Model, str] = {
 }
 """Names of the time that each model takes to score a batch."""
 
+ALWAYS_TIMED = (SCORING_SECONDS["policy"], SCORING_SECONDS["reference"])
+"""Names of times that every training step reports, zero where the model does not score."""
+
 Head = Literal["vocabulary", "value", "score"]
 """What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
 token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tandem.common.assignment import NO_RANK, batches_of_samples
 from tandem.common.batch import Batch, Float32s
-from tandem.common.columns import SCORING_SECONDS, Column, Model, Source
+from tandem.common.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
 from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError
@@ -94,7 +94,7 @@ def train(
 
     """
     step = Step(backend, whole, own, config, exchange)
-    seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
+    seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
     kept = _KeptLogprobs(own, step.policy_logprobs_T)
     parts: dict[Model, list[dict[str, float]]] = {
