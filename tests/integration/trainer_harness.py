@@ -265,7 +265,8 @@ def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDA
     values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in taken.scored(model):
         unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
-    return moved(values_T, shard, taken.shards["policy"])
+    own = taken.shards["policy"]
+    return values_T if shard.replicas.sizes == own.replicas.sizes else moved(values_T, shard, own)
 
 
 def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:

@@ -195,9 +195,7 @@ def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config
 
 
 def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
-    """Return numbers of one shard's tokens as those of the shard of another model on the same ranks. Collective."""
-    if source.replicas.sizes == target.replicas.sizes:
-        return values_T
+    """Return numbers of a shard's tokens as those of a shard of other replicas of the same ranks. Collective."""
     return _everywhere(values_T, source)[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
 
 

@@ -301,6 +301,8 @@ class Shard:
 
     def _rows(self, groups: Groups) -> Groups:
         """Return the sequences of the units."""
+        if self._unit == 1:
+            return groups
         return [tuple(row for unit in group for row in self._rows_of(unit)) for group in groups]
 
     def _rows_of(self, unit: int) -> Sequence[int]:

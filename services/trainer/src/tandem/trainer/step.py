@@ -278,6 +278,8 @@ class Step:
             for micro_batch, scores_BT in self.scored(model, size, number=number):
                 for column, values_T in found.items():
                     unpad_into(values_T, scores_BT[column.number], shard.own, micro_batch.rows)
+        if shard.replicas.sizes == self._own.replicas.sizes:
+            return found
         return {column: moved(values_T, shard, self._own) for column, values_T in found.items()}
 
     def _exchanged(self, source: Model, target: Model, which: Sequence[Column], columns: Filled) -> Filled:
@@ -365,13 +367,14 @@ class Step:
         declared = self.config.declaration
         read = {each: declared.columns_of(self.config, self._num_steps, each) for each in declared.trains}
         others = {column for found in read.values() for column in found} - set(read[model])
-        found: Filled = {}
-        for column, values_T in columns.items():
-            if column not in others:
-                if (model, column) not in self._moved:
-                    self._moved[model, column] = moved(values_T, self._own, self.shards[model])
-                found[column] = self._moved[model, column]
-        return found
+        own = {column: values_T for column, values_T in columns.items() if column not in others}
+        shard = self.shards[model]
+        if shard.replicas.sizes == self._own.replicas.sizes:
+            return own
+        for column, values_T in own.items():
+            if (model, column) not in self._moved:
+                self._moved[model, column] = moved(values_T, self._own, shard)
+        return {column: self._moved[model, column] for column in own}
 
     def _set_aside(self, rows: Sequence[int], columns: Columns, model: Model) -> bool:
         """Have no group of these sequences count whose part of a model's loss is not finite; tell whether others do.
