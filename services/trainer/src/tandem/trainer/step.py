@@ -85,7 +85,7 @@ def train(
         own: sequences that it assigns to this rank, in its order.
         config: of the run.
         trained: the models to train, in that order; None for all that the algorithm trains.
-        keeps_logprobs: whether the policy's log-probabilities of the share's tokens are kept: those of the pass that
+        keeps_logprobs: whether the policy's log-probabilities of the shard's tokens are kept: those of the pass that
             computes them, or where there is none, those that the loss has.
         exchange: with the other trainers, where some models have processes of their own; None: all are here.
 
