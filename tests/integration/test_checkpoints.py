@@ -158,20 +158,25 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, rank_server: None) -
     def carried_out(world_size: int) -> tuple[Config, list[Any]]:
         settings = TP2 | CP2 if world_size == 4 else {}
         config = config_for_resume(make_model(tmp_path_factory.mktemp("uninterrupted") / "model"), **settings)
-        return config, run_ranks(world_size, train_and_save, config, SEEDS, None, None)
+        return config, run_ranks(world_size, train_and_save, config, seeds_of(world_size), None, None)
 
     return carried_out
 
 
+def seeds_of(world_size: int) -> list[int]:
+    """Return the batches of a run: those that share tensors and sequences take eight times as long for each."""
+    return [*SEEDS[:2]] if world_size == 4 else [*SEEDS]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "num_before"), [*((ranks, before) for ranks in (1, 2) for before in (0, 1, 2)), (4, 2)]
+    ("world_size", "num_before"), [*((ranks, before) for ranks in (1, 2) for before in (0, 1, 2)), (4, 1)]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     world_size: int, num_before: int, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
     """Four ranks share tensors and sequences."""
     config, whole = uninterrupted(world_size)
-    seeds = [*SEEDS]
+    seeds = seeds_of(world_size)
     saving = run_ranks(world_size, save_aside, config, seeds, num_before, tmp_path / "saved")
     after = run_ranks(world_size, train_and_save, config, seeds[num_before:], tmp_path / "saved", None)
     for rank in range(world_size):
