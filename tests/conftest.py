@@ -17,8 +17,12 @@ _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
 _LONG_FILES = (
     "test_workers.py",
+    "test_init.py",
+    "test_config_nemo_rl_07_keys.py",
+    "test_reward_workers.py",
     "test_checkpoints.py",
     "test_deaths.py",
+    "test_chaos.py",
     "test_survival.py",
     "test_agents.py",
     "test_asynchronous.py",
@@ -36,7 +40,6 @@ _LONG_FILES = (
     "test_diagnose.py",
     "test_turns.py",
     "test_docs.py",
-    "test_chaos.py",
     "test_live_run.py",
     "test_packed_rows.py",
     "test_kept_copy.py",
