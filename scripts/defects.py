@@ -96,9 +96,9 @@ DEFECTS = (
     ),
     Defect(
         "a step is trained on weights that nobody has proven",
-        "            return self.is_settled\n        if self._outlasts_step:",
-        "            return True\n        if self._outlasts_step:",
-        "tests/unit/test_scheduler.py::test_no_sample_is_trained_on_before_its_version_is_attested",
+        "version < engine.version or engine.is_attested\n",
+        "version <= engine.version\n",
+        "tests/unit/test_scheduler_ages.py::test_every_step_is_done_once_with_samples_that_are_young_enough",
     ),
     Defect(
         "an engine that is lost takes the groups that it had with it",
