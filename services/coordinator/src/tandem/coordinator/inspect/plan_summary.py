@@ -81,6 +81,9 @@ def memory(config: Config, trainers: Side) -> str:
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state = 2.0 * weights
+    # On DTensor what is trained has float32 whatever the precision of the passes, and what is not has that precision.
+    held = 2 if policy.precision == "bfloat16" else 4
+    trained = held if megatron.enabled else 4
     if megatron.enabled:
         is_half = policy.precision == "bfloat16"
         item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # a copy in float32 beside half precision
@@ -96,9 +99,9 @@ def memory(config: Config, trainers: Side) -> str:
     if config.policy.adapters is not None:  # without its adapters it is its own reference
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
-        kept["reference model"] = weights
+        kept["reference model"] = weights * held // trained
     if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
-        kept["teacher"] = weights
+        kept["teacher"] = weights * held // trained
     for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
         if model not in config.processes_of:
             kept[f"{model} model and its optimizer"] = weights + gradients + state
