@@ -20,7 +20,7 @@ def set_up(tables: Tables) -> list[Action] | None:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
             engines = tables.engines_to_begin = tables.members.all("rollout")
-            builds = [transfers.order_build(engine) for engine in engines]
+            builds: list[Action] = [transfers.order_build(engine) for engine in engines]
             return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
         case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
             return [_have_trainers_meet(tables)]
