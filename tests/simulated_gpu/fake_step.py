@@ -1,17 +1,20 @@
-"""Build a trainer of FSDP2 as a plan describes it and take two steps of one of its ranks, under fake tensors.
+"""Build a trainer as a plan describes it and take two steps of one of its ranks, under fake tensors.
 
 No memory is taken and nothing is computed: torch goes through the operators, and what a GPU's allocator would hold is
 added up. The other ranks are those of torch's fake process group. What decides shapes, masks and positions, is real.
 
 usage: python -m tests.simulated_gpu.fake_step PLAN; prints a JSON object of gigabytes: `at_optimizer`, what there is
-when the optimizer begins its second step, and `peak` of that step.
+when the optimizer begins its second step, `peak` of that step, and what is `kept` after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,13 +29,17 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, load_config
+from tandem.refit.layout import Box
 from tandem.trainer import checkpoints
-from tandem.trainer.backends import dtensor
+from tandem.trainer.backends import dtensor, make_backend
+from tandem.trainer.backends.megatron import cpu
 from tandem.trainer.backends.sharding import Ranks
 from tests.integration.trainer_harness import train_on
 
 MICRO_BATCHES = 2
 """Of each rank: gradients of the first are there while the second is computed."""
+LENGTH = [0]
+"""Of all sequences."""
 _GB, _ALIGNED = 1e9, 512
 
 
@@ -136,26 +143,66 @@ def follow(meter: Meter) -> None:
         allow(True)  # whose memory is asked for, not what they compute
 
 
+class _Nothing:
+    """Tensors of a checkpoint that has none."""
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        return torch.zeros(box.shape, dtype=torch.bfloat16, device="cuda")
+
+
+def follow_megatron() -> None:
+    """Do the same for Megatron-Core."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from tandem.trainer.backends.megatron import held
+
+    def gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
+        found[:] = [own] * len(found)
+
+    @contextlib.contextmanager
+    def apart(*_: Any, **__: Any) -> Iterator[Any]:
+        yield types.SimpleNamespace(wait=lambda: None)
+
+    def shapes(self: Any, *_: Any) -> tuple[list[int], list[int]]:
+        shape = [LENGTH[0], 1, self.config.hidden_size]
+        return shape, shape
+
+    held.open_tensors = lambda *_: _Nothing()  # type: ignore[assignment, return-value]
+    dist.all_gather_object = gather_objects  # type: ignore[assignment]
+    param_and_grad_buffer._coalescing_manager = apart
+    clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
+    P2PCommunicator._communicate_shapes = shapes
+    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment, return-value]
+
+
 def main(plan: str) -> None:
     config = load_config(plan, to_run=False)
-    num = config.data_parallel_size * MICRO_BATCHES
-    made = [
-        "policy.new_model.characters=ab",
-        "policy.new_model.config.model_type=any",
-    ]  # that it has no weights is fine
-    config = load_config(plan, [f"policy.train_global_batch_size={num}", *made], to_run=False)
+    is_megatron = config.policy.megatron_cfg.enabled
+    LENGTH[0] = config.policy.max_total_sequence_length
+    num = config.data_parallel_size * MICRO_BATCHES * config.policy.megatron_cfg.pipeline_model_parallel_size
+    overrides = [f"policy.train_global_batch_size={num}"]
+    if not is_megatron:  # there are no weights to read
+        overrides += ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
+    config = load_config(plan, overrides, to_run=False)
     dist.init_process_group("fake", rank=0, world_size=config.cluster.trainers, store=FakeStore())
-    ranks = dtensor._arranged(config, config.declaration.holds(config), torch.device("cuda", 0))
-    dtensor._arranged = lambda *_: ranks
+    if not is_megatron:
+        ranks = dtensor._arranged(config, config.declaration.holds(config), torch.device("cuda", 0))
+        dtensor._arranged = lambda *_: ranks
     meter, at_optimizer = Meter(), list[int]()
     follow(meter)
+    if is_megatron:
+        cpu.prepare()
+        follow_megatron()
     register_optimizer_step_pre_hook(lambda *_: at_optimizer.append(meter.current))
     with Shapes(allow_non_fake_inputs=True), meter:
-        backend = dtensor.DTensorBackend(config, checkpoint=None)
+        backend = make_backend(config, checkpoint=None)
         for _ in range(2):
             meter.peak = meter.current
             train_on(backend, batch_of(config), config)
-    print(json.dumps({"at_optimizer": at_optimizer[1] / _GB, "peak": meter.peak / _GB}))
+    found = {"at_optimizer": at_optimizer[1], "peak": meter.peak, "kept": meter.current}
+    print(json.dumps({name: num_bytes / _GB for name, num_bytes in found.items()}))
 
 
 if __name__ == "__main__":

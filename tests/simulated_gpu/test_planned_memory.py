@@ -24,7 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("plan", ["llama-8b-fsdp8-to-tp2.yaml"])
+@pytest.mark.parametrize("plan", ["llama-8b-fsdp8-to-tp2.yaml", "llama-70b-tp8pp2-to-tp8.yaml"])
 def test_a_trainer_holds_what_was_planned(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     path, out = f"examples/plans/{plan}", io.StringIO()
@@ -38,3 +38,4 @@ def test_a_trainer_holds_what_was_planned(plan: str, monkeypatch: pytest.MonkeyP
     print(plan, counted)
     assert counted["at_optimizer"] == pytest.approx(float(found[1]), rel=0.1)
     assert counted["peak"] > counted["at_optimizer"], "activations come on top"
+    assert counted["kept"] < 0.9 * counted["at_optimizer"], "gradients that the optimizer has used stay"

@@ -73,7 +73,7 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 
 def memory(config: Config, trainers: Side) -> str:
-    """Say what the trainer that has most weights keeps between steps: closed forms for Adam, with its two moments."""
+    """Say what the trainer that has most weights holds when its optimizer begins: closed forms for Adam's moments."""
     rest, experts, adapters = _most_weights(trainers)
     frozen = 0
     if config.policy.adapters is not None:  # the weights have neither gradients nor a state
@@ -86,9 +86,10 @@ def memory(config: Config, trainers: Side) -> str:
     trained = held if megatron.enabled else 4
     if megatron.enabled:
         is_half = policy.precision == "bfloat16"
-        item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # a copy in float32 beside half precision
-        if megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
-            gradients = weights * 4 // item_size
+        # Beside half precision copies in float32 of weights and, unless they are reduced in that, of gradients.
+        item_size, bytes_of_state = (2, 16) if is_half else (4, 8)
+        if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients, bytes_of_state = weights * 2, 12
         a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
         shares = a_stage // megatron.tensor_model_parallel_size
         shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
