@@ -40,7 +40,7 @@ class Offloaded:
         for storage, parts in self._held:
             sizes = [host.nbytes for host in parts]
             storage.resize_(sum(sizes))
-            for there, host in zip(_bytes_of(storage).split(sizes), parts, strict=True):
+            for there, host in zip(torch.split(_bytes_of(storage), sizes), parts, strict=True):
                 there.copy_(host, non_blocking=True)
         _wait(self._devices())
         self._held = []
@@ -55,7 +55,7 @@ def _copies_on_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
         return [_bytes_of(storage).clone()]
     return [
         torch.empty(len(part), dtype=torch.uint8, pin_memory=True).copy_(part, non_blocking=True)
-        for part in _bytes_of(storage).split(_pinned_sizes(storage.nbytes()))
+        for part in torch.split(_bytes_of(storage), _pinned_sizes(storage.nbytes()))
     ]
 
 
