@@ -44,6 +44,7 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.agenda import Agenda
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -66,6 +67,8 @@ from tandem.coordinator.scheduler.invariants import validate
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
+from tandem.coordinator.scheduler.tables import Tables
+from tests.agendas import Checked
 from tests.members import at
 
 GRPO = RunSpec(
@@ -202,8 +205,13 @@ class Cluster:
     num_samples = 1
     """Of each group."""
 
-    def __init__(self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}) -> None:
-        self.plan = Scheduler(spec, now=0.0)
+    def __init__(
+        self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}, agenda: type[Agenda[Tables]] = Checked
+    ) -> None:
+        self.plan = Scheduler(spec, now=0.0, agenda=agenda)
+        self.agenda = agenda
+        self.log: list[tuple[Any, list[Action]]] = []
+        """Every event, and the actions it has led to."""
         self.kept = kept
         self.now = 0.0
         self.pending: list[Sent] = []
@@ -219,7 +227,9 @@ class Cluster:
 
     def give(self, event: Any) -> list[Action]:
         actions: list[Action] = []
-        for action in self.plan.handle(event):
+        handled = self.plan.handle(event)
+        self.log.append((event, handled))
+        for action in handled:
             if isinstance(action, DrawPrompts):
                 sizes = tuple(self.size_of(action, group) for group in action.groups)
                 drawn = PromptsDrawn(now=self.now, step=action.step, purpose=action.purpose, sizes=sizes)

@@ -147,7 +147,7 @@ class Aged(Cluster):
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
-            elif self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
+            elif self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
             else:

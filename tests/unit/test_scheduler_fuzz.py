@@ -32,6 +32,7 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.agenda import Agenda
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -57,7 +58,9 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.replacements import Replacements
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
+from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.transfers import processes_in
+from tests.agendas import AskEverything, Checked
 
 LAST_STEP = 6
 NUM_ENGINES = 3
@@ -121,7 +124,7 @@ class Harried(Cluster):
 
     num_samples = 2
 
-    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles) -> None:
+    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles, agenda: type[Agenda[Tables]] = Checked) -> None:
         self.random = random.Random(seed)
         self.troubles = troubles
         self.history: dict[str, list[Weights]] = {}
@@ -149,7 +152,7 @@ class Harried(Cluster):
         """How many actions there were before this term."""
         self.before: list[int] = []
         """Steps that were done before it, and count."""
-        super().__init__(spec)
+        super().__init__(spec, agenda=agenda)
         self.plan.tables.is_informative = is_informative
 
     # --- orders ------------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ class Harried(Cluster):
             self.absent = []
             self.now += JOIN_S + 1.0
             self.tell(Ticked(now=self.now))
-        elif engines and self.plan.tables.has_started and chance() < troubles.loss:
+        elif engines and self.plan.tables.steps.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
             self.lose("refit-0")
@@ -308,7 +311,7 @@ class Harried(Cluster):
         return True
 
     def may_lose(self, name: str) -> bool:
-        return self.plan.tables.has_started and self.plan.tables.error is None and name not in self.absent
+        return self.plan.tables.steps.has_started and self.plan.tables.error is None and name not in self.absent
 
     def may_do_without(self) -> bool:
         """Tell whether engines are lost, and others can go on without them."""
@@ -347,7 +350,7 @@ class Harried(Cluster):
         first = saved[-1] + 1 if saved else 1
         spec = msgspec.structs.replace(self.plan.spec, first_step=first, departed=tuple(departed))
         following = self.plan.requests.next_command_id
-        self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following)
+        self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following, agenda=self.agenda)
         self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
         self.before = [step for step in done if step < first]
         self.pending, self.jobs, self.epochs = [], {}, {}
@@ -489,8 +492,15 @@ class Harried(Cluster):
         return asked
 
 
-def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_and_goes: bool = False) -> Harried:
-    """A run of which everything is drawn from its number."""
+def make(
+    seed: int,
+    *,
+    has_room: bool = True,
+    loses_others: bool = False,
+    comes_and_goes: bool = False,
+    agenda: type[Agenda[Tables]] | None = None,
+) -> Harried:
+    """A run of which everything is drawn from its number. The agenda of every third is checked, which takes time."""
     draw = random.Random(seed)
     spec = msgspec.structs.replace(
         GRPO,
@@ -523,7 +533,7 @@ def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_
             "nobody_comes": draw.choice([0.0, 0.3]),
         }
         troubles = msgspec.structs.replace(troubles, **rates)
-    cluster = Harried(seed, spec, troubles)
+    cluster = Harried(seed, spec, troubles, agenda or (Agenda if seed % 3 else Checked))
     if draw.random() < 0.5:
         cluster.adjust = with_mesh
     return cluster
@@ -621,6 +631,25 @@ def test_stores_that_are_full_hold_nothing_up_for_ever(chunk: int) -> None:
         assert finish.error is None or "raise policy.generation.max_stored_tokens" in str(finish.error), f"seed {seed}"
         assert finish.error is not None or cluster.commits()[-1] == LAST_STEP
     assert outcomes == {"finished", "failed"}
+
+
+@pytest.mark.parametrize(
+    "troubles",
+    [{}, {"has_room": False}, {"loses_others": True}, {"comes_and_goes": True}, {"interrupt": True}],
+    ids=lambda troubles: next(iter(troubles), "engines"),
+)
+def test_the_agenda_decides_as_asking_every_rule_does_event_by_event(troubles: dict[str, bool]) -> None:
+    options = {name: is_on for name, is_on in troubles.items() if name != "interrupt"}
+    for seed in range(200, 206):
+        asking_those_due, asking_all = [
+            make(seed, agenda=agenda, **options) for agenda in (Agenda[Tables], AskEverything)
+        ]
+        for cluster in (asking_those_due, asking_all):
+            if "interrupt" in troubles:
+                cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
+            cluster.run()
+        for number, (one, other) in enumerate(zip(asking_those_due.log, asking_all.log, strict=True)):
+            assert repr(one) == repr(other), f"seed {seed}, event {number}"
 
 
 @pytest.mark.parametrize("kind", ["trainer-1", "refit-0"])

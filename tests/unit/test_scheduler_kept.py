@@ -235,7 +235,7 @@ class Resumed(Cluster):
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
                 continue
-            if self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
+            if self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
                 continue

@@ -209,11 +209,11 @@ class Terms:
             self._past,
             next_command_id=tables.requests.next_command_id,
             replaced_at=(*self._past.replaced_at, *loop.replaced_at),
-            has_started=self._past.has_started or tables.has_started,
+            has_started=self._past.has_started or tables.steps.has_started,
             departed=tuple(sorted(tables.publication.engines.departed)),
         )
         # A process that does not get as far as the first step would not get there again.
-        if finish.error is None or not self._past.has_started or tables.is_interrupted:
+        if finish.error is None or not self._past.has_started or tables.steps.is_interrupted:
             return {}
         lost = self._lost_with(finish.error, tables.step)
         if not lost:

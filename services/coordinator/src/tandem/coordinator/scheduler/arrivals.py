@@ -14,6 +14,7 @@ import enum
 from collections.abc import Sequence
 
 from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
+from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.transfers import Transfers
@@ -37,7 +38,8 @@ class Stage(enum.Enum):
 class Arrivals:
     """The engines on their way."""
 
-    def __init__(self, requests: PendingRequests, transfers: Transfers) -> None:
+    def __init__(self, requests: PendingRequests, transfers: Transfers, changed: Changed) -> None:
+        self._changed = changed
         self._requests = requests
         self._transfers = transfers
         self._stages: dict[str, Stage] = {}
@@ -67,12 +69,14 @@ class Arrivals:
     def add(self, name: str) -> None:
         """Take an engine that has joined."""
         self._stages[name] = Stage.WAITING
+        self._changed()
 
     def remove(self, name: str) -> None:
         """Wait for one no longer: it is let go, or lost."""
         del self._stages[name]
         self.refused.pop(name, None)
         self._requests.drop(name)
+        self._changed()
 
     def go_on(self, trainers: Sequence[str], engines: Sequence[str], *, is_service_able: bool) -> list[Action]:
         """Have those built that have joined, and transfers planned for those that are built."""
@@ -89,6 +93,7 @@ class Arrivals:
 
     def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
         """Take what one of them has answered, or the plan for some; return also who can enter the table now."""
+        self._changed()
         match reply:
             case TransfersPlanned():
                 return self._take_plan(reply), []
@@ -103,10 +108,12 @@ class Arrivals:
     def refuse_planned(self, why: str) -> None:
         """Take note that transfers cannot be planned for those that they were to be planned for."""
         self.refused |= dict.fromkeys(self._having(Stage.PLANNING), why)
+        self._changed()
 
     def plan_again(self) -> None:
         """Take note that the refit service is lost: it plans nothing any more."""
         self._stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
+        self._changed()
 
     def stop(self) -> None:
         """Wait for none any more: the run ends."""

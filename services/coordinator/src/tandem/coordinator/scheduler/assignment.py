@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Protocol
 
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.groups import Group
 from tandem.coordinator.scheduler.spec import Balance
 
@@ -28,6 +29,11 @@ Assigned = dict[str, list[Group]]
 
 class Assignment(Protocol):
     """Decides who generates what. It is told all that changes, and asks whether an engine can."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any group waits."""
+        ...
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
         """Take groups that have just begun to wait."""
@@ -69,8 +75,14 @@ class Assignment(Protocol):
 class PinnedAssignment:
     """Every group has its engine: of groups that come together, one each in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Changed = no_agenda) -> None:
+        self._changed = changed
         self._waiting: Assigned = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any group waits for its engine."""
+        return bool(self._waiting)
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
         """Pin each group to an engine."""
@@ -83,6 +95,7 @@ class PinnedAssignment:
         for group in groups:
             assert group.engine is not None, "every group has been pinned"
             _queue(self._waiting.setdefault(group.engine, []), group)
+        self._changed()
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
         """Give every engine what waits for it, as far as it can generate that."""
@@ -106,6 +119,7 @@ class PinnedAssignment:
         """Pin what waits for an engine to others, one each in turn."""
         groups = self._waiting.pop(engine, [])
         if groups:
+            self._changed()
             self.add(groups, others)
         return bool(groups)
 
@@ -119,6 +133,7 @@ class PinnedAssignment:
     def clear(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
+        self._changed()
 
 
 class _Load:
@@ -144,8 +159,9 @@ class _Load:
 class BalancedAssignment:
     """Keeps the outstanding tokens of engines alike, as far as they have room."""
 
-    def __init__(self, *, width: int, timeout_s: float | None) -> None:
+    def __init__(self, *, width: int, timeout_s: float | None, changed: Changed = no_agenda) -> None:
         """`width`: samples that an engine runs at once. `timeout_s`: how long an idle engine waits for others."""
+        self._changed = changed
         self._width = width
         self._timeout_s = timeout_s
         self._waiting: deque[Group] = deque()
@@ -159,6 +175,11 @@ class BalancedAssignment:
         self._idle_since: float | None = None
         """Since when an engine has had nothing to do while others have."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any group waits."""
+        return bool(self._waiting)
+
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
         """Have groups wait for whoever has room; every engine gets a new chance."""
         self.put_back(groups)
@@ -169,6 +190,7 @@ class BalancedAssignment:
         """Have groups wait for whoever has room, after those of their step that wait already."""
         for group in groups:
             _queue(self._waiting, group)
+        self._changed()
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
         """Give the next group to the engine with room that has the fewest outstanding tokens, until none has room."""
@@ -200,7 +222,9 @@ class BalancedAssignment:
         load = self._load(engine)
         load.num_samples -= num_samples
         load.num_tokens -= num_samples * group.size.num_tokens
-        self._update(engine)
+        if self._has_room(load):
+            self._update(engine)
+            self._changed()
 
     def withdraw(self, engine: str) -> None:
         """Forget what an engine has to do."""
@@ -209,6 +233,7 @@ class BalancedAssignment:
         load.clear()
         load.is_open = True
         self._update(engine)
+        self._changed()
 
     def move(self, engine: str, others: Sequence[str]) -> bool:
         """Nothing waits for one engine; but it is not idle when it has nothing to do, and others get a new chance."""
@@ -240,6 +265,7 @@ class BalancedAssignment:
     def clear(self) -> None:
         """Forget what waits, and what engines have to do."""
         self._waiting.clear()
+        self._changed()
         for engine, load in self._loads.items():
             load.clear()
             self._update(engine)
@@ -249,6 +275,7 @@ class BalancedAssignment:
         for engine in engines:
             self._load(engine).is_open = True
             self._update(engine)
+        self._changed()
 
     def _load(self, engine: str) -> _Load:
         if engine not in self._loads:
@@ -266,11 +293,11 @@ class BalancedAssignment:
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
 
 
-def assignment_for(balance: Balance | None) -> Assignment:
+def assignment_for(balance: Balance | None, changed: Changed = no_agenda) -> Assignment:
     """Return how groups are assigned to engines: balanced if it says how, else pinned."""
     if balance is None:
-        return PinnedAssignment()
-    return BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s)
+        return PinnedAssignment(changed)
+    return BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s, changed=changed)
 
 
 def _queue(waiting: MutableSequence[Group], group: Group) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import Attest, CommitVersion, VersionCommitted
+from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
@@ -19,7 +20,8 @@ from tandem.coordinator.scheduler.transfers import SERVICE, by_part
 class Attestation:
     """The digests of one version, as far as they are known, and who is yet to send theirs."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, changed: Changed) -> None:
+        self._changed = changed
         self._is_verified = spec.is_verified
         self._requests = requests
         self._engines = engines
@@ -55,6 +57,7 @@ class Attestation:
     def begin_version(self) -> None:
         """Forget the digests of the version before."""
         self._digests = {}
+        self._changed()
 
     def order(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
         """Have digests taken of what these members hold, unless the run is not to be verified."""
@@ -62,6 +65,7 @@ class Attestation:
             return []
         self._unattested.update(members)
         self._unattested_trainers.update(member for member in members if member not in self._engines)
+        self._changed()
         return [
             Dispatch(
                 member=member,
@@ -75,11 +79,13 @@ class Attestation:
         self._digests[member] = by_part(member, digests)
         self._unattested.discard(member)
         self._unattested_trainers.discard(member)
+        self._changed()
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
         """Have the refit service compare the digests of engines that are not attested with those of trainers."""
         waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_attested]
         self._comparing = waiting
+        self._changed()
         known = [self._digests[name] for name in [*trainers, *waiting]] if self._is_verified else []
         order = CommitVersion(
             version=version,
@@ -92,6 +98,7 @@ class Attestation:
     def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
         """Take what the refit service has found; return the engines that are attested now, and those that differ."""
         compared, self._comparing = self._comparing or [], None
+        self._changed()
         engines = [self._engines[name] for name in compared if name in self._engines]
         attested = [engine for engine in engines if engine.name not in reply.differing]
         for engine in attested:
@@ -101,6 +108,7 @@ class Attestation:
     def forget_comparison(self) -> None:
         """Take note that the refit service compares nothing any more: it is lost."""
         self._comparing = None
+        self._changed()
 
     def prove_again(self, version: int) -> None:
         """Have engines that hold a version, and had been proven to, proven by digests that are known."""
@@ -115,3 +123,4 @@ class Attestation:
         self._unattested.discard(engine)
         if self._comparing is not None and engine in self._comparing:
             self._comparing.remove(engine)
+        self._changed()

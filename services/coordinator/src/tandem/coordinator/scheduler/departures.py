@@ -24,7 +24,7 @@ _STAYS = "was told to leave, and stays for what is left of the last step: there 
 def take_leaving(tables: Tables, member: str) -> list[Action]:
     """Give an engine nothing more that was told to leave. One that is not in the table yet goes at once."""
     publication = tables.publication
-    if tables.error is not None or tables.is_interrupted:
+    if tables.error is not None or tables.steps.is_interrupted:
         return []  # it is let go at the end, which is near
     if member in publication.arrivals:
         return turn_away(tables, member, "it was told to")
@@ -95,7 +95,7 @@ def welcome(tables: Tables) -> list[Action] | None:
         tables.assignment.withdraw(publication.newcomers.pop())
     if not len(arrivals):
         return None
-    if tables.is_interrupted or (tables.is_last and tables.progress.is_committed):
+    if tables.steps.is_interrupted or (tables.is_last and tables.progress.is_committed):
         arrivals.stop()
         return []
     if arrivals.refused:

@@ -12,27 +12,25 @@ def finish(tables: Tables) -> list[Action] | None:
     """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
     if tables.error is not None:
         return None if tables.saving.is_out else _end(tables, "failed", tables.error)
-    if not tables.has_started or not tables.progress.is_committed or not (tables.is_interrupted or tables.is_last):
-        return None
     if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.publication.is_settled:
         return None
-    return _end(tables, "interrupted" if tables.is_interrupted else "finished")
+    return _end(tables, "interrupted" if tables.steps.is_interrupted else "finished")
 
 
 def interrupt(tables: Tables) -> list[Action]:
     """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
     if tables.error is not None:
         return _end(tables, "failed", tables.error)
-    if tables.is_interrupted or tables.stage is not None:
+    if tables.steps.is_interrupted or tables.stage is not None:
         return _end(tables, "interrupted")
-    tables.is_interrupted = True
+    tables.steps.is_interrupted = True
     if tables.phase in GENERATION:
         tables.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
     tables.requests.drop_all(*GENERATION)  # also beside training
     tables.stop_generating()
     tables.progress.is_validated |= tables.progress.is_validating
     tables.progress.is_validating = False
-    if tables.has_started and not tables.progress.is_trained and not tables.progress.is_training:
+    if tables.steps.has_started and not tables.progress.is_trained and not tables.progress.is_training:
         tables.abandon_step()
     return []
 

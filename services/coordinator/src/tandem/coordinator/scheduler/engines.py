@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
+
 
 class Status(enum.Enum):
     """How far an engine is from serving tokens."""
@@ -59,8 +61,12 @@ class Engine:
 class EngineTable:
     """All engines of the run, and which of them have which status."""
 
-    def __init__(self, departed: Iterable[str] = ()) -> None:
+    def __init__(
+        self, departed: Iterable[str] = (), changed: Changed = no_agenda, changed_leaving: Changed = no_agenda
+    ) -> None:
         """`departed` have left before."""
+        self._changed = changed
+        self._changed_leaving = changed_leaving
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
         self._leaving: dict[str, None] = {}
@@ -93,6 +99,8 @@ class EngineTable:
         self._by_status[Status.READY] = dict.fromkeys(self._engines)
         self._leaving = {}
         self.num_attested = 0
+        self._changed()
+        self._changed_leaving()
 
     def add(self, name: str) -> None:
         """Enter one more engine, which may have to be connected; or take a place that is vacant."""
@@ -103,6 +111,8 @@ class EngineTable:
         self._engines = {each: engines[each] for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2]))}
         self._engines[name].status = Status.CONNECTING
         self._by_status[Status.CONNECTING][name] = None
+        self._changed()
+        self._changed_leaving()
 
     def remove(self, name: str) -> None:
         """Take an engine out that has left."""
@@ -111,6 +121,8 @@ class EngineTable:
         self.attest(engine, is_attested=False)
         del self._by_status[engine.status][name]
         self._leaving.pop(name, None)
+        self._changed()
+        self._changed_leaving()
 
     def await_by_hand(self, name: str) -> None:
         """Take note that nobody is launched in the place of an engine that is lost."""
@@ -122,16 +134,27 @@ class EngineTable:
         """Take note that an engine was told to leave."""
         engine.leave_by = leave_by
         self._leaving[engine.name] = None
+        self._changed()
+        self._changed_leaving()
 
     def stay(self, engine: Engine) -> None:
         """Take note that whoever comes in the place of an engine is not to leave."""
         engine.leave_by = None
         self._leaving.pop(engine.name, None)
+        self._changed()
+        self._changed_leaving()
 
     def leave_vacant(self, engine: Engine) -> None:
         """Keep the place of an engine that has left."""
         self.begin_to_leave(engine, engine.replace_by)
         engine.is_vacant = True
+        self._changed()
+        self._changed_leaving()
+
+    @property
+    def is_any_leaving(self) -> bool:
+        """Whether an engine was told to leave, or a place is vacant."""
+        return bool(self._leaving)
 
     def leaving(self) -> list[str]:
         """Return the engines that were told to leave, and a place that is vacant."""
@@ -171,3 +194,4 @@ class EngineTable:
         """Note whether the version that an engine holds is attested."""
         self.num_attested += is_attested - engine.is_attested
         engine.is_attested = is_attested
+        self._changed()

@@ -26,12 +26,10 @@ from tandem.coordinator.scheduler.tables import Tables
 def draw(tables: Tables) -> list[Action] | None:
     """Draw the groups of the next step that may be generated for; or more, where too few are informative."""
     spec = tables.spec
-    if not tables.has_started or not spec.has_engines or tables.is_interrupted:
-        return None
     num_groups = spec.num_groups if spec.dynamic_sampling is None else spec.dynamic_sampling.num_groups
-    if tables.drawn < min(tables.step + spec.max_trajectory_age_steps, spec.last_step):
-        tables.drawn += 1
-        return draw_groups(tables, "train", tables.drawn, num_groups)
+    if tables.steps.drawn < tables.newest_step:
+        tables.steps.drawn += 1
+        return draw_groups(tables, "train", tables.steps.drawn, num_groups)
     of_step = tables.groups.of_step(tables.step, "train")
     if of_step is None or not is_complete(tables, of_step) or not lacks_groups(tables, of_step):
         return None
@@ -81,7 +79,8 @@ def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list
     news = tables.groups.take_results(member, finished)
     for group, num_samples in news:
         tables.assignment.finished(member, group, num_samples)
-    return regeneration.drop_too_old(tables, [group for group, _ in news if group.state is GroupState.READY])
+    ready = [group for group, _ in news if group.state is GroupState.READY]
+    return regeneration.drop_too_old(tables, ready) if ready else []
 
 
 # --- the groups of a step --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from tandem.common.messages import Purpose, SampleScored, SamplesFinished
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.events import GroupSize
 
 
@@ -103,7 +104,17 @@ class StepGroups:
 class GroupTable:
     """All groups that are not done."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        changed: Changed = no_agenda,
+        changed_ready: Changed = no_agenda,
+        changed_stored: Changed = no_agenda,
+    ) -> None:
+        self._changed = changed
+        """To be called when a group is in another state, not when one more of its samples is there."""
+        self._changed_ready = changed_ready
+        """To be called when all groups of a step are ready. That some are not any more has no rule fire."""
+        self._changed_stored = changed_stored
         self._steps: dict[tuple[int, Purpose], StepGroups] = {}
         self._of_request: dict[int, StepGroups] = {}
         """By the command id of a `Generate` that is not answered."""
@@ -139,6 +150,8 @@ class GroupTable:
         first = len(of_step.groups)
         groups = [Group(step, purpose, first + i, size) for i, size in enumerate(sizes)]
         of_step.groups += groups
+        if of_step.is_ready:  # no group was drawn
+            self._changed_ready()
         return groups
 
     def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
@@ -152,12 +165,16 @@ class GroupTable:
             self._await_tokens(group, group.size.num_samples)
             self._count_in_flight(group, 1)
             self._of_engine.setdefault(engine, {})[group] = None
+        self._changed()
+        self._changed_stored()
 
     def close_request(self, request: int) -> None:
         """Note that a `Generate` is answered, or given up; nothing if the request was another."""
         of_step = self._of_request.pop(request, None)
         if of_step is not None:
             of_step.num_requests -= 1
+            if of_step.is_ready:
+                self._changed_ready()
 
     def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
         """Keep results; return of each group how many were new. What comes twice, or was given up, is no result."""
@@ -182,6 +199,10 @@ class GroupTable:
                 group.state = GroupState.READY
                 of_step.num_ready += 1
                 self._note_versions(of_step, group)
+                self._changed()
+                if of_step.is_ready:
+                    self._changed_ready()
+        self._changed_stored()
         return list(news.items())
 
     def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
@@ -205,6 +226,8 @@ class GroupTable:
         for engine in changed:
             for group in self.of_engine(engine, GroupState.READY):
                 self._note_versions(self._steps[group.step, group.purpose], group)
+        self._changed()
+        self._changed_stored()
 
     def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
         """Return how many groups an engine is generating, of some purposes or of any."""
@@ -229,12 +252,14 @@ class GroupTable:
     def forget_stored(self, engine: str) -> None:
         """Note that a rollout is lost, and all that it kept."""
         self._stored.pop(engine, None)
+        self._changed_stored()
 
     def take(self, step: int, purpose: Purpose) -> None:
         """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
         for group in self._steps[step, purpose].groups:
             group.state = GroupState.TAKEN
             self._forget_engine(group)
+        self._changed()
 
     def untake(self, step: int, purpose: Purpose) -> list[Group]:
         """Note that a step's groups are yet to be trained on, after all; return them."""
@@ -242,6 +267,8 @@ class GroupTable:
         for group in groups:
             group.state = GroupState.READY
             self._of_engine.setdefault(str(group.engine), {})[group] = None
+        self._changed()
+        self._changed_ready()
         return groups
 
     def remove(self, step: int, purpose: Purpose) -> None:
@@ -252,10 +279,13 @@ class GroupTable:
             self._await_tokens(group, -len(group.unfinished))
         for of_engine in self._stored.values() if purpose == "train" else ():
             of_engine.pop(step, None)
+        self._changed()
+        self._changed_stored()
 
     def clear(self) -> None:
         """Forget all groups but those that are trained on, or counted: the run ends."""
         self._of_request.clear()
+        self._changed()
         for step, purpose in [*self._steps]:
             groups = self._steps[step, purpose].groups
             if not any(group.state is GroupState.TAKEN for group in groups):

@@ -67,7 +67,7 @@ def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
     if engine is not None and engine.leave_by is not None:
         return departures.depart(tables, engine, why)
     match tables.members.kind(member):
-        case "rollout" | "refit" if tables.is_interrupted:
+        case "rollout" | "refit" if tables.steps.is_interrupted:
             tables.requests.drop(member)
             return []
         case "rollout" if member in tables.publication.engines:
@@ -84,7 +84,7 @@ def is_replaceable(tables: Tables, member: str) -> bool:
     engine = publication.engines.get(member)
     if member in publication.arrivals or (engine is not None and engine.leave_by is not None):
         return True
-    if tables.stage is not None or tables.error is not None or tables.is_interrupted:
+    if tables.stage is not None or tables.error is not None or tables.steps.is_interrupted:
         return False
     return publication.replacements.are_left(tables.requests.now) and (
         member in publication.engines or member == SERVICE

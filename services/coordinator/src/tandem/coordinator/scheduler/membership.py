@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tandem.common.messages import ServiceKind
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 
 
 class Membership:
     """The processes that have joined."""
 
-    def __init__(self, expected: Mapping[ServiceKind, int], departed: Collection[str] = ()) -> None:
+    def __init__(
+        self, expected: Mapping[ServiceKind, int], departed: Collection[str] = (), changed: Changed = no_agenda
+    ) -> None:
         """`departed` have left for good, of those that are counted."""
+        self._changed = changed
         self._expected: dict[ServiceKind, list[str]] = {
             kind: [name for name in (f"{kind}-{index}" for index in range(count)) if name not in departed]
             for kind, count in expected.items()
@@ -21,10 +25,12 @@ class Membership:
     def add(self, member: str, kind: ServiceKind) -> None:
         """Take note of a process that has joined, also in the place of one of the same name."""
         self._kinds[member] = kind
+        self._changed()
 
     def remove(self, member: str) -> None:
         """Take note of a process that has left."""
         self._kinds.pop(member, None)
+        self._changed()
 
     def kind(self, member: str) -> ServiceKind | None:
         """Return what a process is, None if it has not joined."""

@@ -7,6 +7,7 @@ is connected anew and they are refitted together: what is torn is passed on by n
 from __future__ import annotations
 
 from tandem.common.messages import PlannedMesh
+from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -19,7 +20,8 @@ _NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.BUILDING, Status.INSTALLING, Statu
 class Meshes:
     """The meshes of the plan. Those that are connected for the first time, as a run is set up, are not seen here."""
 
-    def __init__(self, transfers: Transfers, engines: EngineTable, requests: PendingRequests) -> None:
+    def __init__(self, transfers: Transfers, engines: EngineTable, requests: PendingRequests, changed: Changed) -> None:
+        self._changed = changed
         self._transfers = transfers
         self._engines = engines
         self._requests = requests
@@ -85,6 +87,7 @@ class Meshes:
 
     def _connected(self, name: str) -> None:
         del self._connecting[name]
+        self._changed()
         mesh = next(mesh for mesh in self._transfers.plan.meshes if mesh.name == name)
         for engine in self._engines_in(mesh):
             if self._engines[engine].status is Status.CONNECTING:
@@ -94,6 +97,7 @@ class Meshes:
         """Wait for a mesh no longer; its members do so in vain, until they are told of the next attempt."""
         for command_id in self._connecting.pop(mesh, ()):
             self._requests.close(command_id)
+        self._changed()
 
     def _engines_in(self, mesh: PlannedMesh) -> list[str]:
         return [name for name in processes_in(mesh) if name in self._engines]

@@ -21,6 +21,8 @@ cannot go on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import (
     Attested,
@@ -31,6 +33,7 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
+from tandem.coordinator.scheduler.agenda import Changed, Table, Tracked
 from tandem.coordinator.scheduler.arrivals import Arrivals
 from tandem.coordinator.scheduler.attestation import Attestation
 from tandem.coordinator.scheduler.engine_recovery import MOST_FAILURES, EngineRecovery
@@ -46,14 +49,17 @@ from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.transfers import SERVICE, Transfers
 
 
-class Publication:
+class Publication(Tracked):
     """The newest version of the trainers' weights, on its way to engines."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changes: Callable[[Table], Changed]) -> None:
+        changed = changes(Table.WEIGHTS)
+        super().__init__(changed)
+        self._changed_joining, self._changed_suspects = changes(Table.JOINING), changes(Table.SUSPECTS)
         self.spec = spec
         self.requests = requests
         self.transfers = Transfers(spec, requests)
-        self.engines = EngineTable(spec.departed)
+        self.engines = EngineTable(spec.departed, changes(Table.ENGINES), changes(Table.LEAVING))
         self.suspects: list[str] = []
         """Engines whose samples do not count any more; whoever reads it empties it."""
         self.version = -1
@@ -71,13 +77,13 @@ class Publication:
         self.num_behind = 0
         """Engines that hold an older version than what is offered."""
         self.trainers: list[str] = []
-        self.record = RefitProgress()
-        self.attestation = Attestation(spec, requests, self.engines)
-        self.meshes = Meshes(self.transfers, self.engines, requests)
-        self.service = ServiceRecovery(spec, requests, self.transfers, self.attestation)
+        self.record = RefitProgress(changed)
+        self.attestation = Attestation(spec, requests, self.engines, changed)
+        self.meshes = Meshes(self.transfers, self.engines, requests, changed)
+        self.service = ServiceRecovery(spec, requests, self.transfers, self.attestation, changed)
         self.newcomers: list[str] = []
         """Engines that have joined the others; whoever reads it empties it."""
-        self.arrivals = Arrivals(requests, self.transfers)
+        self.arrivals = Arrivals(requests, self.transfers, changes(Table.JOINING))
         self.may_address_all = True
         """Whether a refit can be for all that have a program, so that nobody need be named: nobody has left."""
         self._recovery = EngineRecovery(spec, requests, self.engines, self.transfers, self.meshes)
@@ -192,8 +198,15 @@ class Publication:
     @property
     def is_done(self) -> bool:
         """Whether every engine has the version, and all of that is proven and recorded, as it is most of the time."""
+        if not len(self.engines):
+            return True
         is_read = self.is_transferred and not self.num_behind
         return is_read and self.engines.num_attested == len(self.engines) and not self.record.engines
+
+    @property
+    def is_any_joining(self) -> bool:
+        """Whether an engine has joined the others, or is on its way."""
+        return bool(self.newcomers) or len(self.arrivals) > 0
 
     def is_everything_attested(self) -> bool:
         """Tell whether no engine holds what is not attested; in synchronous training, whether all hold the version."""
@@ -207,6 +220,10 @@ class Publication:
     def attest(self, members: list[str]) -> list[Action]:
         """Have digests taken of what these members hold of the version."""
         return self.attestation.order(members, self.version, self.remaining_s())
+
+    def begin_record(self, deadline: float) -> None:
+        """Begin anew to take note of what happens to the version; `deadline` is that of its refit."""
+        self.record = RefitProgress(self._changed, started_at=self.requests.now, deadline=deadline)
 
     def remaining_s(self) -> float:
         """Return what is left of the refit's deadline; a little, if none is, so that the error is the order's own."""
@@ -287,7 +304,7 @@ class Publication:
                 return []
             case WeightsCopied(digests=digests):
                 self.attestation.take_digests(member, digests)
-                self._uncopied.discard(member)
+                self._uncopied = self._uncopied - {member}
                 if not self._uncopied:
                     self._make_readable()
                 return []
@@ -338,7 +355,7 @@ class Publication:
         self.requests.drop(name)
         self._forget(engine)
         if not self.record.seconds:  # what comes is a refit of this engine alone
-            self.record = RefitProgress(started_at=self.requests.now, deadline=self.record.deadline)
+            self.begin_record(self.record.deadline)
         return self._recovery.replace(engine, why)
 
     def let_go(self, engine: Engine, *, is_last: bool) -> None:
@@ -349,6 +366,7 @@ class Publication:
         self._forget(engine)
         while name in self.suspects:
             self.suspects.remove(name)
+            self._changed_suspects()
         self.may_address_all = False
         if not is_last and not self.meshes.has_others(name):
             self.engines.remove(name)
@@ -387,8 +405,9 @@ class Publication:
         """Have an engine that has joined brought to where the others are."""
         self.engines.add(name)
         self.newcomers.append(name)
+        self._changed_joining()
         if self.is_transferred and not self.record.seconds:  # what comes is a refit of this engine alone
-            self.record = RefitProgress(started_at=self.requests.now, deadline=self.record.deadline)
+            self.begin_record(self.record.deadline)
 
     # --- one engine --------------------------------------------------------------------------------------------------
 
@@ -406,3 +425,4 @@ class Publication:
         engine.has_frozen = False
         self.attestation.forget(engine.name)
         self.suspects.append(engine.name)
+        self._changed_suspects()

@@ -13,7 +13,6 @@ from tandem.coordinator.scheduler.engines import COMING_BACK, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.publication import Publication
-from tandem.coordinator.scheduler.refit_record import RefitProgress
 from tandem.coordinator.scheduler.tables import Tables
 
 _SHARE_OF_TRANSFER = 0.8
@@ -23,8 +22,6 @@ _SHARE_OF_TRANSFER = 0.8
 def publish(tables: Tables) -> list[Action] | None:
     """Do what can be done now for the version to reach engines, and to be attested."""
     publication = tables.publication
-    if not len(publication.engines) or publication.is_done:
-        return None
     actions = [
         *publication.meshes.connect(may_join=publication.is_readable),
         *_finish_record(publication),
@@ -60,7 +57,7 @@ def _refit_engines(publication: Publication, is_free: Callable[[str], bool]) -> 
         return _refit(publication, takers, everybody=False)
     publication.is_begun = True
     quarantined = publication.record.quarantined  # of the version before, and in no record
-    publication.record = RefitProgress(started_at=now, deadline=now + publication.spec.deadlines.refit)
+    publication.begin_record(now + publication.spec.deadlines.refit)
     publication.record.quarantined = quarantined
     return _refit(publication, takers, everybody=_is_for_all(publication, takers))
 
@@ -135,6 +132,6 @@ def _finish_record(publication: Publication) -> list[Action]:
     is_known = publication.record.digest is not None and publication.record.engines
     if not is_known or publication.is_attesting or not publication.is_everything_attested():
         return []
-    now = publication.requests.now
-    done, publication.record = publication.record, RefitProgress(started_at=now, deadline=publication.record.deadline)
-    return [done.committed(publication.version, publication.transfers.plan, now)]
+    done = publication.record
+    publication.begin_record(done.deadline)
+    return [done.committed(publication.version, publication.transfers.plan, publication.requests.now)]

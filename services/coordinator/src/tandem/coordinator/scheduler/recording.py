@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.messages import Purpose, SamplesRecorded
+from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.events import Action, DispatchRecord, Say, StepRecorded
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -28,7 +29,8 @@ class Part(msgspec.Struct, frozen=True):
 class Recording:
     """Parts of the record that are not written yet. Does nothing where no record is kept."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+        self._changed = changed
         self._is_on = bool(spec.samples_folder)
         self._allowed_s = spec.deadlines.save
         self._requests = requests
@@ -67,6 +69,7 @@ class Recording:
             until = self._requests.now + self._allowed_s
             self._waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
             self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
+            self._changed()
         return self._is_on and bool(rollouts)
 
     def run_rule(self) -> list[Action]:
@@ -79,11 +82,13 @@ class Recording:
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
             actions.append(DispatchRecord(member=member, **of_part, **fields))
+            self._changed()
         return actions
 
     def take_built(self, rollout: str) -> None:
         """Take note that a rollout can be asked."""
         self._able[rollout] = None
+        self._changed()
 
     def take_loss(self, rollout: str) -> None:
         """Take note that a rollout is lost: what it was asked for waits again."""
@@ -91,6 +96,7 @@ class Recording:
         for request in [*self._requests.of(rollout, Phase.RECORDING)]:
             self._requests.close(request.command_id)
             self._waiting[self._asked.pop(request.command_id)] = request.deadline
+        self._changed()
 
     def take_recorded(self, reply: SamplesRecorded) -> list[Action]:
         """Take note that a part is written; with the last one, its step is."""
@@ -117,6 +123,7 @@ class Recording:
     def _close(self, part: Part, num_bytes: int = 0) -> list[Action]:
         key = part.step, part.purpose
         self._num_bytes[key] += num_bytes
+        self._changed()
         if any((other.step, other.purpose) == key for other in [*self._waiting, *self._asked.values()]):
             return []
         rollouts, num_bytes = self._rollouts.pop(key), self._num_bytes.pop(key)

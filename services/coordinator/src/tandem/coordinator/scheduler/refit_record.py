@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from tandem.common.messages import TransfersPlanned
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.events import RecordRefit
 
 
-class RefitProgress:
+class RefitProgress(Tracked):
     """What a publication has been so far."""
 
-    def __init__(self, *, started_at: float = 0.0, deadline: float = 0.0) -> None:
+    def __init__(self, changed: Changed, *, started_at: float = 0.0, deadline: float = 0.0) -> None:
+        super().__init__(changed)
         self.deadline = deadline
         self.seconds: dict[str, float] = {}
         self.engines: list[str] = []

@@ -18,8 +18,6 @@ from tandem.coordinator.scheduler.tables import Tables
 def discard(tables: Tables) -> list[Action] | None:
     """Discard what engines made that does not count any more."""
     suspects = tables.publication.suspects
-    if not suspects:
-        return None
     actions: list[Action] = []
     while suspects:
         engine = suspects.pop(0)

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 import msgspec
 
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.phases import Phase
 
 
@@ -32,7 +33,8 @@ class CommandFields(TypedDict):
 class PendingRequests:
     """Gives each order its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
 
-    def __init__(self, now: float, first_command_id: int = 1) -> None:
+    def __init__(self, now: float, first_command_id: int = 1, changed: Changed = no_agenda) -> None:
+        self._changed = changed
         self.now = now
         self._by_id: dict[int, Request] = {}
         self._of_member: dict[str, dict[int, Request]] = {}
@@ -62,6 +64,7 @@ class PendingRequests:
         self._of_member.setdefault(member, {})[request.command_id] = request
         self._num_of_phase[phase] += 1
         heapq.heappush(self._deadlines, (request.deadline, request.command_id))
+        self._changed()
         return fields
 
     def notice(self, allowed_s: float) -> CommandFields:
@@ -76,6 +79,7 @@ class PendingRequests:
         if request is not None:
             del self._of_member[request.member][command_id]
             self._num_of_phase[request.phase] -= 1
+            self._changed()
         return request
 
     def num_for(self, *phases: Phase) -> int:

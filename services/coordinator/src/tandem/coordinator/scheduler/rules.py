@@ -21,7 +21,8 @@
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 A rule is a function of the tables. It returns None where it does not fire, and else its actions. These may be none:
-then it has changed the tables. The first rule that can fire does, and then all are asked again.
+then it has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked
+only if a table that it reads has changed since it was asked last (`agenda`): each says here which ones it reads.
 
 Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
 published. An algorithm over a data set has no engines, and the rules that need them do not fire.
@@ -29,8 +30,7 @@ published. An algorithm over a data set has no engines, and the rules that need 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from tandem.coordinator.scheduler.agenda import Mode, Rule, Table
 from tandem.coordinator.scheduler.departures import let_go, welcome
 from tandem.coordinator.scheduler.ending import finish
 from tandem.coordinator.scheduler.events import Action
@@ -42,7 +42,8 @@ from tandem.coordinator.scheduler.steps import advance, commit, publish_checkpoi
 from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.training import offer, train
 
-Rule = Callable[[Tables], list[Action] | None]
+_WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
+"""What says how far a version is on its way, and whether the step waits for that."""
 
 
 def record(tables: Tables) -> list[Action] | None:
@@ -50,46 +51,126 @@ def record(tables: Tables) -> list[Action] | None:
     return tables.recording.run_rule() or None
 
 
-SETTING_UP: tuple[Rule, ...] = (set_up,)
-"""The rules until everything is set up."""
-RULES: tuple[Rule, ...] = (
-    let_go,
-    welcome,
-    publish,
-    discard,
-    record,
-    start,
-    offer,
-    validate,
-    publish_checkpoint,
-    save,
-    commit,
-    advance,
-    draw,
-    assign,
-    train,
-    finish,
+SET_UP = Rule(
+    fire=set_up,
+    opens_with=(),
+    is_open=lambda tables: True,
+    reads=(Table.MEMBERS, Table.REQUESTS),
 )
-"""The rules of a run that goes on."""
-FAILING: tuple[Rule, ...] = (publish_checkpoint, finish)
-"""The rules of a run that has failed, and only waits for its last checkpoint."""
+LET_GO = Rule(
+    fire=let_go,
+    opens_with=(Table.LEAVING,),
+    is_open=lambda tables: tables.publication.engines.is_any_leaving,
+    reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
+)
+WELCOME = Rule(
+    fire=welcome,
+    opens_with=(Table.JOINING,),
+    is_open=lambda tables: tables.publication.is_any_joining,
+    reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
+)
+PUBLISH = Rule(
+    fire=publish,
+    opens_with=(Table.WEIGHTS, Table.ENGINES),
+    is_open=lambda tables: not tables.publication.is_done,
+    reads=(Table.GROUPS, Table.REQUESTS),
+)
+DISCARD = Rule(
+    fire=discard,
+    opens_with=(Table.SUSPECTS,),
+    is_open=lambda tables: bool(tables.publication.suspects),
+)
+RECORD = Rule(
+    fire=record,
+    opens_with=(Table.RECORDING,),
+    is_open=lambda tables: tables.recording.is_waiting,
+)
+START = Rule(
+    fire=start,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: not tables.steps.has_started,
+    reads=_WEIGHTS,
+)
+OFFER = Rule(
+    fire=offer,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_training,
+    reads=_WEIGHTS,
+)
+VALIDATE = Rule(
+    fire=validate,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_validate,
+    reads=(*_WEIGHTS, Table.READY),
+)
+PUBLISH_CHECKPOINT = Rule(
+    fire=publish_checkpoint,
+    opens_with=(Table.SAVING,),
+    is_open=lambda tables: tables.saving.whole is not None,
+    reads=(Table.RECORDING,),
+)
+SAVE = Rule(
+    fire=save,
+    opens_with=(Table.STEPS, Table.SAVING),
+    is_open=lambda tables: tables.saving.is_copied or (tables.must_save and not tables.saving.is_out),
+    reads=_WEIGHTS,
+)
+COMMIT = Rule(
+    fire=commit,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_trained and not tables.progress.is_committed,
+    reads=(*_WEIGHTS, Table.SAVING),
+)
+ADVANCE = Rule(
+    fire=advance,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_committed,
+)
+DRAW = Rule(
+    fire=draw,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_draw,
+    reads=(Table.READY, Table.ENGINES),
+)
+ASSIGN = Rule(
+    fire=assign,
+    opens_with=(Table.WAITING,),
+    is_open=lambda tables: tables.assignment.is_waiting or bool(tables.full),
+    reads=(Table.ENGINES, Table.WEIGHTS, Table.STORED),
+)
+TRAIN = Rule(
+    fire=train,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_train,
+    reads=(Table.READY, Table.ENGINES, Table.WEIGHTS),
+)
+FINISH = Rule(
+    fire=finish,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.is_at_end,
+    reads=(*_WEIGHTS, Table.RECORDING, Table.SAVING),
+)
 
-
-def run_rules(tables: Tables) -> list[Action]:
-    """Run the rules until none fires; return their actions."""
-    actions: list[Action] = []
-    while (fired := _fire(tables)) is not None:
-        actions += fired
-    return actions
-
-
-def _fire(tables: Tables) -> list[Action] | None:
-    """Have the first rule fire that does."""
-    if tables.finish is not None:
-        return None
-    rules = FAILING if tables.error is not None else SETTING_UP if tables.stage is not None else RULES
-    for rule in rules:
-        fired = rule(tables)
-        if fired is not None:
-            return fired
-    return None
+RULES: dict[Mode, tuple[Rule[Tables], ...]] = {
+    Mode.SETTING_UP: (SET_UP,),
+    Mode.GOING_ON: (
+        LET_GO,
+        WELCOME,
+        PUBLISH,
+        DISCARD,
+        RECORD,
+        START,
+        OFFER,
+        VALIDATE,
+        PUBLISH_CHECKPOINT,
+        SAVE,
+        COMMIT,
+        ADVANCE,
+        DRAW,
+        ASSIGN,
+        TRAIN,
+        FINISH,
+    ),
+    Mode.FAILING: (PUBLISH_CHECKPOINT, FINISH),
+}
+"""The rules of each mode, in the order in which they are asked."""

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import AwaitCheckpoint, SaveCheckpoint
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.events import Action, Dispatch, PublishCheckpoint
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class Saving:
+class Saving(Tracked):
     """At most one checkpoint on its way to the disk."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+        super().__init__(changed)
         self._spec = spec
         self._requests = requests
         self._copied: int | None = None
@@ -61,7 +63,7 @@ class Saving:
 
     def take_written(self, member: str) -> None:
         """Take note that a trainer's part is on disk; with the last part, the checkpoint is whole."""
-        self._awaited.discard(member)
+        self._awaited = self._awaited - {member}
 
     @property
     def whole(self) -> int | None:

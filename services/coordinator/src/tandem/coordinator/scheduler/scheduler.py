@@ -1,18 +1,19 @@
 """The coordinator's decisions: an event changes the tables, and rules run until none fires. Pure.
 
 `Scheduler.handle` takes one event and returns the actions it leads to: it gives the event to whom it concerns, and then
-runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no file and
-knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
+has the agenda run the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches
+no file and knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.run.run.loop` carries the actions out.
 
-    event ─▶ applied: `losses`, `generation`, `publication`, ... ─▶ `rules`, until none fires ─▶ actions
-                               └──────────── `tables` ────────────────┘
+    event ─▶ applied: `losses`, `generation`, `publication`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
+                               └──────────── `tables` ──────────────────┘
 
 An error that is raised on the way ends the run (`ending.fail`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from tandem.common.errors import ServiceError
@@ -27,6 +28,7 @@ from tandem.common.messages import (
     Trained,
 )
 from tandem.coordinator.scheduler import deadlines, departures, ending, generation, losses, regeneration, setting_up
+from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -43,7 +45,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.kept import KeptGroups
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rules import run_rules
+from tandem.coordinator.scheduler.rules import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.tables import IsInformative, StepProgress, Tables
 
@@ -57,12 +59,17 @@ class Scheduler:
         now: float,
         is_informative: IsInformative = bool,
         first_command_id: int = 1,
+        agenda: Callable[[Mapping[Mode, tuple[Rule[Tables], ...]]], Agenda[Tables]] = Agenda,
     ) -> None:
         """`is_informative` says whether a group is worth training on, where the run samples dynamically.
 
-        `first_command_id` is above that of any order in an earlier term of the run.
+        `first_command_id` is above that of any order in an earlier term of the run. `agenda` makes the agenda of rules.
         """
-        self.tables = Tables(spec, now, is_informative, first_command_id)
+        self.agenda = agenda(RULES)
+        self.tables = Tables(spec, now, is_informative, first_command_id, self.agenda.changes)
+        self._may_phase_differ = self.agenda.watch(
+            Table.STEPS, Table.SAVING, Table.WEIGHTS, Table.ENGINES, Table.REQUESTS
+        )
         self.requests = self.tables.requests
         self.groups = self.tables.groups
         self.publication = self.tables.publication
@@ -100,10 +107,12 @@ class Scheduler:
             return []
         try:
             actions = _apply(tables, event)
-            actions += run_rules(tables)
+            actions += self.agenda.run(tables)
         except ServiceError as error:
             actions = ending.fail(tables, error)
-        tables.watch.enter(tables.phase, event.now)
+            tables.watch.enter(tables.phase, event.now)
+        if self._may_phase_differ():
+            tables.watch.enter(tables.phase, event.now)
         if not tables.spec.is_synchronous:
             _note_idleness(tables)
         return actions
@@ -166,7 +175,7 @@ def _apply_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
 
 
 def _note_idleness(tables: Tables) -> None:
-    num_engines, has_started = len(tables.publication.engines), tables.has_started
+    num_engines, has_started = len(tables.publication.engines), tables.steps.has_started
     busy = tables.requests.num_for(Phase.TRAINING, Phase.SAVING, Phase.COPYING)
     tables.idleness.note(
         tables.requests.now,

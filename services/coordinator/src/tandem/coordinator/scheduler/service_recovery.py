@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.errors import DeadlineExceeded
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.attestation import Attestation
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Action, Replace
@@ -18,12 +19,18 @@ from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.transfers import SERVICE, Transfers
 
 
-class ServiceRecovery:
+class ServiceRecovery(Tracked):
     """Whether the refit service is there, and how far one is that has taken its place."""
 
     def __init__(
-        self, spec: RunSpec, requests: PendingRequests, transfers: Transfers, attestation: Attestation
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        transfers: Transfers,
+        attestation: Attestation,
+        changed: Changed,
     ) -> None:
+        super().__init__(changed)
         self._join_s = spec.deadlines.join
         self._requests = requests
         self._transfers = transfers

@@ -44,11 +44,11 @@ def set_up(tables: Tables) -> list[Action] | None:
 
 def start(tables: Tables) -> list[Action] | None:
     """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
-    if tables.has_started or tables.is_refitting or tables.publication.is_transferring:
+    if tables.is_refitting or tables.publication.is_transferring:
         return None
-    tables.has_started = True
+    tables.steps.has_started = True
     tables.watch.begin_step(tables.requests.now)  # what came before was no step
-    is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.is_interrupted
+    is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.steps.is_interrupted
     tables.progress.is_committed = not is_validated
     return []
 

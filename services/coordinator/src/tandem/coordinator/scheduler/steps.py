@@ -5,14 +5,12 @@ from __future__ import annotations
 from tandem.coordinator.scheduler import generation, training
 from tandem.coordinator.scheduler.events import Action, CommitStep, StepValidated
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.tables import StepProgress, Tables
+from tandem.coordinator.scheduler.tables import Tables
 
 
 def validate(tables: Tables) -> list[Action] | None:
     """Validate a step that has trained, once engines hold its weights; see when that is done."""
     progress = tables.progress
-    if not tables.has_started or not progress.is_trained or progress.is_committed or progress.is_validated:
-        return None
     if tables.is_refitting:
         return None
     if not progress.is_validating:
@@ -39,23 +37,24 @@ def save(tables: Tables) -> list[Action] | None:
         if tables.requests.num_for(Phase.SAVING):
             return None
         return tables.saving.write(tables.members.all("trainer"))
-    if not tables.may_commit or not tables.must_save or tables.saving.is_out:
+    if not tables.may_commit:
         return None
-    tables.saved = tables.step
+    tables.steps.saved = tables.step
     return tables.saving.copy(tables.step, tables.members.all("trainer"))
 
 
 def publish_checkpoint(tables: Tables) -> list[Action] | None:
     """Publish the checkpoint that is written, once the record has all steps that it is made of."""
     step = tables.saving.whole
-    if step is None or (tables.error is None and tables.recording.is_pending(step)):
+    assert step is not None, "the rule is open"
+    if tables.error is None and tables.recording.is_pending(step):
         return None
     return tables.saving.publish()
 
 
 def commit(tables: Tables) -> list[Action] | None:
     """Have the step written to the journal: now it is done."""
-    if tables.progress.is_committed or not tables.may_commit or tables.must_save or tables.saving.is_copied:
+    if not tables.may_commit or tables.must_save or tables.saving.is_copied:
         return None
     tables.progress.is_committed = True
     step = tables.step
@@ -75,9 +74,9 @@ def commit(tables: Tables) -> list[Action] | None:
 
 def advance(tables: Tables) -> list[Action] | None:
     """Begin the next step."""
-    if not tables.has_started or not tables.progress.is_committed or tables.is_interrupted or tables.is_last:
+    if not tables.steps.has_started or tables.steps.is_interrupted or tables.is_last:
         return None
-    tables.progress = StepProgress(tables.step + 1)
+    tables.steps.begin(tables.step + 1)
     tables.watch.begin_step(tables.requests.now)
     return []
 
@@ -86,7 +85,7 @@ def _is_validation_due(tables: Tables) -> bool:
     every, step = tables.spec.validate_every, tables.step
     is_due = step == 0 or (every > 0 and (step % every == 0 or tables.is_last))
     is_due |= tables.spec.validate_at_end and tables.is_last
-    return is_due and not tables.is_interrupted
+    return is_due and not tables.steps.is_interrupted
 
 
 def _is_evaluated(tables: Tables) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose, SampleScored
+from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, Tracked, no_agenda
 from tandem.coordinator.scheduler.assignment import assignment_for
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.scheduler.groups import GroupTable
@@ -29,10 +30,11 @@ IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 
 
-class StepProgress:
+class StepProgress(Tracked):
     """How far the step in progress is; all but its groups."""
 
-    def __init__(self, number: int, *, is_trained: bool = False, is_committed: bool = False) -> None:
+    def __init__(self, number: int, changed: Changed, *, is_trained: bool = False, is_committed: bool = False) -> None:
+        super().__init__(changed)
         self.number = number
         self.is_training = False
         self.missing: dict[str, str] = {}
@@ -51,36 +53,64 @@ class StepProgress:
         """Whether the step is in the journal."""
 
 
+class Steps(Tracked):
+    """The step in progress, and how far the run is."""
+
+    def __init__(self, first_step: int, changed: Changed) -> None:
+        super().__init__(changed)
+        self.progress = StepProgress(first_step - 1, changed, is_trained=True)
+        self.has_started = False
+        """Whether the weights to start from have reached the engines."""
+        self.drawn = first_step - 1
+        """The newest step whose groups were drawn."""
+        self.saved = first_step - 1
+        """The newest step of which trainers have a copy, or the run began with one."""
+        self.is_interrupted = False
+
+    def begin(self, number: int) -> None:
+        """Begin a step."""
+        self.progress = StepProgress(number, self._changed)
+
+    def go_back(self) -> None:
+        """Go back to the end of the step before, which was done."""
+        self.progress = StepProgress(self.progress.number - 1, self._changed, is_trained=True, is_committed=True)
+
+
 class Tables:
     """Groups, engines, processes and pending requests, the step in progress, and how far the run is."""
 
-    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative, first_command_id: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        now: float,
+        is_informative: IsInformative,
+        first_command_id: int,
+        changes: Callable[[Table], Changed],
+    ) -> None:
+        """`changes` returns what a table calls when it has changed (`Agenda.changes`)."""
         self.spec = spec
         self.is_informative = is_informative
-        self.members = Membership(spec.expected, spec.departed)
+        self.members = Membership(spec.expected, spec.departed, changes(Table.MEMBERS))
         self.engines_to_begin: list[str] = []
         """Those that everything is set up with; others may join later."""
         self.told_to_leave: dict[str, None] = {}
         """Engines that were, before everything was set up, or who stay nevertheless."""
-        self.requests = PendingRequests(now, first_command_id)
-        self.groups = GroupTable()
-        self.assignment = assignment_for(spec.balance)
+        self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
+        self.groups = GroupTable(
+            changes(Table.GROUPS),
+            changes(Table.READY),
+            no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
+        )
+        self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
         self.kept = KeptGroups({})
-        self.publication = Publication(spec, self.requests)
-        self.saving = Saving(spec, self.requests)
-        self.recording = Recording(spec, self.requests)
-        self.progress = StepProgress(spec.first_step - 1, is_trained=True)
+        self.publication = Publication(spec, self.requests, changes)
+        self.saving = Saving(spec, self.requests, changes(Table.SAVING))
+        self.recording = Recording(spec, self.requests, changes(Table.RECORDING))
+        self.steps = Steps(spec.first_step, changes(Table.STEPS))
         self.watch = Stopwatch(now)
         self.idleness = Idleness(now)
         self.stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
-        self.has_started = False
-        """Whether the weights to start from have reached the engines."""
-        self.drawn = spec.first_step - 1
-        """The newest step whose groups were drawn."""
-        self.saved = spec.first_step - 1
-        """The newest step of which trainers have a copy, or the run began with one."""
-        self.is_interrupted = False
         self.error: ServiceError | None = None
         """Why the run has failed, while it only waits for a checkpoint."""
         self.finish: Finish | None = None
@@ -97,9 +127,23 @@ class Tables:
         """Groups that were ready for later steps when the step in progress began to train."""
 
     @property
+    def mode(self) -> Mode:
+        """Which rules are in force."""
+        if self.finish is not None:
+            return Mode.OVER
+        if self.error is not None:
+            return Mode.FAILING
+        return Mode.GOING_ON if self.stage is None else Mode.SETTING_UP
+
+    @property
+    def progress(self) -> StepProgress:
+        """How far the step in progress is."""
+        return self.steps.progress
+
+    @property
     def step(self) -> int:
         """The step in progress, or the last one done."""
-        return self.progress.number
+        return self.steps.progress.number
 
     @property
     def senders(self) -> list[str]:
@@ -114,7 +158,9 @@ class Tables:
     @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
-        return self.publication.holds_up_step or (self.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
+        return self.publication.holds_up_step or (
+            self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0
+        )
 
     @property
     def may_commit(self) -> bool:
@@ -123,11 +169,46 @@ class Tables:
         return progress.is_trained and (progress.is_committed or (progress.is_validated and not self.is_refitting))
 
     @property
+    def may_validate(self) -> bool:
+        """Whether the step in progress has trained, and is not validated."""
+        progress = self.progress
+        is_over = progress.is_committed or progress.is_validated
+        return self.steps.has_started and progress.is_trained and not is_over
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether groups may be generated for a later step, or more for the one in progress."""
+        steps, spec = self.steps, self.spec
+        if not steps.has_started or not spec.has_engines or steps.is_interrupted:
+            return False
+        return spec.dynamic_sampling is not None or steps.drawn < self.newest_step
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that groups may be generated for."""
+        return min(self.step + self.spec.max_trajectory_age_steps, self.spec.last_step)
+
+    @property
+    def may_train(self) -> bool:
+        """Whether the step in progress is yet to be trained on."""
+        progress = self.progress
+        is_begun = progress.is_training or progress.is_trained
+        return self.steps.has_started and not is_begun and not self.steps.is_interrupted
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step follows: the last one is committed, or the run is to end."""
+        if self.error is not None:
+            return True
+        is_over = self.steps.is_interrupted or self.is_last
+        return self.steps.has_started and self.progress.is_committed and is_over
+
+    @property
     def must_save(self) -> bool:
         """Whether the step is to be saved, and was not."""
         every, step = self.spec.save_every, self.step
-        is_due = every > 0 and (step % every == 0 or self.is_last or self.is_interrupted)
-        return is_due and step > self.saved and self.has_started
+        is_due = every > 0 and (step % every == 0 or self.is_last or self.steps.is_interrupted)
+        return is_due and step > self.steps.saved and self.steps.has_started
 
     @property
     def phase(self) -> Phase:
@@ -141,7 +222,7 @@ class Tables:
             return self.stage
         if progress.is_training:
             return Phase.TRAINING
-        if not self.has_started or (progress.is_trained and not progress.is_committed and self.is_refitting):
+        if not self.steps.has_started or (progress.is_trained and not progress.is_committed and self.is_refitting):
             return Phase.REFITTING
         if progress.is_validating:
             return Phase.VALIDATING
@@ -170,7 +251,7 @@ class Tables:
     def abandon_step(self) -> None:
         """Go back to the last step that was done, and save it if it was not saved."""
         self.groups.remove(self.step, "train")
-        self.progress = StepProgress(self.step - 1, is_trained=True, is_committed=True)
+        self.steps.go_back()
 
     def stop_generating(self) -> None:
         """Forget what was to be generated, and ask nothing more of engines: the run ends."""

@@ -16,8 +16,6 @@ _MAX_FETCHES = 3
 def train(tables: Tables) -> list[Action] | None:
     """Train on the step's groups."""
     progress = tables.progress
-    if not tables.has_started or progress.is_training or progress.is_trained or tables.is_interrupted:
-        return None
     if tables.spec.has_engines:
         of_step = tables.groups.of_step(tables.step, "train")
         if of_step is None or not generation.is_complete(tables, of_step) or not tables.publication.may_step:
@@ -35,19 +33,19 @@ def train(tables: Tables) -> list[Action] | None:
 def offer(tables: Tables) -> list[Action] | None:
     """Take the step as trained once every rank has said so; engines may have the weights."""
     progress = tables.progress
-    if not progress.is_training or tables.requests.num_for(Phase.TRAINING):
+    if tables.requests.num_for(Phase.TRAINING):
         return None
     if progress.missing:
         return _make_again(tables)
-    if tables.unusable:
-        _forget_unusable(tables)
     if not tables.publication.may_offer:  # which goes on beside the step
         return None
+    if tables.unusable:
+        _forget_unusable(tables)
     progress.is_training, progress.is_trained = False, True
     of_step = tables.groups.of_step(progress.number, "train")
     if of_step is not None:
         tables.recording.begin(progress.number, "train", {str(group.engine) for group in of_step.groups})
-    if not tables.spec.has_engines or tables.is_interrupted:
+    if not tables.spec.has_engines or tables.steps.is_interrupted:
         return []
     return tables.publication.offer(progress.number, has_update=progress.has_update)
 
@@ -70,7 +68,7 @@ def _make_again(tables: Tables) -> list[Action]:
         tried = f"{why} ({_MAX_FETCHES} times in this step)"
         raise ServiceError("coordinator", f"training step {progress.number}", f"samples are missing: {tried}")
     tables.publication.resume()
-    if tables.is_interrupted:
+    if tables.steps.is_interrupted:
         tables.abandon_step()
         return []
     if not tables.spec.has_engines:  # they are of a record, and are still there
