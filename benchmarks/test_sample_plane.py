@@ -64,8 +64,8 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.members import Pulse, Registry
 from tandem.coordinator.run.replies import Replies
 from tandem.coordinator.run.reply_checks import Limits
-from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
-from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
+from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tests.members import at, open_listening

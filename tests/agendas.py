@@ -67,22 +67,22 @@ class Checked(AskEverything):
     # --- hearing what is read ----------------------------------------------------------------------------------------
 
     def _watch_all(self, tables: Tables) -> None:
-        publication = tables.publication
+        weights = tables.weights
         watched: list[tuple[object, Table | str, dict[str, Table]]] = [
             (tables.members, Table.MEMBERS, {}),
             (tables.requests, Table.REQUESTS, {}),
             (tables.groups, Table.GROUPS, {"_steps": Table.READY, "_stored": Table.STORED, "_awaited": Table.STORED}),
             (tables.assignment, Table.WAITING, {}),
-            (publication.engines, Table.ENGINES, {"_leaving": Table.LEAVING}),
-            (publication.arrivals, Table.JOINING, {}),
-            (publication.attestation, Table.WEIGHTS, {}),
-            (publication.meshes, Table.WEIGHTS, {}),
-            (publication.service, Table.WEIGHTS, {}),
-            (publication, Table.WEIGHTS, {"newcomers": Table.JOINING, "suspects": Table.SUSPECTS}),
+            (tables.engines, Table.ENGINES, {"_leaving": Table.LEAVING, "suspects": Table.SUSPECTS}),
+            (tables.joining, Table.JOINING, {}),
+            (weights, Table.WEIGHTS, {}),
+            (weights.verification, Table.WEIGHTS, {}),
+            (weights.transfer_groups, Table.WEIGHTS, {}),
+            (tables.service, Table.WEIGHTS, {}),
             (tables.steps, Table.STEPS, {}),
             (tables.saving, Table.SAVING, {}),
             (tables.recording, Table.RECORDING, {}),
-            (tables.kept, "kept groups", {}),
+            (tables.restored, "restored groups", {}),
             (tables, "what belongs to no table", {"full": Table.WAITING}),
         ]
         by_itself = {id(table) for table, _, _ in watched}
@@ -101,14 +101,12 @@ class Checked(AskEverything):
             if not (id(value) in by_itself or callable(value) or attribute in NEVER_CHANGES)
         }
 
-        class Watched(plain):  # type: ignore[misc, valid-type]
-            def __getattribute__(self, attribute: str) -> Any:
-                if attribute in attributes:
-                    read.add(attributes[attribute])
-                return plain.__getattribute__(self, attribute)
+        def hear(watched: Any, attribute: str) -> Any:
+            if attribute in attributes:
+                read.add(attributes[attribute])
+            return plain.__getattribute__(watched, attribute)
 
-        Watched.__name__ = plain.__name__
-        object.__setattr__(table, "__class__", Watched)
+        object.__setattr__(table, "__class__", type(plain.__name__, (plain,), {"__getattribute__": hear}))
 
 
 NEVER_CHANGES = {

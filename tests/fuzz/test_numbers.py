@@ -22,7 +22,7 @@ from tandem.common.messages import LARGEST, Message, Problem, SampleScored
 from tandem.common.wire import Codec, encode
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.run.reply_checks import finite
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.trainer.losses.aggregate import Counts

@@ -11,7 +11,7 @@ from tandem.common.sample_files import FOLDER, SHARD
 from tandem.common.sample_record import RecordedSample, read_step, steps
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.run.journal import StepRecord, read_journal
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tests.integration.harness import Command, steps_of, wait_until
 
 TWO: dict[str, Any] = {

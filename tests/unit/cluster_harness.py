@@ -59,12 +59,13 @@ from tandem.coordinator.scheduler.events import (
     Interrupted,
     Joined,
     KeptFound,
+    KeptGroup,
     Lost,
+    Place,
     PromptsDrawn,
     Replied,
 )
 from tandem.coordinator.scheduler.invariants import validate
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
 from tandem.coordinator.scheduler.tables import Tables
@@ -240,7 +241,7 @@ class Cluster:
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
-                engine = self.plan.publication.engines.get(action.member)  # none if it is let go right after this
+                engine = self.plan.engines.get(action.member)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Sent):
                 self.pending.append(action)
@@ -274,7 +275,7 @@ class Cluster:
     def send_samples(self, order: DispatchPrompts) -> None:
         """Have an engine finish every sample of an order."""
         oldest = self.begun_with[order.command_id]
-        engine = self.plan.publication.engines.get(order.member)
+        engine = self.plan.engines.get(order.member)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
         samples = tuple(
             made_with(self.result(group, i), oldest, newest) for group in order.groups for i in range(self.num_samples)

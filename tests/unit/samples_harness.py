@@ -24,8 +24,8 @@ from tandem.common.messages import (
 )
 from tandem.common.sample_record import RecordedSample
 from tandem.common.wire import Callers, Codec, Frames, encode
-from tandem.coordinator.scheduler.events import GroupSize
-from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
+from tandem.coordinator.scheduler.groups.table import GroupTable
 from tests.members import MEMBER
 
 RUN_ID = "run"

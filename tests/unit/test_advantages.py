@@ -24,7 +24,7 @@ from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 
 EPSILON = 1e-6
 

@@ -35,7 +35,7 @@ from tandem.coordinator.data import (
     worked,
 )
 from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"

@@ -25,7 +25,7 @@ from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tests.members import MEMBER
 
 RUN_ID = "the replay"

@@ -33,6 +33,8 @@ from tandem.common.messages import (
 )
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.agenda import Agenda
+from tandem.coordinator.scheduler.engines.members import Replacements
+from tandem.coordinator.scheduler.engines.transfers import processes_in
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -56,10 +58,8 @@ from tandem.coordinator.scheduler.events import (
     ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.replacements import Replacements
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 from tandem.coordinator.scheduler.tables import Tables
-from tandem.coordinator.scheduler.transfers import processes_in
 from tests.agendas import AskEverything, Checked
 
 LAST_STEP = 6
@@ -160,7 +160,7 @@ class Harried(Cluster):
     def tell(self, event: object) -> None:
         """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
         self.give(event)
-        engines = self.plan.publication.engines
+        engines = self.plan.engines
         self.attested |= {engines[name].version for name in engines if engines[name].is_attested}
         owed = {self.id_of(action) for action in self.pending}
         assert owed >= set(self.plan.requests._by_id), "nobody owes what is waited for"
@@ -187,7 +187,7 @@ class Harried(Cluster):
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(member)
-            case Replace(member=member) if member not in self.absent and member in self.plan.publication.engines:
+            case Replace(member=member) if member not in self.absent and member in self.plan.engines:
                 self.end(member)  # its samples could not be used
                 self.absent.append(member)
             case CommitStep(step=step, validated=validated):
@@ -198,7 +198,7 @@ class Harried(Cluster):
 
     def check_mesh(self, receiver: str, order: Refit) -> None:
         """Assert that those who pass weights on to a receiver have the same, or receive them with it."""
-        for mesh in self.plan.publication.transfers.plan.meshes:
+        for mesh in self.plan.tables.transfers.plan.meshes:
             processes = processes_in(mesh)
             for other in processes if receiver in processes and order.only else ():
                 if other.startswith("rollout") and other not in order.only:
@@ -274,7 +274,7 @@ class Harried(Cluster):
         """Have something happen; return whether anything can."""
         chance, troubles = self.random.random, self.troubles
         can = [action for action in self.pending if self.can_answer(action)]
-        engines = [name for name in self.plan.publication.engines if name not in self.absent]
+        engines = [name for name in self.plan.engines if name not in self.absent]
         free = [name for name in NAMES if name not in self.present and name not in self.absent]
         self.now += 1.0
         if self.absent and (not can or chance() < 0.1):
@@ -285,7 +285,7 @@ class Harried(Cluster):
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
             self.tell(ToldToLeave(now=self.now, member=self.random.choice(engines)))
-        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.publication.engines.leaving():
+        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.leaving():
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
         elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
@@ -316,8 +316,8 @@ class Harried(Cluster):
     def may_do_without(self) -> bool:
         """Tell whether engines are lost, and others can go on without them."""
         is_lost = {*self.absent} - {"refit-0"} == {*self.absent} != set()
-        stays = {*self.plan.publication.engines.staying()} - {*self.absent}
-        return self.may_lose("") and is_lost and bool(stays) and not self.plan.publication.transfers.plan.meshes
+        stays = {*self.plan.engines.staying()} - {*self.absent}
+        return self.may_lose("") and is_lost and bool(stays) and not self.plan.tables.transfers.plan.meshes
 
     def join(self, name: str) -> None:
         self.num_joined += 1
@@ -326,7 +326,7 @@ class Harried(Cluster):
 
     def lose(self, name: str) -> None:
         self.end(name)
-        if name not in self.plan.publication.engines.leaving():
+        if name not in self.plan.engines.leaving():
             self.absent.append(name)
         self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
@@ -346,7 +346,7 @@ class Harried(Cluster):
         """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.run.terms` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
-        departed = self.plan.publication.engines.departed
+        departed = self.plan.engines.departed
         first = saved[-1] + 1 if saved else 1
         spec = msgspec.structs.replace(self.plan.spec, first_step=first, departed=tuple(departed))
         following = self.plan.requests.next_command_id
@@ -660,7 +660,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
         phase = cluster.plan.phase
-        cluster.plan.publication.replacements = Replacements(0, 3600.0)
+        cluster.plan.tables.replacements = Replacements(0, 3600.0)
         actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
         while cluster.plan.phase is Phase.WRITING:
             cluster.go_on()

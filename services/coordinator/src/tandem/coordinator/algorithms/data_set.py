@@ -26,7 +26,7 @@ from tandem.coordinator.data import (
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.run.step_batch import StepBatch
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 
 
 class EncodedSequence(NamedTuple):

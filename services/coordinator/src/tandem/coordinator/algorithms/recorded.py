@@ -27,7 +27,7 @@ from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.run.step_batch import StepBatch
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 
 SOURCE = "record"
 """What trainers call the store."""

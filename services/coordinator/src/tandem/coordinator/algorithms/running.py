@@ -11,8 +11,7 @@ from typing import Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.run.step_batch import StepBatch
-from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize, SampleRecord
 
 
 class RunningAlgorithm(Protocol):

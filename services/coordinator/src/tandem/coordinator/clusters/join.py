@@ -17,7 +17,7 @@ from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
 from tandem.coordinator.clusters.nodes import Node
 from tandem.coordinator.run.launch import Credentials, Launched, LocalProcesses
-from tandem.coordinator.scheduler.replacements import within
+from tandem.coordinator.scheduler.engines.members import within
 
 _POLL_S = 0.1
 _RETRY_S = 2.0

@@ -101,7 +101,7 @@ class Supervisor:
 
     def run(self, how: Sequence[str]) -> int:
         """Bring the run to its end; `how` are the words that say how it begins. Return the exit code."""
-        from tandem.coordinator.scheduler.replacements import within
+        from tandem.coordinator.scheduler.engines.members import within
 
         before, why = self._run_id(), ""
         adopt_orphans()

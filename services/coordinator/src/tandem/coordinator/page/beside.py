@@ -14,7 +14,7 @@ from typing import Literal
 from tandem.common.errors import ConfigError
 from tandem.common.texts import last_lines
 from tandem.coordinator.page.address import listen, url_of
-from tandem.coordinator.scheduler.replacements import within
+from tandem.coordinator.scheduler.engines.members import within
 
 END = signal.SIGUSR1
 """Asks the process to end. What asks the whole of a run to end it leaves to the coordinator."""

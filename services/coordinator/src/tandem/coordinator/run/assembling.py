@@ -34,7 +34,7 @@ from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.run.time_limit import TimeLimit
 from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.events import KeptGroup, Place
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
 

@@ -17,8 +17,7 @@ from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.run.record_orders import Place
-from tandem.coordinator.scheduler.events import DispatchBatch
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
 
 
 class Batches:

@@ -60,8 +60,10 @@ from tandem.coordinator.scheduler.events import (
     Finish,
     Interrupted,
     KeptFound,
+    KeptGroup,
     LetGo,
     Lost,
+    Place,
     PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
@@ -73,7 +75,6 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 _NOT_BACK = "it has not come back after the coordinator was lost"
 _CAUSE_S = 0.5

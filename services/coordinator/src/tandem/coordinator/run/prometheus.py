@@ -20,8 +20,8 @@ from tandem.common.errors import ConfigError
 from tandem.common.network import url_of
 from tandem.coordinator.run.journal import RefitRecord, StepRecord
 from tandem.coordinator.run.live import Live
-from tandem.coordinator.scheduler.arrivals import Stage
-from tandem.coordinator.scheduler.engines import COMING_BACK
+from tandem.coordinator.scheduler.engines.joining import Stage
+from tandem.coordinator.scheduler.engines.table import COMING_BACK
 
 _NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
 _ENDED_S = 5.0

@@ -36,9 +36,9 @@ from tandem.coordinator.run.opening import Opened
 from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.run.sample_folder import KeptLimits
 from tandem.coordinator.run.spec import launched_processes
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.members import Failures, within
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Finish, Lost, Outcome
-from tandem.coordinator.scheduler.replacements import Failures, within
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0
@@ -210,7 +210,7 @@ class Terms:
             next_command_id=tables.requests.next_command_id,
             replaced_at=(*self._past.replaced_at, *loop.replaced_at),
             has_started=self._past.has_started or tables.steps.has_started,
-            departed=tuple(sorted(tables.publication.engines.departed)),
+            departed=tuple(sorted(tables.engines.departed)),
         )
         # A process that does not get as far as the first step would not get there again.
         if finish.error is None or not self._past.has_started or tables.steps.is_interrupted:

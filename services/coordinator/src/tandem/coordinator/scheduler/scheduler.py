@@ -5,8 +5,8 @@ has the agenda run the rules until none fires. It opens no socket, reads no cloc
 no file and knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.run.run.loop` carries the actions out.
 
-    event ─▶ applied: `losses`, `generation`, `publication`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
-                               └──────────── `tables` ──────────────────┘
+    event ─▶ applied: `losing`, `generation`, `recovery`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
+                               └──────────── `tables` ───────────────┘
 
 An error that is raised on the way ends the run (`ending.fail`).
 """
@@ -27,7 +27,6 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler import deadlines, departures, ending, generation, losses, regeneration, setting_up
 from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -43,11 +42,13 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.kept import KeptGroups
+from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rules import RULES
+from tandem.coordinator.scheduler.rules import ending, generation, leaving, losing, recovery, regeneration, setting_up
+from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.tables import IsInformative, StepProgress, Tables
+from tandem.coordinator.scheduler.steps.progress import StepProgress
+from tandem.coordinator.scheduler.tables import IsInformative, Tables
 
 
 class Scheduler:
@@ -72,7 +73,8 @@ class Scheduler:
         )
         self.requests = self.tables.requests
         self.groups = self.tables.groups
-        self.publication = self.tables.publication
+        self.engines = self.tables.engines
+        self.weights = self.tables.weights
 
     @property
     def spec(self) -> RunSpec:
@@ -124,24 +126,24 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
         case Replied(member=member, reply=reply):
             return _apply_reply(tables, member, reply)
         case Joined(member=member, kind=kind):
-            return losses.take_joined(tables, member, kind)
+            return losing.take_joined(tables, member, kind)
         case Erred(member=member, failed=failed):
-            return losses.take_failure(tables, member, failed)
+            return losing.take_failure(tables, member, failed)
         case Lost(member=member, why=why):
-            return losses.take_loss(tables, member, why)
+            return losing.take_loss(tables, member, why)
         case AwaitedByHand(member=member):
-            tables.publication.engines.await_by_hand(member)
+            tables.engines.await_by_hand(member)
             return []
         case ToldToLeave(member=member):
-            return departures.take_leaving(tables, member)
+            return leaving.take_leaving(tables, member)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
             return []
         case KeptFound(groups=groups):
-            tables.kept = KeptGroups(groups)
+            tables.restored = RestoredGroups(groups)
             return []
         case Ticked():
-            return [*deadlines.check(tables), *regeneration.move_from_slow_engines(tables)]
+            return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
         case Interrupted():
             return ending.interrupt(tables)
         case other:
@@ -165,17 +167,17 @@ def _apply_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
         case SamplesRecorded():
             return tables.recording.take_recorded(reply)
         case RendezvousOpened():
-            tables.publication.take_reply(member, reply)
+            recovery.take_reply(tables, member, reply)
             return setting_up.build_trainers(tables, reply)
         case _:
             if isinstance(reply, EngineBuilt):
                 tables.recording.take_built(member)
-            return tables.publication.take_reply(member, reply)
+            return recovery.take_reply(tables, member, reply)
     return []
 
 
 def _note_idleness(tables: Tables) -> None:
-    num_engines, has_started = len(tables.publication.engines), tables.steps.has_started
+    num_engines, has_started = len(tables.engines), tables.steps.has_started
     busy = tables.requests.num_for(Phase.TRAINING, Phase.SAVING, Phase.COPYING)
     tables.idleness.note(
         tables.requests.now,

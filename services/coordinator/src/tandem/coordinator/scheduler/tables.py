@@ -1,7 +1,7 @@
 """The tables: all that the scheduler knows of a run, and conditions that several rules read off them.
 
-Who decides is a function of the tables: `rules` has the rules in their order, `scheduler` gives each event to whom it
-concerns. Nothing here orders anything.
+Decisions are functions of the tables: `rules.order` has the rules in their order, `scheduler` gives each event to the
+function that it concerns. Nothing here sends a command.
 """
 
 from __future__ import annotations
@@ -11,69 +11,26 @@ from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose, SampleScored
-from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, Tracked, no_agenda
-from tandem.coordinator.scheduler.assignment import assignment_for
+from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
+from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
+from tandem.coordinator.scheduler.engines.members import Failures, Membership, Replacements
+from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.scheduler.groups import GroupTable
-from tandem.coordinator.scheduler.idleness import Idleness
-from tandem.coordinator.scheduler.kept import KeptGroups
-from tandem.coordinator.scheduler.membership import Membership
-from tandem.coordinator.scheduler.phases import Phase, Stopwatch
-from tandem.coordinator.scheduler.publication import Publication
-from tandem.coordinator.scheduler.recording import Recording
-from tandem.coordinator.scheduler.replacements import Failures
+from tandem.coordinator.scheduler.groups.assignment import assignment_for
+from tandem.coordinator.scheduler.groups.restored import RestoredGroups
+from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.phases import Idleness, Phase, Stopwatch
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
-from tandem.coordinator.scheduler.saving import Saving
 from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps
+from tandem.coordinator.scheduler.steps.recording import Recording
+from tandem.coordinator.scheduler.steps.saving import Saving
+from tandem.coordinator.scheduler.weights.service import RefitService
+from tandem.coordinator.scheduler.weights.version import Weights
 
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
-
-
-class StepProgress(Tracked):
-    """How far the step in progress is; all but its groups."""
-
-    def __init__(self, number: int, changed: Changed, *, is_trained: bool = False, is_committed: bool = False) -> None:
-        super().__init__(changed)
-        self.number = number
-        self.is_training = False
-        self.missing: dict[str, str] = {}
-        """Engines whose samples trainers could not fetch, and why; while ranks are still to say so."""
-        self.num_fetches = 0
-        """How often trainers were to fetch the step's samples."""
-        self.is_trained = is_trained
-        """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
-        self.has_update = False
-        """Whether that must have changed the weights."""
-        self.is_validating = False
-        """Whether validation has begun, and is not done."""
-        self.is_validated = False
-        """Whether it is done, or given up."""
-        self.is_committed = is_committed
-        """Whether the step is in the journal."""
-
-
-class Steps(Tracked):
-    """The step in progress, and how far the run is."""
-
-    def __init__(self, first_step: int, changed: Changed) -> None:
-        super().__init__(changed)
-        self.progress = StepProgress(first_step - 1, changed, is_trained=True)
-        self.has_started = False
-        """Whether the weights to start from have reached the engines."""
-        self.drawn = first_step - 1
-        """The newest step whose groups were drawn."""
-        self.saved = first_step - 1
-        """The newest step of which trainers have a copy, or the run began with one."""
-        self.is_interrupted = False
-
-    def begin(self, number: int) -> None:
-        """Begin a step."""
-        self.progress = StepProgress(number, self._changed)
-
-    def go_back(self) -> None:
-        """Go back to the end of the step before, which was done."""
-        self.progress = StepProgress(self.progress.number - 1, self._changed, is_trained=True, is_committed=True)
 
 
 class Tables:
@@ -102,8 +59,16 @@ class Tables:
             no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
         )
         self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
-        self.kept = KeptGroups({})
-        self.publication = Publication(spec, self.requests, changes)
+        self.restored = RestoredGroups({})
+        self.engines = EngineTable(spec.departed, changes)
+        self.transfers = Transfers(spec, self.requests)
+        self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
+        self.weights = Weights(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
+        self.service = RefitService(
+            spec, self.requests, self.transfers, self.weights.verification, changes(Table.WEIGHTS)
+        )
+        self.recovery = Recovery(spec, self.requests, self.engines, self.transfers, self.weights.transfer_groups)
+        self.replacements = Replacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
         self.saving = Saving(spec, self.requests, changes(Table.SAVING))
         self.recording = Recording(spec, self.requests, changes(Table.RECORDING))
         self.steps = Steps(spec.first_step, changes(Table.STEPS))
@@ -158,9 +123,7 @@ class Tables:
     @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
-        return self.publication.holds_up_step or (
-            self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0
-        )
+        return self.weights.holds_up_step or (self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
 
     @property
     def may_commit(self) -> bool:
@@ -257,4 +220,5 @@ class Tables:
         """Forget what was to be generated, and ask nothing more of engines: the run ends."""
         self.groups.clear()
         self.assignment.clear()
-        self.publication.stop()
+        self.joining.stop()
+        self.weights.stop()

@@ -9,26 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from tandem.coordinator.scheduler.groups import Group
-
-Place = tuple[int, int]
-"""Of a group: the step that trains on it, and its number there."""
+from tandem.coordinator.scheduler.events import KeptGroup, Place
+from tandem.coordinator.scheduler.groups.table import Group
 
 
-class KeptGroup(msgspec.Struct, frozen=True):
-    """Where a kept group lies."""
-
-    file: str
-    """Its path within the folder of the record of samples."""
-    command_id: int
-    """Of the order that it was made for then."""
-    newest_version: int
-    """The newest weights that made any of its tokens."""
-
-
-class KeptGroups:
+class RestoredGroups:
     """The groups that are kept, until their step has trained."""
 
     def __init__(self, groups: Mapping[Place, KeptGroup]) -> None:

@@ -9,9 +9,9 @@ ABSENT ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ R
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from tandem.coordinator.scheduler.agenda import Changed, no_agenda
+from tandem.coordinator.scheduler.agenda import Changed, Table
 
 
 class Status(enum.Enum):
@@ -61,12 +61,13 @@ class Engine:
 class EngineTable:
     """All engines of the run, and which of them have which status."""
 
-    def __init__(
-        self, departed: Iterable[str] = (), changed: Changed = no_agenda, changed_leaving: Changed = no_agenda
-    ) -> None:
-        """`departed` have left before."""
-        self._changed = changed
-        self._changed_leaving = changed_leaving
+    def __init__(self, departed: Iterable[str], changes: Callable[[Table], Changed]) -> None:
+        """`departed` have left before. `changes` returns what to call when a table has changed."""
+        self._changed = changes(Table.ENGINES)
+        self._changed_leaving = changes(Table.LEAVING)
+        self._changed_suspects = changes(Table.SUSPECTS)
+        self.suspects: list[str] = []
+        """Engines whose samples no longer count; whoever reads it empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
         self._leaving: dict[str, None] = {}
@@ -123,6 +124,16 @@ class EngineTable:
         self._leaving.pop(name, None)
         self._changed()
         self._changed_leaving()
+
+    def suspect(self, name: str) -> None:
+        """Take note that the samples of an engine no longer count: what it held is not what it should have been."""
+        self.suspects.append(name)
+        self._changed_suspects()
+
+    def trust(self, name: str) -> None:
+        """Take note that nothing is left to discard of what an engine made."""
+        self.suspects = [suspect for suspect in self.suspects if suspect != name]
+        self._changed_suspects()
 
     def await_by_hand(self, name: str) -> None:
         """Take note that nobody is launched in the place of an engine that is lost."""

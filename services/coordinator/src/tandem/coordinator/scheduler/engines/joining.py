@@ -1,11 +1,16 @@
-"""Engines that join while the run goes on, on their way into the table of engines.
+"""Engines on their way into the table of engines: those that join while the run goes on, and those that come back.
 
     joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other
                              └─────────── cannot: it is let go, and the run goes on without it
 
-Nobody else takes part: an engine that joins reads weights where they lie, by a program of its own. One that they would
-have to be streamed to is let go, since the processes of a mesh are fixed when the run begins, unless it comes in the
-place of an engine that has left.
+Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. One
+that weights would have to be streamed to is let go, since the processes of a transfer group are fixed when the run
+begins, unless it comes in the place of an engine that has left.
+
+    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other
+    torn ──────────────────────────────────────────────────▲
+
+An engine comes back a bounded number of times; then the error that this leads to ends the run.
 """
 
 from __future__ import annotations
@@ -13,11 +18,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
+from tandem.coordinator.scheduler.events import Action, Dispatch, Replace
 from tandem.coordinator.scheduler.requests import PendingRequests
-from tandem.coordinator.scheduler.transfers import Transfers
+from tandem.coordinator.scheduler.spec import RunSpec
 
 _STREAMED = (
     "weights would have to be streamed to it, and who streams to whom is fixed when a run begins: start it on a host "
@@ -35,7 +43,7 @@ class Stage(enum.Enum):
     INSTALLING = "installing its transfer program"
 
 
-class Arrivals:
+class Joining:
     """The engines on their way."""
 
     def __init__(self, requests: PendingRequests, transfers: Transfers, changed: Changed) -> None:
@@ -47,12 +55,19 @@ class Arrivals:
         """The order to plan for those whose transfers are being planned."""
         self.refused: dict[str, str] = {}
         """Those that cannot join, and why, until they are let go."""
+        self.entered: list[str] = []
+        """Engines that are in the table now; whoever reads it empties it."""
 
     def __len__(self) -> int:
         return len(self._stages)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stages
+
+    @property
+    def is_any(self) -> bool:
+        """Whether an engine has joined, and there is something to do for that."""
+        return bool(self._stages) or bool(self.entered)
 
     def stages(self) -> dict[str, Stage]:
         """Return how far each is."""
@@ -105,6 +120,11 @@ class Arrivals:
                 del self._stages[member]
                 return [], [member]
 
+    def enter(self, name: str) -> None:
+        """Take note that an engine is in the table."""
+        self.entered.append(name)
+        self._changed()
+
     def refuse_planned(self, why: str) -> None:
         """Take note that transfers cannot be planned for those that they were to be planned for."""
         self.refused |= dict.fromkeys(self._having(Stage.PLANNING), why)
@@ -135,3 +155,85 @@ class Arrivals:
 
     def _having(self, stage: Stage) -> list[str]:
         return [name for name, its in self._stages.items() if its is stage]
+
+
+MOST_FAILURES = 2
+"""Attempts at one version that may fail before the run does."""
+
+
+class Recovery:
+    """How often engines were lost or torn, and how far those are that come back."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        engines: EngineTable,
+        transfers: Transfers,
+        groups: TransferGroups,
+    ) -> None:
+        self._spec = spec
+        self._requests = requests
+        self._engines = engines
+        self._transfers = transfers
+        self._groups = groups
+
+    def count_failure(self, engine: Engine, doing: str, why: str) -> None:
+        """Raise `CommandFailed` if an engine that is torn has had its second attempt."""
+        engine.num_failures += 1
+        if engine.num_failures >= MOST_FAILURES:
+            raise CommandFailed(engine.name, doing, why)
+
+    def replace(self, engine: Engine, why: str) -> list[Action]:
+        """Ask for a process in the place of an engine that is lost."""
+        self.vacate(engine)
+        return [Replace(member=engine.name, why=why)]
+
+    def vacate(self, engine: Engine) -> None:
+        """Wait for a process in the place of an engine."""
+        self._engines.move(engine, Status.ABSENT, version=-1)
+        engine.awaited = set()
+        engine.is_awaited_by_hand = False
+        engine.replace_by = self._requests.now + self._spec.deadlines.join
+        self._engines.stay(engine)
+        self._groups.stop_connecting(engine.name)
+
+    def refit_again(self, engine: Engine) -> None:
+        """Have an engine that is torn refitted once more."""
+        self._engines.move(engine, Status.CONNECTING, version=-1)
+        engine.awaited = set()
+
+    def rebuild(self, name: str) -> list[Action]:
+        """Begin to bring a new process to where the others are."""
+        engine = self._engines[name]
+        self._engines.move(engine, Status.BUILDING)
+        return self._await(engine, [self._transfers.order_build(name)])
+
+    def go_on(self, engine: Engine) -> list[Action]:
+        """Take an engine whose requests were all answered one status further."""
+        match engine.status:
+            case Status.BUILDING:
+                self._engines.move(engine, Status.INSTALLING)
+                return self._await(engine, self._transfers.order_install([engine.name]))
+            case Status.INSTALLING:
+                self._engines.move(engine, Status.CONNECTING)
+                return []
+            case other:
+                raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
+
+    def is_overdue(self, engine: Engine) -> bool:
+        """Tell whether no process has come in the place of an engine in time."""
+        return engine.status is Status.ABSENT and self._requests.now > engine.replace_by
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """Return the error of a replacement that did not come in time."""
+        for name in self._engines.having(Status.ABSENT):
+            if self.is_overdue(self._engines[name]):
+                what = f"no process has taken its place within {self._spec.deadlines.join:g} s"
+                return DeadlineExceeded(name, Status.ABSENT.value, what)
+        return None
+
+    def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
+        """Have an engine wait for the answers to these orders."""
+        engine.awaited = {action.order.command_id for action in actions if isinstance(action, Dispatch)}
+        return actions

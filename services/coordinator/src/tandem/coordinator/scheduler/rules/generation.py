@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
-from tandem.coordinator.scheduler import regeneration
 from tandem.coordinator.scheduler.events import (
     Action,
     Dispatch,
@@ -16,8 +15,9 @@ from tandem.coordinator.scheduler.events import (
     PromptsDrawn,
     Say,
 )
-from tandem.coordinator.scheduler.groups import Group, GroupState, StepGroups
+from tandem.coordinator.scheduler.groups.table import Group, GroupState, StepGroups
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
+from tandem.coordinator.scheduler.rules import regeneration
 from tandem.coordinator.scheduler.tables import Tables
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def assign(tables: Tables) -> list[Action] | None:
 def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
     """Take the groups that were drawn: they wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
-    engines = tables.publication.engines
+    engines = tables.engines
     tables.assignment.add(groups, engines.staying() or engines.names())
 
 
@@ -93,7 +93,7 @@ def draw_groups(tables: Tables, purpose: Purpose, step: int, count: int) -> list
 
 def is_complete(tables: Tables, of_step: StepGroups) -> bool:
     """Tell whether all groups that were drawn are ready, and every version in them is attested."""
-    return of_step.is_ready and all(itertools.starmap(tables.publication.is_proven, of_step.newest_versions.items()))
+    return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
 
 
 def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
@@ -121,8 +121,8 @@ def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
 def _holds_young_weights(tables: Tables, engine: str, group: Group) -> bool:
     """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
     if group.purpose == "validate":
-        return tables.publication.can_generate(engine, group.step, group.step)
-    return tables.publication.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1)
+        return tables.weights.can_generate(engine, group.step, group.step)
+    return tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1)
 
 
 def _has_room(tables: Tables, engine: str, group: Group, num_chosen: int) -> bool:
@@ -147,14 +147,14 @@ def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
 
 def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
     """Have an engine generate groups of one step, and take those that were before from disk."""
-    kept = [group for group in groups if tables.kept.has(group)]
-    made = [group for group in groups if not tables.kept.has(group)]
+    kept = [group for group in groups if tables.restored.has(group)]
+    made = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, made)] if made else []
     if kept:
         fields = tables.open(engine, Phase.GENERATING)
         order = RestoreSamples(
             step=kept[0].step,
-            files=tables.kept.files(kept, fields["command_id"]),
+            files=tables.restored.files(kept, fields["command_id"]),
             num_samples=kept[0].size.num_samples,
             **fields,
         )

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.coordinator.scheduler import regeneration
-from tandem.coordinator.scheduler.engines import Engine, Status
+from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.events import Action, LetGo, Say
-from tandem.coordinator.scheduler.groups import Group, GroupState
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
+from tandem.coordinator.scheduler.rules import recovery, regeneration
 from tandem.coordinator.scheduler.tables import Tables
 
 _STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
@@ -23,23 +23,23 @@ _STAYS = "was told to leave, and stays for what is left of the last step: there 
 
 def take_leaving(tables: Tables, member: str) -> list[Action]:
     """Give an engine nothing more that was told to leave. One that is not in the table yet goes at once."""
-    publication = tables.publication
+    engines = tables.engines
     if tables.error is not None or tables.steps.is_interrupted:
         return []  # it is let go at the end, which is near
-    if member in publication.arrivals:
+    if member in tables.joining:
         return turn_away(tables, member, "it was told to")
     if tables.stage is not None:
         tables.told_to_leave[member] = None
         return []
-    engine = publication.engines.get(member)
+    engine = engines.get(member)
     if engine is None or engine.leave_by is not None or engine.status is Status.ABSENT:
         return []
-    if tables.is_last and publication.engines.staying() == [member]:
+    if tables.is_last and engines.staying() == [member]:
         if member in tables.told_to_leave:
             return []
         tables.told_to_leave[member] = None
         return [Say(text=f"{member} {_STAYS}")]
-    publication.engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
+    engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
     num_groups = len(_needed(tables, engine.name))
     when = f"when {num_groups} rollout groups of its are trained on" if num_groups else "at once"
     return [Say(text=f"{member} was told to leave: it gets nothing more, and goes {when}")]
@@ -47,7 +47,7 @@ def take_leaving(tables: Tables, member: str) -> list[Action]:
 
 def let_go(tables: Tables) -> list[Action] | None:
     """Let an engine go that was told to leave, once it can; have what waits for it wait for others."""
-    engines = tables.publication.engines
+    engines = tables.engines
     for name in engines.leaving():
         actions = _go_on(tables, engines[name])
         if actions is not None:
@@ -57,59 +57,59 @@ def let_go(tables: Tables) -> list[Action] | None:
 
 def check(tables: Tables) -> list[Action]:
     """Let engines go that were told to leave long enough ago, and do without those that nobody has replaced in time."""
-    engines, actions = tables.publication.engines, list[Action]()
+    engines, actions = tables.engines, list[Action]()
     for name in engines.leaving():
         engine = engines[name]
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
             actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
-    while (lost := tables.publication.dispensable()) is not None:
+    while (lost := recovery.dispensable(tables)) is not None:
         actions += depart(tables, *lost)
     return actions
 
 
 def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     """Let an engine go now; what of its has not been trained on is made again."""
-    name, publication = engine.name, tables.publication
+    name, engines = engine.name, tables.engines
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
     regeneration.drop_generation(tables, name)
     tables.groups.forget_stored(name)
     tables.recording.take_loss(name)
     is_last = not _others(tables, name)
-    publication.let_go(engine, is_last=is_last)
+    recovery.do_without(tables, engine, is_last=is_last)
     tables.members.remove(name)
     discarded = regeneration.put_back(tables, groups)
-    if name in publication.engines:  # for whoever comes in its place
+    if name in engines:  # for whoever comes in its place
         tables.assignment.withdraw(name)
     else:
-        tables.assignment.move(name, publication.engines.staying() or publication.engines.names())
+        tables.assignment.move(name, engines.staying() or engines.names())
         tables.assignment.forget(name)
     again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
-    is_awaited = name in publication.engines
+    is_awaited = name in engines
     return [*discarded, LetGo(member=name, why=why + again, is_awaited=is_awaited)]
 
 
 def welcome(tables: Tables) -> list[Action] | None:
     """Have engines built, and planned for, that have joined later than the others; turn away those that cannot join."""
-    arrivals, publication = tables.publication.arrivals, tables.publication
-    while publication.newcomers:
-        tables.assignment.withdraw(publication.newcomers.pop())
-    if not len(arrivals):
+    joining = tables.joining
+    while joining.entered:
+        tables.assignment.withdraw(joining.entered.pop())
+    if not len(joining):
         return None
     if tables.steps.is_interrupted or (tables.is_last and tables.progress.is_committed):
-        arrivals.stop()
+        joining.stop()
         return []
-    if arrivals.refused:
-        return [action for name, why in [*arrivals.refused.items()] for action in turn_away(tables, name, why)]
-    engines = publication.engines.names()
-    return arrivals.go_on(publication.trainers, engines, is_service_able=publication.service.is_able) or None
+    if joining.refused:
+        return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
+    engines, is_service_able = tables.engines.names(), tables.service.is_able
+    return joining.go_on(tables.weights.trainers, engines, is_service_able=is_service_able) or None
 
 
 def turn_away(tables: Tables, member: str, why: str) -> list[Action]:
     """Do without an engine that has joined, and is not ready yet."""
     tables.recording.take_loss(member)
-    tables.publication.arrivals.remove(member)
+    tables.joining.remove(member)
     tables.members.remove(member)
-    engines = tables.publication.engines
+    engines = tables.engines
     is_awaited = any(engines[name].is_vacant for name in engines.leaving())
     return [LetGo(member=member, why=why, is_awaited=is_awaited)]
 
@@ -117,13 +117,13 @@ def turn_away(tables: Tables, member: str, why: str) -> list[Action]:
 def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
     name = engine.name
     others = _others(tables, name)
-    staying = tables.publication.engines.staying()
+    staying = tables.engines.staying()
     if staying and tables.assignment.move(name, staying):
         return []
     if engine.is_vacant:
         if not others:
             return None
-        tables.publication.engines.remove(name)
+        tables.engines.remove(name)
         return []
     if not staying and (stuck := _cannot_be_trained(tables, name)):
         return _hand_back(tables, name, stuck)
@@ -134,7 +134,7 @@ def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
 
 def _stay(tables: Tables, engine: Engine) -> list[Action]:
     """Have the last engine validate what the last step has trained, and prove it: the run is about to end."""
-    tables.publication.engines.stay(engine)
+    tables.engines.stay(engine)
     tables.assignment.withdraw(engine.name)
     tables.told_to_leave[engine.name] = None
     return [Say(text=f"{engine.name} {_STAYS}")]
@@ -142,7 +142,7 @@ def _stay(tables: Tables, engine: Engine) -> list[Action]:
 
 def _others(tables: Tables, name: str) -> list[str]:
     """Return the engines beside one, also those that leave."""
-    engines = tables.publication.engines
+    engines = tables.engines
     return [other for other in engines if other != name and not engines[other].is_vacant]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
-from tandem.coordinator.scheduler import departures
 from tandem.coordinator.scheduler.events import Action, Dispatch, FindKept
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import leaving
 from tandem.coordinator.scheduler.tables import Tables
 
 
@@ -15,7 +15,7 @@ def set_up(tables: Tables) -> list[Action] | None:
     if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
         return None
     trainers, engines = tables.senders, tables.engines_to_begin
-    transfers = tables.publication.transfers
+    transfers = tables.transfers
     match tables.stage:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
@@ -36,15 +36,15 @@ def set_up(tables: Tables) -> list[Action] | None:
             return [order for mesh in transfers.plan.meshes for order in transfers.order_connect(mesh)]
         case _:
             tables.stage = None
-            said = tables.publication.begin(trainers, engines)
+            said = tables.weights.begin(trainers, engines)
             for engine in tables.told_to_leave:
-                said += departures.take_leaving(tables, engine)
-            return [*said, *tables.publication.offer(tables.step, has_update=False)]
+                said += leaving.take_leaving(tables, engine)
+            return [*said, *tables.weights.offer(tables.step, has_update=False)]
 
 
 def start(tables: Tables) -> list[Action] | None:
     """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
-    if tables.is_refitting or tables.publication.is_transferring:
+    if tables.is_refitting or tables.weights.is_transferring:
         return None
     tables.steps.has_started = True
     tables.watch.begin_step(tables.requests.now)  # what came before was no step

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from tandem.common.errors import DeadlineExceeded
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.attestation import Attestation
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
 from tandem.coordinator.scheduler.events import Action, Replace
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.transfers import SERVICE, Transfers
+from tandem.coordinator.scheduler.weights.verification import Verification
 
 
-class ServiceRecovery(Tracked):
+class RefitService(Tracked):
     """Whether the refit service is there, and how far one is that has taken its place."""
 
     def __init__(
@@ -27,14 +27,14 @@ class ServiceRecovery(Tracked):
         spec: RunSpec,
         requests: PendingRequests,
         transfers: Transfers,
-        attestation: Attestation,
+        verification: Verification,
         changed: Changed,
     ) -> None:
         super().__init__(changed)
         self._join_s = spec.deadlines.join
         self._requests = requests
         self._transfers = transfers
-        self._attestation = attestation
+        self._verification = verification
         self._replace_by: float | None = None
 
     @property
@@ -50,7 +50,7 @@ class ServiceRecovery(Tracked):
     def replace(self, why: str) -> list[Action]:
         """Ask for a process in its place."""
         self._requests.drop(SERVICE)
-        self._attestation.forget_comparison()
+        self._verification.forget_comparison()
         self._replace_by = self._requests.now + self._join_s
         return [Replace(member=SERVICE, why=why)]
 

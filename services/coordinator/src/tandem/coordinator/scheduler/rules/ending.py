@@ -12,7 +12,7 @@ def finish(tables: Tables) -> list[Action] | None:
     """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
     if tables.error is not None:
         return None if tables.saving.is_out else _end(tables, "failed", tables.error)
-    if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.publication.is_settled:
+    if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.weights.is_settled:
         return None
     return _end(tables, "interrupted" if tables.steps.is_interrupted else "finished")
 
@@ -41,7 +41,7 @@ def fail(tables: Tables, error: ServiceError) -> list[Action]:
         tables.error = error
         tables.requests.drop_all_but(Phase.WRITING)
         tables.stop_generating()
-        is_replaced = not error.is_final and tables.publication.replacements.are_left(tables.requests.now)
+        is_replaced = not error.is_final and tables.replacements.are_left(tables.requests.now)
         what = "it is replaced as soon as the" if is_replaced else "the run ends as soon as its"
         return [Say(text=f"{error}; {what} last checkpoint is written")]
     return _end(tables, "failed", tables.error or error)

@@ -31,16 +31,15 @@ published. An algorithm over a data set has no engines, and the rules that need 
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.agenda import Mode, Rule, Table
-from tandem.coordinator.scheduler.departures import let_go, welcome
-from tandem.coordinator.scheduler.ending import finish
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.generation import assign, draw
-from tandem.coordinator.scheduler.publishing import publish
-from tandem.coordinator.scheduler.regeneration import discard
-from tandem.coordinator.scheduler.setting_up import set_up, start
-from tandem.coordinator.scheduler.steps import advance, commit, publish_checkpoint, save, validate
+from tandem.coordinator.scheduler.rules.ending import finish
+from tandem.coordinator.scheduler.rules.generation import assign, draw
+from tandem.coordinator.scheduler.rules.leaving import let_go, welcome
+from tandem.coordinator.scheduler.rules.publishing import publish
+from tandem.coordinator.scheduler.rules.regeneration import discard
+from tandem.coordinator.scheduler.rules.setting_up import set_up, start
+from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, publish_checkpoint, save, train, validate
 from tandem.coordinator.scheduler.tables import Tables
-from tandem.coordinator.scheduler.training import offer, train
 
 _WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
 """What says how far a version is on its way, and whether the step waits for that."""
@@ -60,25 +59,25 @@ SET_UP = Rule(
 LET_GO = Rule(
     fire=let_go,
     opens_with=(Table.LEAVING,),
-    is_open=lambda tables: tables.publication.engines.is_any_leaving,
+    is_open=lambda tables: tables.engines.is_any_leaving,
     reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
 )
 WELCOME = Rule(
     fire=welcome,
     opens_with=(Table.JOINING,),
-    is_open=lambda tables: tables.publication.is_any_joining,
+    is_open=lambda tables: tables.joining.is_any,
     reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
 )
 PUBLISH = Rule(
     fire=publish,
     opens_with=(Table.WEIGHTS, Table.ENGINES),
-    is_open=lambda tables: not tables.publication.is_done,
+    is_open=lambda tables: not tables.weights.is_done,
     reads=(Table.GROUPS, Table.REQUESTS),
 )
 DISCARD = Rule(
     fire=discard,
     opens_with=(Table.SUSPECTS,),
-    is_open=lambda tables: bool(tables.publication.suspects),
+    is_open=lambda tables: bool(tables.engines.suspects),
 )
 RECORD = Rule(
     fire=record,

@@ -1,9 +1,13 @@
-"""Which processes a run expects, and whether all of them have joined."""
+"""Members: which processes a run expects, which have joined, and how many lost ones it may still have replaced.
+
+A run of weeks may lose a process now and then; one that loses them one after the other makes no progress.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from tandem.common.errors import ServiceLost
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 
@@ -53,3 +57,46 @@ class Membership:
     def _num_missing(self, kind: ServiceKind) -> int:
         num = sum(name not in self._kinds for name in self._expected[kind])
         return num if num or kind in self._kinds.values() else 1  # whoever they are, somebody has to be there
+
+
+def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
+    """Return the times that lie at most `window_s` before `now`; all are of `time.monotonic`."""
+    return [at for at in times if now - at <= window_s]
+
+
+class Failures:
+    """What processes have failed with that were replaced for it."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, int, str]] = set()
+
+    def is_new(self, member: str, step: int, error: str) -> bool:
+        """Note an error; return whether the process, and that which it has replaced, has not failed so in the step."""
+        seen = (member, step, error) in self._seen
+        self._seen.add((member, step, error))
+        return not seen
+
+
+class Replacements:
+    """The losses that count, and when they were."""
+
+    def __init__(self, most: int, window_s: float, at: Iterable[float] = ()) -> None:
+        """At most `most` are replaced within `window_s`; `at` says when some were already."""
+        self._most = most
+        self._window_s = window_s
+        self._at = [*at]
+
+    def are_left(self, now: float) -> bool:
+        """Tell whether one more may be replaced."""
+        self._at = within(self._window_s, now, self._at)
+        return len(self._at) < self._most
+
+    def count(self, now: float, member: str, doing: str, why: str) -> None:
+        """Count the loss of a process that is to be replaced. Raises `ServiceLost` if it must not be any more."""
+        if not self.are_left(now):
+            raise ServiceLost(member, doing, why + self.spent())
+        self._at.append(now)
+
+    def spent(self) -> str:
+        """Return what to add to an error, to say that processes were replaced before."""
+        return f"; processes were replaced {self._most} times before" if self._most else ""

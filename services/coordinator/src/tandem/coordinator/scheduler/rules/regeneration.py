@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import Failed, Purpose
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropKept, Say
-from tandem.coordinator.scheduler.groups import Group, GroupState
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import GENERATION
 from tandem.coordinator.scheduler.tables import Tables
 
 
 def discard(tables: Tables) -> list[Action] | None:
     """Discard what engines made that does not count any more."""
-    suspects = tables.publication.suspects
+    suspects = tables.engines.suspects
     actions: list[Action] = []
     while suspects:
         engine = suspects.pop(0)
         groups = tables.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
-        if tables.groups.num_in_flight(engine) and tables.publication.engines[engine].status is not Status.ABSENT:
+        if tables.groups.num_in_flight(engine) and tables.engines[engine].status is not Status.ABSENT:
             actions.append(stop(tables, engine))
         drop_generation(tables, engine)
         tables.assignment.withdraw(engine)
@@ -41,7 +41,7 @@ def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
 
 def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     """Drop what was made before the run was resumed with weights that come of groups made now, which may differ."""
-    kept = tables.kept
+    kept = tables.restored
     made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
     dropped = kept.drop_from(min(made)) if made else set()
     if not dropped:
@@ -61,7 +61,7 @@ def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:
     tables.groups.close_request(failed.command_id)
     groups = tables.groups.of_engine(member, GroupState.IN_FLIGHT)
     lost = [group for group in groups if group.request == failed.command_id]
-    tables.kept.lose(lost)
+    tables.restored.lose(lost)
     return [Say(text=f"{failed.error}; they are generated again"), *_take_back(tables, lost)]
 
 
@@ -90,7 +90,7 @@ def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
         numbers.setdefault((group.step, group.purpose), []).append(group.number)
     tables.groups.put_back(groups)
     tables.assignment.put_back(groups)
-    engines = tables.publication.engines
+    engines = tables.engines
     for engine in {str(group.engine) for group in groups if str(group.engine) not in engines}:  # it has left
         tables.assignment.move(engine, engines.staying() or engines.names())
     return [

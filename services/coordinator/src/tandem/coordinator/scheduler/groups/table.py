@@ -14,20 +14,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
 from tandem.common.messages import Purpose, SampleScored, SamplesFinished
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.events import GroupSize
-
-
-class SampleRecord(msgspec.Struct, frozen=True):
-    """One sample, and where its tokens lie."""
-
-    scored: SampleScored
-    rollout: str
-    command_id: int
-    """Of the order to generate that it was made for."""
+from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
 
 
 class GroupState(enum.Enum):

@@ -1,6 +1,6 @@
-"""Who joins, who is lost, and who could not do what it was asked for: what becomes of the run then.
+"""Processes that join, are lost, fail, or are late: what becomes of the run then.
 
-`Membership` (`membership`) says who is there. Here is decided, for each kind of process, what its loss means:
+`Membership` (`engines.members`) says which are there. Here is decided, for each kind of process, what its loss means:
 
 | lost | then |
 |---|---|
@@ -19,20 +19,24 @@ So many are replaced as `max_replacements` says. What follows the end of a sched
 
 What an order leads to that its process could not carry out depends on what it was for (`take_failure`). An error that
 is raised here ends the run (`ending.fail`).
+
+What is late is given up, or ends the run with an error that names it (`check`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from tandem.common.errors import CommandFailed, ServiceError, ServiceLost
+from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost, Standstill
 from tandem.common.messages import Failed, ServiceKind
-from tandem.coordinator.scheduler import departures, regeneration
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action, Say
+from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
 from tandem.coordinator.scheduler.tables import Tables
-from tandem.coordinator.scheduler.transfers import SERVICE
 
 _MOST_UNUSABLE = 3
 """Times in a row that trainers cannot use an engine's samples before it is lost."""
@@ -41,15 +45,15 @@ _MOST_UNUSABLE = 3
 def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
     """Take note of a process; one in the place of an engine that was lost is brought to where the others are."""
     tables.members.add(member, kind)
-    publication = tables.publication
+    engines = tables.engines
     if tables.error is not None:
         return []
-    if member in publication.engines and not publication.engines[member].is_vacant:
-        return publication.take_replacement(member)
+    if member in engines and not engines[member].is_vacant:
+        return tables.recovery.rebuild(member)
     if kind == "rollout" and tables.stage is not Phase.JOINING:
-        publication.arrivals.add(member)
+        tables.joining.add(member)
         return [Say(text=f"{member} joins the run, beside those that it began with")]
-    return tables.publication.take_service() if tables.publication.service.is_absent and kind == "refit" else []
+    return recovery.take_service(tables) if tables.service.is_absent and kind == "refit" else []
 
 
 def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
@@ -61,34 +65,32 @@ def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
         tables.saving.give_up()
     elif tables.error is not None:
         return []
-    engine = tables.publication.engines.get(member)
-    if member in tables.publication.arrivals:
-        return departures.turn_away(tables, member, why)
+    engine = tables.engines.get(member)
+    if member in tables.joining:
+        return leaving.turn_away(tables, member, why)
     if engine is not None and engine.leave_by is not None:
-        return departures.depart(tables, engine, why)
+        return leaving.depart(tables, engine, why)
     match tables.members.kind(member):
         case "rollout" | "refit" if tables.steps.is_interrupted:
             tables.requests.drop(member)
             return []
-        case "rollout" if member in tables.publication.engines:
+        case "rollout" if member in tables.engines:
             return _replace_engine(tables, member, why)
         case "refit" if tables.stage is None:
-            return tables.publication.take_loss_of_service(tables.phase.value, why)
+            return recovery.replace_service(tables, tables.phase.value, why)
         case _:
             raise ServiceLost(member, tables.phase.value, why)
 
 
 def is_replaceable(tables: Tables, member: str) -> bool:
     """Tell whether a process would be replaced, or done without, if it was lost now."""
-    publication = tables.publication
-    engine = publication.engines.get(member)
-    if member in publication.arrivals or (engine is not None and engine.leave_by is not None):
+    engines = tables.engines
+    engine = engines.get(member)
+    if member in tables.joining or (engine is not None and engine.leave_by is not None):
         return True
     if tables.stage is not None or tables.error is not None or tables.steps.is_interrupted:
         return False
-    return publication.replacements.are_left(tables.requests.now) and (
-        member in publication.engines or member == SERVICE
-    )
+    return tables.replacements.are_left(tables.requests.now) and (member in engines or member == SERVICE)
 
 
 def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
@@ -98,16 +100,16 @@ def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
         return []
     if request.phase is Phase.RECORDING:
         return tables.recording.take_failure(failed.command_id, failed.error)
-    if member in tables.publication.arrivals:
-        return departures.turn_away(tables, member, failed.error)
-    if tables.publication.arrivals.is_planned_by(failed.command_id):
-        tables.publication.arrivals.refuse_planned(failed.error)
+    if member in tables.joining:
+        return leaving.turn_away(tables, member, failed.error)
+    if tables.joining.is_planned_by(failed.command_id):
+        tables.joining.refuse_planned(failed.error)
         return []
-    if tables.kept.is_restored(failed.command_id):
+    if tables.restored.is_restored(failed.command_id):
         return regeneration.make_instead(tables, member, failed)
     is_engine = tables.members.kind(member) == "rollout"
     if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
-        tables.publication.take_failure(member, failed, request.phase)
+        recovery.take_failure(tables, member, failed, request.phase)
         return []
     if request.phase is Phase.WRITING:
         tables.saving.give_up()
@@ -124,7 +126,7 @@ def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
     Raises `ServiceError` if it is all engines of several for the same reason, which is not theirs then, and
     `ServiceLost` if the run cannot do without one.
     """
-    engines, unusable = tables.publication.engines, tables.unusable
+    engines, unusable = tables.engines, tables.unusable
     there = [name for name in engines if engines[name].status is not Status.ABSENT]
     for engine in missing:
         if engine in there:
@@ -145,4 +147,80 @@ def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:
     """Get a process in the place of an engine; what it had kept and was generating is made again."""
     regeneration.drop_generation(tables, engine)
     tables.groups.forget_stored(engine)
-    return tables.publication.take_loss(engine, tables.phase.value, why)
+    return recovery.replace_engine(tables, engine, tables.phase.value, why)
+
+
+_STANDSTILL_S = 10.0
+"""How long nobody may be asked for anything before the run fails."""
+
+
+def check(tables: Tables) -> list[Action]:
+    """Give up what is late and not needed. Raise `DeadlineExceeded` for the first other request, or process."""
+    allowed_s = tables.spec.deadlines.join
+    if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
+        what = f"{tables.members.missing()} did not join within {allowed_s:g} s"
+        raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
+    given_up = [*_check_requests(tables), *leaving.check(tables)]
+    if tables.full and _is_stuck(tables):
+        raise ServiceError(
+            next(iter(tables.full)),
+            Phase.GENERATING.value,
+            f"it can keep {tables.spec.max_stored_tokens} tokens, and a step needs more before it can be trained on: "
+            "raise policy.generation.max_stored_tokens, or have more engines",
+        )
+    not_replaced = recovery.overdue(tables)
+    if not_replaced is not None:
+        raise not_replaced
+    _check_standstill(tables)
+    return given_up
+
+
+def _check_requests(tables: Tables) -> list[Action]:
+    """Give up parts of the record that are late, and processes that can be replaced: such a one hangs.
+
+    Raise `DeadlineExceeded` for the first other request.
+    """
+    given_up = tables.recording.give_up_late()
+    while (late := tables.requests.overdue()) is not None:
+        no_answer = f"no answer within {late.allowed_s:g} s"
+        if late.phase is Phase.RECORDING:
+            tables.requests.close(late.command_id)
+            given_up += tables.recording.take_failure(late.command_id, no_answer)
+        elif is_replaceable(tables, late.member):
+            given_up += take_loss(tables, late.member, f"{no_answer} ({late.phase.value})")
+        else:
+            if late.phase is Phase.WRITING:
+                tables.saving.give_up()
+            raise DeadlineExceeded(late.member, late.phase.value, no_answer)
+    return given_up
+
+
+def _is_stuck(tables: Tables) -> bool:
+    """Tell whether nothing is going on that could make room."""
+    progress, engines = tables.progress, tables.engines
+    is_trained_on = progress.is_training or progress.is_trained
+    return (
+        not is_trained_on
+        and not tables.requests.num_for(Phase.GENERATING)
+        and tables.weights.is_settled
+        and engines.num_having(Status.HOLDING) == len(engines) > 0
+    )
+
+
+def _check_standstill(tables: Tables) -> None:
+    """Raise `Standstill` if nobody has been asked for anything for a while: no event would ever come."""
+    now = tables.requests.now
+    is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
+    is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
+    if is_awaited or tables.stage is not None:
+        tables.still_since = math.inf
+        return
+    tables.still_since = min(tables.still_since, now)
+    if now - tables.still_since > _STANDSTILL_S:
+        waiting = sum(group.state is GroupState.WAITING for group in tables.groups)
+        raise Standstill(
+            "coordinator",
+            f"step {tables.step}, {tables.phase.value}",
+            f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "
+            "Tandem's, which the journal in the run folder helps to find; --resume goes on",
+        )

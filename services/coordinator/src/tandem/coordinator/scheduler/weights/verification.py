@@ -1,23 +1,25 @@
-"""Attestation: prove that engines hold what trainers held, by digests taken beside what goes on.
+"""Verification: prove that engines hold what trainers held, by digests taken beside what goes on.
 
-digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is attested
+digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is verified
+
+`RefitProgress` is what goes into the journal once that is so for all engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.messages import Attest, CommitVersion, VersionCommitted
-from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
-from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.common.messages import Attest, CommitVersion, TransfersPlanned, VersionCommitted
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
+from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, by_part
+from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.transfers import SERVICE, by_part
 
 
-class Attestation:
+class Verification:
     """The digests of one version, as far as they are known, and who is yet to send theirs."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, changed: Changed) -> None:
@@ -124,3 +126,44 @@ class Attestation:
         if self._comparing is not None and engine in self._comparing:
             self._comparing.remove(engine)
         self._changed()
+
+
+class RefitProgress(Tracked):
+    """What a version has gone through so far, until all of it is verified and goes into the journal."""
+
+    def __init__(self, changed: Changed, *, started_at: float = 0.0, deadline: float = 0.0) -> None:
+        super().__init__(changed)
+        self.deadline = deadline
+        self.seconds: dict[str, float] = {}
+        self.engines: list[str] = []
+        self.quarantined: dict[str, str] = {}
+        self.digest: int | None = None
+        """Of the version, once it is known."""
+        self.num_failures_to_send: dict[str, int] = {}
+        self._since = started_at
+
+    def transferred(self, now: float) -> None:
+        """Every engine holds the version."""
+        self._note("transfer", now)
+
+    def attested(self, now: float) -> None:
+        """All digests are here."""
+        self._note("attest" if "transfer" in self.seconds else "transfer", now)
+
+    def committed(self, version: int, plan: TransfersPlanned, now: float) -> RecordRefit:
+        """Return what goes into the journal: the refit service has compared all digests."""
+        assert self.digest is not None, "it comes with the comparison"
+        self._note("commit", now)
+        return RecordRefit(
+            version=version,
+            engines=tuple(sorted(set(self.engines))),
+            seconds=self.seconds,
+            digest=self.digest,
+            predicted_s=plan.predicted_s,
+            bound_s=plan.bound_s,
+            quarantined=self.quarantined,
+        )
+
+    def _note(self, phase: str, now: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now

@@ -18,7 +18,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Protocol
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.groups import Group
+from tandem.coordinator.scheduler.groups.table import Group
 from tandem.coordinator.scheduler.spec import Balance
 
 CanGenerate = Callable[[str, Group], bool]
