@@ -130,7 +130,7 @@ class Agenda(Generic[Tables]):
         self._in_force = 0
         self._due = 0
         self._watching = 0
-        """Bits above those of rules: who else wants to know of changes (`watch`)."""
+        """Bits above those of rules: other listeners (`watch`)."""
         self._places = {table: place for place, table in enumerate(Table)}
         self._readers = [
             sum(entry.bit for entry in self._entries.values() if table in entry.rule.opens_with) for table in Table

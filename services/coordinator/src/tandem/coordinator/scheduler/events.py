@@ -98,7 +98,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
-    """In the place of a process that is lost none is launched: whoever has started it may start another."""
+    """In the place of a process that is lost none is launched: another may be started by hand."""
 
     now: float
     member: str

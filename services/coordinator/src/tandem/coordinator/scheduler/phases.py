@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 class Idleness:
-    """Adds up idle time of the step in progress. Its owner says after every event who is idle from then on."""
+    """Adds up idle time of the step in progress. Its owner says after every event which are idle from then on."""
 
     def __init__(self, now: float) -> None:
         self._since = now

@@ -1,4 +1,4 @@
-"""Pending requests: orders not answered yet, each with an id of its own and a deadline."""
+"""Pending requests: commands not answered yet, each with an id of its own and a deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.coordinator.scheduler.phases import Phase
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that was not answered yet."""
+    """A command that was not answered yet."""
 
     command_id: int
     member: str
@@ -31,7 +31,7 @@ class CommandFields(TypedDict):
 
 
 class PendingRequests:
-    """Gives each order its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
+    """Gives each command its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
 
     def __init__(self, now: float, first_command_id: int = 1, changed: Changed = no_agenda) -> None:
         self._changed = changed
@@ -42,7 +42,7 @@ class PendingRequests:
         self._deadlines: list[tuple[float, int]] = []
         """A heap; those that were answered are still in it."""
         self.next_command_id = first_command_id
-        """Orders of an earlier term of the run have lower ones, so that no late answer can be taken for another."""
+        """Commands of an earlier attempt have lower ids, so that no late answer can be taken for another."""
 
     def __contains__(self, command_id: int) -> bool:
         return command_id in self._by_id
@@ -68,7 +68,7 @@ class PendingRequests:
         return fields
 
     def notice(self, allowed_s: float) -> CommandFields:
-        """Give an id to an order whose answer nobody waits for."""
+        """Give an id to a command whose answer is not awaited."""
         command_id = self.next_command_id
         self.next_command_id += 1
         return CommandFields(command_id=command_id, deadline_s=allowed_s)
@@ -95,7 +95,7 @@ class PendingRequests:
         return (request for request in requests if not phases or request.phase in phases)
 
     def members(self) -> list[str]:
-        """Return who has not answered a request yet."""
+        """Return the processes that have not answered a request yet."""
         return [member for member, requests in self._of_member.items() if requests]
 
     def drop(self, member: str, *phases: Phase) -> None:

@@ -1,6 +1,6 @@
 """The coordinator's decisions: an event changes the tables, and rules run until none fires. Pure.
 
-`Scheduler.handle` takes one event and returns the actions it leads to: it gives the event to whom it concerns, and then
+`Scheduler.handle` takes one event and returns the actions it leads to: it applies the event to the tables, and then
 has the agenda run the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches
 no file and knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.run.run.loop` carries the actions out.
@@ -52,7 +52,7 @@ from tandem.coordinator.scheduler.tables import IsInformative, Tables
 
 
 class Scheduler:
-    """Decides who generates what for whom, when to train, and when weights move."""
+    """Decides which engine generates what, when to train, and when weights move."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scheduler:
     ) -> None:
         """`is_informative` says whether a group is worth training on, where the run samples dynamically.
 
-        `first_command_id` is above that of any order in an earlier term of the run. `agenda` makes the agenda of rules.
+        `first_command_id` is above that of any command in an earlier attempt. `agenda` makes the agenda of rules.
         """
         self.agenda = agenda(RULES)
         self.tables = Tables(spec, now, is_informative, first_command_id, self.agenda.changes)

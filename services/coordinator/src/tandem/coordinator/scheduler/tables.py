@@ -51,7 +51,7 @@ class Tables:
         self.engines_to_begin: list[str] = []
         """Those that everything is set up with; others may join later."""
         self.told_to_leave: dict[str, None] = {}
-        """Engines that were, before everything was set up, or who stay nevertheless."""
+        """Engines that were told to leave before everything was set up, or that stay nevertheless."""
         self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
         self.groups = GroupTable(
             changes(Table.GROUPS),
@@ -85,7 +85,7 @@ class Tables:
         self.full: dict[str, None] = {}
         """Engines whose stores of samples have no room for what waits."""
         self.still_since = math.inf
-        """Since when nobody has been asked for anything."""
+        """Since when no request is pending."""
         self.num_too_old = 0
         """Groups that were dropped since the last step was committed, because what made them was too old."""
         self.num_in_store = 0

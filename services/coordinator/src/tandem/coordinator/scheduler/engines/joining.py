@@ -56,7 +56,7 @@ class Joining:
         self.refused: dict[str, str] = {}
         """Those that cannot join, and why, until they are let go."""
         self.entered: list[str] = []
-        """Engines that are in the table now; whoever reads it empties it."""
+        """Engines that are in the table now; its reader empties it."""
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -78,7 +78,7 @@ class Joining:
         return command_id == self._plan_request
 
     def planned(self) -> list[str]:
-        """Return those whose layouts the refit service knows already."""
+        """Return the engines whose layouts the refit service knows already."""
         return self._having(Stage.INSTALLING)
 
     def add(self, name: str) -> None:
@@ -107,7 +107,7 @@ class Joining:
         return actions
 
     def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
-        """Take what one of them has answered, or the plan for some; return also who can enter the table now."""
+        """Take what one of them has answered, or the plan for some; return also those that can enter the table."""
         self._changed()
         match reply:
             case TransfersPlanned():
@@ -143,7 +143,7 @@ class Joining:
             self.remove(name)
 
     def _take_plan(self, plan: TransfersPlanned) -> list[Action]:
-        """Have those install their programs that need nobody else for it."""
+        """Have engines install their programs that need no other process for it."""
         actions: list[Action] = []
         for name in self._having(Stage.PLANNING):
             if self._transfers.extend(name, plan):
@@ -210,7 +210,7 @@ class Recovery:
         return self._await(engine, [self._transfers.order_build(name)])
 
     def go_on(self, engine: Engine) -> list[Action]:
-        """Take an engine whose requests were all answered one status further."""
+        """Take an engine one status further: all its requests were answered."""
         match engine.status:
             case Status.BUILDING:
                 self._engines.move(engine, Status.INSTALLING)

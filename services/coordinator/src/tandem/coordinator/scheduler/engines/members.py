@@ -46,7 +46,7 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody is missing."""
+        """Whether no process is missing."""
         return not any(self._num_missing(kind) for kind in self._expected)
 
     def missing(self) -> str:
@@ -56,7 +56,7 @@ class Membership:
 
     def _num_missing(self, kind: ServiceKind) -> int:
         num = sum(name not in self._kinds for name in self._expected[kind])
-        return num if num or kind in self._kinds.values() else 1  # whoever they are, somebody has to be there
+        return num if num or kind in self._kinds.values() else 1  # whichever they are, one has to be there
 
 
 def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:

@@ -51,7 +51,7 @@ class Engine:
         self.replace_by = 0.0
         """When it must have been replaced; while it is absent."""
         self.is_awaited_by_hand = False
-        """Whether somebody is to start its replacement; while it is absent."""
+        """Whether its replacement is to be started by hand; while it is absent."""
         self.leave_by: float | None = None
         """When it must have left, if it was told to: it gets nothing more to generate."""
         self.is_vacant = False
@@ -67,12 +67,12 @@ class EngineTable:
         self._changed_leaving = changes(Table.LEAVING)
         self._changed_suspects = changes(Table.SUSPECTS)
         self.suspects: list[str] = []
-        """Engines whose samples no longer count; whoever reads it empties it."""
+        """Engines whose samples no longer count; its reader empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
         self._leaving: dict[str, None] = {}
         self.departed = {*departed}
-        """Those that have left, and in whose place there is none."""
+        """Engines that have left and were not replaced."""
         self.num_attested = 0
         """Engines whose version is attested."""
 
@@ -136,7 +136,7 @@ class EngineTable:
         self._changed_suspects()
 
     def await_by_hand(self, name: str) -> None:
-        """Take note that nobody is launched in the place of an engine that is lost."""
+        """Take note that no process is launched in the place of an engine that is lost."""
         engine = self.get(name)
         if engine is not None and engine.status is Status.ABSENT:
             engine.is_awaited_by_hand = True
@@ -149,7 +149,7 @@ class EngineTable:
         self._changed_leaving()
 
     def stay(self, engine: Engine) -> None:
-        """Take note that whoever comes in the place of an engine is not to leave."""
+        """Take note that the process in the place of an engine is not to leave."""
         engine.leave_by = None
         self._leaving.pop(engine.name, None)
         self._changed()

@@ -138,9 +138,9 @@ class Transfers:
         return True
 
     def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
-        """Have programs bound: everybody's, or these members'."""
+        """Have programs bound: those of all processes, or of these."""
         programs = self.plan.programs
-        everybody = dict.fromkeys(map(process_of, programs))
+        every_process = dict.fromkeys(map(process_of, programs))
         return [
             Dispatch(
                 member=member,
@@ -149,7 +149,7 @@ class Transfers:
                     **self._requests.open(member, Phase.INSTALLING, self._build_s),
                 ),
             )
-            for member in (everybody if members is None else members)
+            for member in (every_process if members is None else members)
         ]
 
     def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
@@ -201,7 +201,7 @@ class Transfers:
 
 
 def processes_in(mesh: PlannedMesh) -> list[str]:
-    """Return the processes whose parts are in a mesh."""
+    """Return the processes that have parts in a mesh."""
     return list(dict.fromkeys(map(process_of, mesh.members)))
 
 
@@ -228,7 +228,7 @@ class TransferGroups:
     def connect(self, *, may_join: bool) -> list[Action]:
         """Connect engines anew that have all they need but a mesh, once those that they share it with have, too.
 
-        `may_join` says whether trainers can take part: who is in a step joins nothing before its end.
+        `may_join` says whether trainers can take part: a trainer in a step joins nothing before its end.
         """
         actions: list[Action] = []
         for name in self._engines.having(Status.CONNECTING):
@@ -266,7 +266,7 @@ class TransferGroups:
             self._stop_connecting(mesh)
 
     def has_others(self, engine: str) -> bool:
-        """Tell whether an engine is in a mesh with others: who gets weights from whom there is fixed."""
+        """Tell whether an engine is in a mesh with others: which engine gets weights from which is fixed there."""
         mesh = self._transfers.mesh_of(engine)
         return mesh is not None and len(self._engines_in(mesh)) > 1
 

@@ -28,7 +28,7 @@ Assigned = dict[str, list[Group]]
 
 
 class Assignment(Protocol):
-    """Decides who generates what. It is told all that changes, and asks whether an engine can."""
+    """Decides which engine generates what. It is told all that changes, and asks whether an engine can."""
 
     @property
     def is_waiting(self) -> bool:
@@ -127,7 +127,7 @@ class PinnedAssignment:
         """Nothing is known of an engine but what waits for it."""
 
     def overstayed(self, now: float) -> list[str]:
-        """Nobody is ever too slow."""
+        """Return none: no engine is ever too slow."""
         return []
 
     def clear(self) -> None:
@@ -149,7 +149,7 @@ class _Load:
         self.busy_since = 0.0
         """When it last was given something and had nothing."""
         self.is_open = True
-        """Whether it gets more: not after it was too slow, until new groups come, or who was faster leaves."""
+        """Whether it gets more: not after it was too slow, until new groups come, or a faster one leaves."""
 
     def clear(self) -> None:
         """Forget what there was to do."""
@@ -181,13 +181,13 @@ class BalancedAssignment:
         return bool(self._waiting)
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
-        """Have groups wait for whoever has room; every engine gets a new chance."""
+        """Have groups wait for any engine with room; every engine gets a new chance."""
         self.put_back(groups)
         self._idle_since = None
         self._reopen(engines)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Have groups wait for whoever has room, after those of their step that wait already."""
+        """Have groups wait for any engine with room, after those of their step that wait already."""
         for group in groups:
             _queue(self._waiting, group)
         self._changed()

@@ -82,7 +82,7 @@ class StepGroups:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every sample of every group is there, and who made them has nothing more to say."""
+        """Whether every sample of every group is there, and every command to generate them is answered."""
         return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
 
     def records(self) -> list[SampleRecord]:

@@ -3,7 +3,7 @@
     told ─▶ it finishes what it generates ─▶ its samples are trained on, and in the record ─▶ it is let go
        └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
 
-It counts as no loss, and nobody takes its place. One that was lost, and that nobody has replaced in time, has left as
+It counts as no loss, and is not replaced. One that was lost, and was not replaced in time, has left as
 well, where others are there to go on; at once if it was started by hand, and there are enough others. After the last
 engine the run waits for another to join: the place of the one that has left is vacant until then.
 """
@@ -56,7 +56,7 @@ def let_go(tables: Tables) -> list[Action] | None:
 
 
 def check(tables: Tables) -> list[Action]:
-    """Let engines go that were told to leave long enough ago, and do without those that nobody has replaced in time."""
+    """Let engines go that were told to leave long enough ago, and do without those that were not replaced in time."""
     engines, actions = tables.engines, list[Action]()
     for name in engines.leaving():
         engine = engines[name]
@@ -78,7 +78,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     recovery.do_without(tables, engine, is_last=is_last)
     tables.members.remove(name)
     discarded = regeneration.put_back(tables, groups)
-    if name in engines:  # for whoever comes in its place
+    if name in engines:  # for the process that comes in its place
         tables.assignment.withdraw(name)
     else:
         tables.assignment.move(name, engines.staying() or engines.names())
@@ -162,7 +162,7 @@ def _needed(tables: Tables, name: str) -> list[Group]:
 
 
 def _cannot_be_trained(tables: Tables, name: str) -> list[Group]:
-    """Return the groups of an engine for steps that nobody can make the rest of before another engine joins."""
+    """Return the groups of an engine for steps that cannot become complete before another engine joins."""
     incomplete = [group.step for group in tables.groups if group.state is GroupState.WAITING]
     if not incomplete:
         return []

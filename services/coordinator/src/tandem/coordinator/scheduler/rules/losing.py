@@ -151,7 +151,7 @@ def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:
 
 
 _STANDSTILL_S = 10.0
-"""How long nobody may be asked for anything before the run fails."""
+"""How long the run may have no request pending before it fails."""
 
 
 def check(tables: Tables) -> list[Action]:
@@ -208,7 +208,7 @@ def _is_stuck(tables: Tables) -> bool:
 
 
 def _check_standstill(tables: Tables) -> None:
-    """Raise `Standstill` if nobody has been asked for anything for a while: no event would ever come."""
+    """Raise `Standstill` if no request has been pending for a while: no event would ever come."""
     now = tables.requests.now
     is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
     is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced

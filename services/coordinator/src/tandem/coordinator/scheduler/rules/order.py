@@ -2,14 +2,14 @@
 
 | rule | fires when | and then |
 |---|---|---|
-| set up | everybody has done what the stage before asked for | build, plan, install, connect |
+| set up | every process has done what the stage before asked for | build, plan, install, connect |
 | let go | nothing is needed any more of an engine that was told to leave | it goes |
 | welcome | an engine has joined that the run had not waited for | build it, plan for it |
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
 | discard | an engine is lost or torn, or has made samples of what was not proven | its groups wait again |
 | record | a step has trained | rollouts write its samples to the record, beside what follows |
 | start | the weights to start from have reached the engines | the first step begins |
-| offer | every rank has trained, nobody reads the version before, it is attested | trainers hold, or copy, a new one |
+| offer | every rank has trained, no engine reads the last version, it is attested | trainers hold, or copy, a new one |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
 | publish checkpoint | a checkpoint is written, and the record has its steps | it gets its name |
 | save | it is due, and no checkpoint is being written | copy; write beside what follows |
@@ -17,7 +17,7 @@
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
-| train | the step's groups are ready, every version in them is attested, nobody reads weights | every rank trains |
+| train | the step's groups are ready, every version in them is attested, no engine reads weights | every rank trains |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 A rule is a function of the tables. It returns None where it does not fire, and else its actions. These may be none:

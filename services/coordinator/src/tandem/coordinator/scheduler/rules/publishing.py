@@ -42,7 +42,7 @@ def _refit_engines(weights: Weights, is_free: Callable[[str], bool]) -> list[Act
     if weights.is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
         return []
     if not weights.is_begun and weights.spec.is_synchronous and weights.engines.num_having(*COMING_BACK):
-        return []  # nobody could go on without them
+        return []  # no engine could go on without them
     able = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(weights, name, is_free)]
     takers = weights.transfer_groups.who_get_it_whole(able, weights.version)
     if not takers:

@@ -10,7 +10,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def set_up(tables: Tables) -> list[Action] | None:
-    """Go on once everybody has done what the stage asks for."""
+    """Go on once every process has done what the stage asks for."""
     assert tables.stage is not None, "a rule of the time before everything is set up"
     if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
         return None
@@ -43,7 +43,7 @@ def set_up(tables: Tables) -> list[Action] | None:
 
 
 def start(tables: Tables) -> list[Action] | None:
-    """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
+    """Begin with the first step: all hold the weights to start from, which are validated if asked for."""
     if tables.is_refitting or tables.weights.is_transferring:
         return None
     tables.steps.has_started = True

@@ -13,7 +13,7 @@ class StepProgress(Tracked):
         self.number = number
         self.is_training = False
         self.missing: dict[str, str] = {}
-        """Engines whose samples trainers could not fetch, and why; while ranks are still to say so."""
+        """Engines that trainers could not fetch samples from, and why; while ranks are still to say so."""
         self.num_fetches = 0
         """How often trainers were to fetch the step's samples."""
         self.is_trained = is_trained

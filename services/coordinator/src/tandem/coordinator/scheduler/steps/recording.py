@@ -35,7 +35,7 @@ class Recording:
         self._allowed_s = spec.deadlines.save
         self._requests = requests
         self._waiting: dict[Part, float] = {}
-        """That nobody was asked for, and until when they may wait."""
+        """Parts that no rollout was asked for, and until when they may wait."""
         self._asked: dict[int, Part] = {}
         """By the order that they were asked for with."""
         self._num_bytes: dict[tuple[int, Purpose], int] = {}
@@ -48,7 +48,7 @@ class Recording:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a part waits for somebody to write it."""
+        """Whether a part waits for a rollout to write it."""
         return bool(self._waiting)
 
     def is_pending(self, up_to: int) -> bool:
@@ -73,7 +73,7 @@ class Recording:
         return self._is_on and bool(rollouts)
 
     def run_rule(self) -> list[Action]:
-        """Ask for what waits, as far as there is somebody to ask."""
+        """Ask for what waits, as far as there is a rollout to ask."""
         actions: list[Action] = []
         for part in [*self._waiting] if self._able else []:
             member = part.rollout if part.rollout in self._able else next(iter(self._able))
@@ -112,7 +112,7 @@ class Recording:
         return [*self._say(part, f"those of {part.rollout}: {why}"), *self._close(part)]
 
     def give_up_late(self) -> list[Action]:
-        """Give up what has waited too long for somebody to write it."""
+        """Give up what has waited too long for a rollout to write it."""
         late = [part for part, until in self._waiting.items() if self._requests.now > until]
         actions: list[Action] = []
         for part in late:

@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.spec import RunSpec
 
 
 class Verification:
-    """The digests of one version, as far as they are known, and who is yet to send theirs."""
+    """The digests of one version, as far as they are known, and the processes that are yet to send theirs."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, changed: Changed) -> None:
         self._changed = changed
@@ -30,7 +30,7 @@ class Verification:
         self._digests: dict[str, dict[str, bytes]] = {}
         """Of each process, by worker shard; of what it holds."""
         self._unattested: set[str] = set()
-        """Members whose digests were asked for and have not come."""
+        """Processes that were asked for digests and have not sent them."""
         self._unattested_trainers: set[str] = set()
         """Those of them whose weights must not change before."""
         self._comparing: list[str] | None = None

@@ -89,12 +89,12 @@ class Weights(Tracked):
 
     @property
     def may_offer(self) -> bool:
-        """Whether nobody reads the version of before, and what was read is proven."""
+        """Whether no engine reads the version before, and what was read is verified."""
         return not self.is_attesting and not self.engines.num_having(Status.REFITTING)
 
     @property
     def may_step(self) -> bool:
-        """Whether trainers may change their weights: nobody needs those of before any more, or there is a copy.
+        """Whether trainers may change their weights: no engine needs the old ones any more, or there is a copy.
 
         Synchronous training waits until they are proven, too. Else that goes on beside the step.
         """
