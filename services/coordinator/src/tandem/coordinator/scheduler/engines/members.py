@@ -1,4 +1,4 @@
-"""Members: the processes that a run expects, those that have joined, and the replacements that are left.
+"""Members: the processes that a run expects, those that have joined, and replacements left.
 
 A run of weeks may lose a process now and then; one that loses them one after the other makes no progress.
 """
