@@ -1,4 +1,4 @@
-"""Take down which of Tandem's functions each process of a run executes, by the second.
+"""Take down which of Tandem's functions each process of a run executes, and when, in parts of `PART_S`.
 
 A run whose PYTHONPATH begins with this folder, and whose environment has WALK_OUT, writes a JSON file a process there.
 Slow: it is for counting, never for timing.
@@ -13,6 +13,7 @@ import time
 
 OUT = os.environ.get("WALK_OUT")
 PERIOD_S = 0.5
+PART_S = 0.05
 
 if OUT:
     seen: dict[int, set[tuple[str, str]]] = {}
@@ -22,14 +23,15 @@ if OUT:
             path = frame.f_code.co_filename
             if "/tandem/" in path:
                 call = path.rsplit("/src/tandem/", 1)[-1], frame.f_code.co_qualname
-                seen.setdefault(int(time.time()), set()).add(call)
+                seen.setdefault(int(time.time() / PART_S), set()).add(call)
 
     def write() -> None:
         path = os.path.join(OUT, f"{os.getpid()}.json")
-        calls = {second: sorted(map(list, calls)) for second, calls in list(seen.items())}
-        with open(f"{path}.new", "w") as file:
+        calls = {part: sorted(map(list, calls)) for part, calls in list(seen.items())}
+        temporary = f"{path}.{threading.get_ident()}"  # at the end a second thread writes
+        with open(temporary, "w") as file:
             json.dump({"process": sys.argv[:1], "calls": calls}, file)
-        os.replace(f"{path}.new", path)  # whole, whenever the process is killed
+        os.replace(temporary, path)  # whole, whenever the process is killed
 
     def write_now_and_then() -> None:
         while True:
