@@ -240,7 +240,7 @@ def test_environment_variables_of_megatron() -> None:
     assert found == (
         f"command line: {ENV_VARS}.A: expected text or a number, got true",
         f"command line: {ENV_VARS}.B: expected text or a number, got [1]",
-        f"command line: {ENV_VARS}: 'C D' is no name of an environment variable",
+        f"command line: {ENV_VARS}: 'C D' is not a valid name of a variable",
     )
     assert problems_of("recipe.yaml", f"{ENV_VARS}=[A]") == (
         f'command line: {ENV_VARS}: expected a mapping, got ["A"]',

@@ -1,8 +1,8 @@
 """Find the problems of a configuration that another problem hides.
 
-A configuration is looked through in steps: references, data sets, names and types, what is not built, rules. A step
-needs what the one before it returns. So keys that are wrong are left out, and the rest is looked through again, until
-nothing more is found. What another step then says about a key that was left out, or because it was, is not repeated.
+A configuration is checked in stages: references, data sets, names and types, unbuilt features, rules. Each stage
+needs the result of the one before. So the wrong keys are removed and the rest is checked again, until no new problem
+appears. A problem that a later stage finds with a removed key, or because of its removal, is not reported.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SUGGESTED = re.compile(r"did you mean '([^']+)'")
 
 
 class Refused(NamedTuple):
-    """Why settings make no configuration that can run."""
+    """The reasons why settings make no valid configuration."""
 
     unsupported: str | None
-    """The line that lists what is switched on and not built, if anything is."""
+    """The line that lists enabled features that are not built; None if there are none."""
     problems: tuple[Invalid, ...]
 
 
@@ -31,7 +31,7 @@ Look = Callable[[dict[str, Any]], Config | Refused]
 
 
 def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused:
-    """Return what was found in settings, and what that hid from `look`."""
+    """Return the problems found in settings, and those that they hid from `look`."""
     unsupported, problems = found
     told = _words([], unsupported)
     shown = [each for each in problems if not _repeats(each, told)] if unsupported else [*problems]
@@ -55,19 +55,19 @@ def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused
 
 
 def _repeats(problem: Invalid, told: set[str]) -> bool:
-    """Tell whether a problem is of a key that was told of, or names one."""
+    """Tell whether a problem concerns or names a key that was already reported."""
     return bool(told & {key_parts(problem.key)[-1], *re.findall(r"\w+", problem.text)})
 
 
 def _words(problems: Sequence[Invalid], unsupported: str | None = None) -> set[str]:
-    """Return the last parts of all keys that problems are of, and name."""
+    """Return the last parts of all keys that problems concern or suggest."""
     texts = [f"{each.key} {' '.join(_SUGGESTED.findall(each.text))}" for each in problems]
     keys = re.findall(r"[\w.\[\]-]+", " ".join([*texts, (unsupported or "").partition(": ")[2]]))
     return {last for key in keys if (last := key_parts(key)[-1]) and not last.isdecimal()}
 
 
 def _without(node: Any, parts: Sequence[str]) -> Any:
-    """Return a copy of settings without a key; the same settings where they do not have it."""
+    """Return a copy of settings without a key; the settings themselves if they lack it."""
     head, *rest = parts
     if isinstance(node, dict) and head in node:
         if not rest:

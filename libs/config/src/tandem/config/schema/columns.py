@@ -1,7 +1,7 @@
-"""What a loss reads of each token beside its log-probability: columns, each declared once.
+"""Loss inputs beside the log-probabilities: columns, each declared once.
 
-A declaration says where a column comes from, and everything else follows: it travels, is padded, packed and sharded
-like any other. A number of a sequence is that of each of its tokens.
+A declaration names the source of a column. Everything else follows: every column is sent, padded, packed and sharded
+alike. The number of a sequence applies to each of its tokens.
 """
 
 from __future__ import annotations
@@ -15,64 +15,64 @@ if TYPE_CHECKING:
     from tandem.config.schema import Config
 
 Model = Literal["policy", "reference", "value", "teacher"]
-"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, one that
-says what each token's state is worth, and one that the policy learns from."""
+"""Models that a trainer can hold and score tokens with: the policy in training, the policy before any training, a
+model of each state's value, and a model that the policy learns from."""
 
 MODELS: tuple[Model, ...] = get_args(Model)
 
 Head = Literal["vocabulary", "value", "score"]
-"""What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
-token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
+"""Head on top of a model's layers. vocabulary: a language model's output layer. value: one number for each token, as
+in Transformers' token classifiers. score: one number for a sequence, as in its sequence classifiers."""
 
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
-"""engine: an array of `tandem.samples.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
-that name in its `components`. coordinator: an array of `tandem.samples.batch.BatchTable`, of sequences. trainer: what
-the ranks make of the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference:
-log-probabilities of tokens under that model, before the first optimizer step on the batch. value, teacher: what that
-model says of them, then."""
+"""Source of a column. engine: an array of `tandem.samples.batch.SampleArrays`, by token. environment: an entry of a
+score's `components`, by sample. coordinator: an array of `tandem.samples.batch.BatchTable`, by sequence. trainer:
+computed by the ranks from the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference:
+log-probabilities under that model, before the first optimizer step on the batch. value, teacher: outputs of that
+model at the same time."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them."""
+    """A per-token or per-sequence input of a loss."""
 
     name: str
     source: Source
     dtype: Literal["float32", "int32"] = "float32"
     fill: float = 0.0
-    """In the padding, and where the source says nothing."""
+    """Value in the padding, and where the source has none."""
     number: int = 0
-    """Which of the numbers that its model says it is (`tandem.trainer.scoring.Scores`)."""
+    """Index among the outputs of its model (`tandem.trainer.scoring.Scores`)."""
     num_each: Callable[[Config], int] | None = None
-    """How many numbers each token has, where it is not one but a row of them."""
+    """Number of values per token, for a column with more than one."""
     is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
-    """Whether the loss reads it in a step of so many optimizer steps; by the configuration."""
+    """Whether the loss reads it, given the configuration and the number of optimizer steps in a step."""
 
     @property
     def model(self) -> Model | None:
-        """The model whose scores it has; None if it comes with the batch, or is made of others."""
+        """The model whose scores it holds; None if it comes with the batch or is computed from other columns."""
         return next((model for model in MODELS if model == self.source), None)
 
 
 GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
-"""Of each token under the distribution that the engine drew it from; zero where the policy made none."""
+"""Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
 VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
-"""The weight version that made each token; -1 where none did."""
+"""Weight version that generated each token; -1 for other tokens."""
 ADVANTAGES = Column(name="advantages", source="coordinator")
 REWARDS = Column(name="rewards", source="coordinator")
-"""What advantages were made of; of preferences, by how much the chosen response should be ahead."""
+"""Rewards behind the advantages; for preferences, the margin of the chosen response."""
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
 VALUES = Column(name="values", source="value")
-"""What was expected, before each token was made, of the rest of its response."""
+"""Expected rest of the response's return before each token."""
 RETURNS = Column(name="returns", source="trainer")
-"""What came of it: the value model's targets."""
+"""Targets of the value model: the actual returns."""
 TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
 TEACHER_TOPK_LOGITS = Column(name="teacher_topk_logits", source="teacher", num_each=lambda config: config.topk_logits_k)
-"""Of the teacher's likeliest tokens in the place of each."""
+"""Logits of the teacher's likeliest tokens at each position."""
 TEACHER_TOPK_INDICES = msgspec.structs.replace(
     TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
 )
-"""Which tokens these are."""
+"""Ids of the teacher's likeliest tokens at each position."""
 
 BUILT_IN = {
     column.name: column
@@ -90,11 +90,11 @@ BUILT_IN = {
         TEACHER_TOPK_INDICES,
     )
 }
-"""By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
+"""Built-in columns, by name. ``loss_fn.columns`` may name these, and others of environments and models."""
 
 
 TEACHER = "teacher"
-"""What the table of a batch calls the number of the teacher of each sequence, where there are several."""
+"""Name of the batch table's array with the teacher of each sequence, if there are several."""
 
 TAKEN = frozenset(
     {
@@ -111,9 +111,9 @@ TAKEN = frozenset(
         "branch",
     }
 )
-"""What else a batch's table has of each sequence: no column can have such a name."""
+"""Names of the batch table's other arrays, which no column may have."""
 
 
 def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
-    """Return the column as one that is read only so."""
+    """Return the column with another condition for reading it."""
     return msgspec.structs.replace(column, is_read=is_read)
