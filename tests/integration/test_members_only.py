@@ -135,7 +135,7 @@ def test_a_key_file_that_will_not_do_is_one_line_within_seconds(
     match what:
         case "another run's":
             path = write_run_keys(Path("other"), new_run_keys())
-            whose = f"does not prove to be the coordinator whose key {path} has"
+            whose = f"does not prove the coordinator's key that {path} has"
             wanted = f"refit: the process that listens at {address} {whose}"
         case "readable":
             path = Path("readable.json").absolute()

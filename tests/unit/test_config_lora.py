@@ -152,7 +152,7 @@ def test_adapters_of_latent_attention_are_refused_with_the_list_of_what_has_some
         ConfigError, match=r"peft.enabled: true, but Megatron-Core trains adapters of llama, .*phi3"
     ) as e:
         sft(peft={}, **LATENT)
-    assert "not of deepseek_v3, whose attention is latent" in str(e.value)
+    assert "not of deepseek_v3 with its latent attention" in str(e.value)
     assert sft(**LATENT).policy.adapters is not None
 
 

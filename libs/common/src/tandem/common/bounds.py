@@ -3,7 +3,7 @@
 float32 ends at 3.4e38. Losses multiply numbers, gradient norms square them, and both sum over a batch. A number of
 at most 1e12 has a square of 1e24, which leaves fourteen orders of magnitude for sums and factors. Ratios of
 probabilities are exponentials of differences: a token sampled with a log-probability of -40 may give a ratio of
-e^40, whose square is 5.5e34. A token with a probability of 1e-18 is never sampled.
+e^40, with a square of 5.5e34. A token with a probability of 1e-18 is never sampled.
 
 Every number is checked where it enters. A number out of bounds is an error of its sender or a failure of the
 environment. Where the run must go on with it, its whole rollout group is set aside, so that none of its tokens are
@@ -22,7 +22,7 @@ from tandem.common.returned import beyond
 LEAST_LOGPROB = -40.0
 """Lowest log-probability of a token sampled by an engine."""
 LARGEST_LOG_RATIO = 80.0
-"""Largest difference of two log-probabilities whose exponential is reported; beyond it, float32 overflows."""
+"""Largest difference of two log-probabilities to exponentiate for a report; beyond it, float32 overflows."""
 
 
 def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -95,7 +95,8 @@ class Gatekeeper:
         admitted: Admitted,
         listening: zmq.Socket[bytes] | None = None,
     ) -> None:
-        """Start the thread; `listening` is the socket, not yet bound, whose unauthenticated connections are limited."""
+        """Start the thread; it limits the unauthenticated connections of the socket `listening`, which is not bound
+        yet."""
         self._admitted = admitted
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -19,7 +19,7 @@ The tree::
     |-- CheckpointError        a checkpoint that could not be written or read
     |   `-- DamagedCheckpoint  its files are not what was written; another one may be whole
     |-- TrainingError          an invalid loss, or an optimizer step that was not taken
-    |   `-- NotFiniteError     an optimizer step whose loss or gradient is not a finite number
+    |   `-- NotFiniteError     an optimizer step with a loss or gradient that is not finite
     |-- SamplesError           samples that are missing, or that there is no room for
     |-- RewardError            an environment returned an invalid reward
     `-- RefitError             weights could not be moved whole

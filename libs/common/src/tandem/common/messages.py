@@ -91,7 +91,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     index: Count | None = None
     """Requested index among the processes of its kind; null for the first that is free."""
     enrols: Key | None = None
-    """A public key to register; null for a process whose key is already known. A process started by hand sends it
+    """A public key to register; null for a process with a known key. A process started by hand sends it
     under the joining key, and then says hello again under its own."""
 
 
@@ -129,7 +129,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
     """A sign of life, sent by both ends every ``heartbeat_interval_s``, also during long computations."""
 
     phase: Text = ""
-    """What the sender is doing, for error messages and the progress display."""
+    """Current phase of the sender, for error messages and the progress display."""
     trainer_keys: Count = 0
     """Number of the newest `TrainerKeys` that it has; zero if none."""
 
@@ -153,7 +153,7 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: Count
     phase: Text
-    """What the process was doing."""
+    """Phase of the process at the failure."""
     error: Text
     """One line for the user."""
     expected: bool
@@ -247,7 +247,7 @@ class Train(Command, frozen=True, kw_only=True, tag=True):
     step: Count
     sources: dict[Name, Listener]
     """Listeners that hold the samples, by rollout (`EngineBuilt.samples_at`). The table numbers them in the order of
-    their names. Empty for algorithms over data sets, whose tokens come with the command."""
+    their names. Empty for algorithms over data sets, which send their tokens with the command."""
 
 
 class Trained(Message, frozen=True, kw_only=True, tag=True):
@@ -285,7 +285,7 @@ class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
     command_id: Count
     step: Count
     members: dict[Name, Text]
-    """Rollouts whose samples this rank lacks, possibly none, with the reason."""
+    """Rollouts from which this rank lacks samples, possibly none, with the reason."""
 
 
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
@@ -296,7 +296,7 @@ class Evaluate(Command, frozen=True, kw_only=True, tag=True):
 
     step: Count
     sources: dict[Name, Listener]
-    """As in `Train`."""
+    """Same as in `Train`."""
     parts: dict[str, Count]
     """Number of sequences in each part of the batch that is also evaluated by itself, by name, in order."""
 
@@ -308,7 +308,7 @@ class Evaluated(Message, frozen=True, kw_only=True, tag=True):
     step: Count
     metrics: Metrics
     notes: Notes = ()
-    """As in `Trained`."""
+    """Same as in `Trained`."""
 
 
 class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
@@ -481,7 +481,7 @@ class Branch(Message, frozen=True, kw_only=True):
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
-    """What is known of a finished sample, apart from its tokens, which stay with the rollout."""
+    """Everything known of a finished sample except its tokens, which stay with the rollout."""
 
     group: Count
     sample: Count
@@ -551,7 +551,7 @@ class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
     """Release samples that are no longer needed; this command is not answered."""
 
     command_ids: tuple[Count, ...]
-    """Ids of the `Generate` commands whose samples are released."""
+    """Ids of the `Generate` commands, to release their samples."""
 
 
 class RecordedGroup(Message, frozen=True, kw_only=True):

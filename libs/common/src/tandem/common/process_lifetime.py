@@ -35,7 +35,7 @@ def die_with(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def reaper() -> Iterator[None]:
-    """Adopt descendants whose parent ends inside the block."""
+    """Adopt descendants orphaned inside the block."""
     adopt_orphans()
     try:
         yield
@@ -44,7 +44,7 @@ def reaper() -> Iterator[None]:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants whose parent ends, so that none escapes, daemons included."""
+    """Adopt orphaned descendants, so that none escapes, daemons included."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -78,7 +78,7 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     started, once the owner is dead.
 
     Args:
-        lifeline: descriptor of a stream socket whose other end the owner holds.
+        lifeline: descriptor of one end of a stream socket; the owner holds the other.
         owner: this process's parent.
     """
     adopt_orphans()

@@ -45,7 +45,7 @@ def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
         if layer is not None and _ROUTER.search(type(module).__name__):
             found[int(layer[1])] = module
     if not found:
-        raise ModelError(f"{type(model).__name__} has no Transformers-style routers whose choices could be replayed")
+        raise ModelError(f"{type(model).__name__} has no Transformers-style routers, so no choices to replay")
     return found
 
 

@@ -124,7 +124,7 @@ def _attend_near(
         is_hidden_RS = (key_S > position_R1) | (key_S <= position_R1 - window)
         mask = query.new_zeros(is_hidden_RS.shape).masked_fill_(is_hidden_RS, -torch.inf)[None, None]
         keys, values = key[:, :, seen], value[:, :, seen]
-        if sinks_H is not None:  # one more key and value of zeros, whose score comes from the mask
+        if sinks_H is not None:  # one more key and value of zeros; the mask holds its score
             sinks_1HR1 = sinks_H.to(query.dtype)[None, :, None, None].expand(-1, -1, last - first, -1)
             mask = torch.cat((mask.expand(-1, len(sinks_H), -1, -1), sinks_1HR1), dim=3)
             keys, values = (pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
@@ -149,7 +149,7 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def unstable_rotation(config: Any, max_length: int) -> str | None:
-    """Return the type of rotary embeddings whose angles depend on the row's length; None if they do not.
+    """Return the type of rotary embeddings if its angles depend on the row's length, else None.
 
     Lengths up to `max_length` are considered. `config` is a model's text configuration in Transformers.
     """

@@ -16,7 +16,7 @@ MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 
 _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 _ONE_DIGIT = 3
-"""Size of the largest board whose tiles all have one digit; its cells need no space between them."""
+"""Size of the largest board with one-digit tiles only; its cells need no space between them."""
 
 
 def solved(size: int) -> Board:

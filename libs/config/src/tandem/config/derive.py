@@ -28,7 +28,7 @@ _PROCESSES_OF = "cluster.processes_of"
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
-    """A key whose default, if it is absent or null, derives from other keys."""
+    """A key that gets its default from other keys, if it is absent or null."""
 
     key: str
     text: str
@@ -76,7 +76,7 @@ def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
 
 
 def unfill(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a complete `tree` without the keys whose values `fill` would give them."""
+    """Return a complete `tree` without the keys that `fill` would set to the same values."""
     tree = _copied(tree)
 
     def look(key: str) -> Any:
@@ -192,7 +192,7 @@ def _of_model(section: str) -> tuple[Derived, ...]:
 
 
 def _like_the_policy(section: str) -> tuple[Derived, ...]:
-    """Return the rules for a model whose unset keys follow the policy."""
+    """Return the rules for a model that follows the policy in its unset keys."""
     return (
         *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
         Derived(
@@ -379,7 +379,7 @@ _AS_THE_POLICY = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of other models whose defaults are the policy's values."""
+"""Keys of other models that default to the policy's values."""
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"

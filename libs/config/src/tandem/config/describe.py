@@ -35,7 +35,7 @@ the configuration, its data, its model and its code without starting a run; `up`
 `check --resolved` prints the configuration with every default filled in.
 
 Sections and keys are those of NVIDIA NeMo-RL v0.7, and of v0.3 where they differ. A key marked **new** is Tandem's own.
-A key whose meaning begins with *Accepted* has no effect here, and `check` says why if it is set. Only
+A key described as *Accepted* has no effect here, and `check` says why if it is set. Only
 `policy.model_name`, `data.dataset_name` (or `data.train`) and the choice of the algorithm are always required.
 
 NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO run unchanged. Every key of v0.7 is known, and a feature that
@@ -166,7 +166,7 @@ def _type(described: Type) -> str:
 
 def _default(key: str, field: Field) -> str:
     if key == "algorithm":
-        return f"the one of {listed(f'`{name}`' for name in ALGORITHMS)} whose section is present"
+        return f"the one of {listed(f'`{name}`' for name in ALGORITHMS)} with a section in the file"
     derived = {rule.key: rule.text for rule in DERIVED}
     if key in derived:
         return derived[key]

@@ -39,7 +39,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 Written = Callable[[str], tuple[str, str]]
 
 _DERIVED = frozenset(rule.key for rule in DERIVED)
-"""Derived keys, whose problems follow from those of other keys unless a user has set them."""
+"""Derived keys. Unless a user has set them, their problems follow from those of other keys."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = True) -> Config:
@@ -108,7 +108,7 @@ class Changed(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     keys: tuple[str, ...]
-    """Keys whose values the overrides have changed, in the schema's order."""
+    """Keys that got new values from the overrides, in the schema's order."""
 
 
 def change_config(

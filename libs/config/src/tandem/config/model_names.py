@@ -21,7 +21,7 @@ Change = Callable[[str, str, msgspec.Struct], str]
 """A function from the key of a model's name, the name, and its section to a new name."""
 
 _TEACHERS = "teacher_model_by_agent_name"
-"""Key whose values are model names."""
+"""Key with model names as values."""
 
 
 def change_model_names(config: Config, change: Change) -> Config:

@@ -27,7 +27,7 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
 def sum_reproducibly() -> None:
     """Make MKL's order of addition independent of its operands' memory addresses; call before its first product.
 
-    On AMD's processors it is not by default: a resumed run, whose tensors lie elsewhere, would differ in its last
+    On AMD's processors it is not by default: a resumed run has its tensors elsewhere, and would differ in its last
     bits. The cost is not measurable. A value set by the user is kept.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO")

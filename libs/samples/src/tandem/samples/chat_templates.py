@@ -26,7 +26,7 @@ _MAX_MEMORY = 1 << 30
 _MAX_TEXT = 1 << 26
 """Text limit of one rendered conversation, in characters."""
 _MAX_ROLES = 8
-"""Most messages whose roles an error lists."""
+"""Most messages of which an error lists the roles."""
 
 
 class _TooSlow(Exception):

@@ -214,7 +214,7 @@ def _ranges(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[_Range]:
 
 
 def _share(ranges: list[_Range], reader: int, num_readers: int) -> Iterator[_Range]:
-    """Yield the tensors of one reader: those whose middle lies in its part of all bytes."""
+    """Yield the tensors of one reader: those with their middle in its part of all bytes."""
     total, before = sum(each.num_bytes for each in ranges), 0
     for each in ranges:
         middle = before + each.num_bytes / 2

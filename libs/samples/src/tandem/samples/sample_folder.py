@@ -32,7 +32,7 @@ _ASIDE = "before-resume-"
 _LIMITS = "limits.json"
 _Kind = Purpose | Literal["logprobs"]
 _LATEST = 8
-"""Number of latest steps whose files of log-probabilities are looked for, since trainers write them with a delay."""
+"""Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
 
 
 class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class SampleFolder:
         self._files: dict[tuple[int, _Kind], dict[Path, int]] = {}
         """Files of each step, with their bytes; of shards that are written together, the first has the bytes of all."""
         self._awaited: list[int] = []
-        """Steps whose log-probabilities have not been found yet."""
+        """Steps without log-probabilities so far."""
         self._look()
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:

@@ -105,7 +105,7 @@ _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_field
 WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in (*_ARRAYS, _EXPERTS))
 """Columns without a value for each token."""
 _FIELDS = {"reference_answer": "answer"}
-"""Fields of columns whose names differ."""
+"""Fields of columns with other names."""
 
 
 class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):

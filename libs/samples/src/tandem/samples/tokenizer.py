@@ -36,9 +36,9 @@ that a small model has nothing else to learn."""
 
 _KEY = "policy.tokenizer"
 _TURN = "what the assistant said"
-"""Placeholder for an assistant's turn, whose tokens are known and whose text does not matter."""
+"""Placeholder for an assistant's turn, which has known tokens and an irrelevant text."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-"""Pattern of a byte in the vocabulary of a tokenizer whose other tokens are texts."""
+"""Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
 
 
 class Tokenizer:
@@ -178,7 +178,7 @@ class Tokenizer:
         return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
 
     def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the special tokens whose text is one of these."""
+        """Return the special tokens that spell one of these texts."""
         return frozenset(i for i in self._special_ids if self._hugging_face.convert_ids_to_tokens(i) in texts)
 
     def decode(

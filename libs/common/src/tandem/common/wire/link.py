@@ -114,7 +114,8 @@ class Link(Generic[Incoming]):
             self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
 
     def _disconnect(self) -> None:
-        """Disconnect a socket whose key was refused, so that it can connect anew: libzmq does not retry by itself."""
+        """Disconnect a socket after its key was refused, so that it can connect anew: libzmq does not retry by
+        itself."""
         with contextlib.suppress(zmq.ZMQError):
             self._dealer.disconnect(self._coordinator)
 
@@ -284,6 +285,6 @@ class _Handshake:
             self._failures.append(time.monotonic())
             if len(self._failures) >= _FAILURES and self._failures[-1] - self._failures[0] > _FAILING_S:
                 raise TandemError(
-                    f"the process that listens at {self._address} does not prove to be the coordinator whose key "
+                    f"the process that listens at {self._address} does not prove the coordinator's key that "
                     f"{self._keys_of} has: it belongs to another run, or is something else"
                 )

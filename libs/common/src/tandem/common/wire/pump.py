@@ -1,4 +1,4 @@
-"""The thread of a `Link`: sends heartbeats while the process computes, and ends it with its coordinator."""
+"""The thread of a `Link`: heartbeats while the process computes, and its end with the coordinator."""
 
 from __future__ import annotations
 

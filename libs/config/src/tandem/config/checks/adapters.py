@@ -1,4 +1,4 @@
-"""Rules for low-rank adapters, whose settings have different names in the two backends."""
+"""Rules for low-rank adapters, with different names of the settings in the two backends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def megatron_has_adapters_of_the_family(config: Config) -> None:
     policy, model = config.policy, model_config(config.policy) or {}
     if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
         known = ", ".join(MEGATRON_ADAPTERS)
-        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT}, whose attention is latent"
+        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT} with its latent attention"
         raise Invalid(f"{MEGATRON}.enabled", what)
 
 

@@ -156,7 +156,7 @@ def environments_are_known(config: Config) -> None:
 
 
 def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
-    """Return what happens to a sample whose scoring fails; a failure in the user's own code ends the run by default."""
+    """Return what happens to a sample if scoring it fails; a failure in the user's own code ends the run by default."""
     if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # the response is not at fault
     return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")

@@ -14,7 +14,7 @@ from tandem.config.schema.columns import BUILT_IN, TAKEN, Column
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Two options of ``loss_fn`` whose values exclude each other."""
+    """Two options of ``loss_fn`` with values that exclude each other."""
 
     key: str
     """The option which, if neither false nor null, needs the other."""

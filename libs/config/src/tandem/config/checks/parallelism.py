@@ -22,7 +22,7 @@ def trainers_make_whole_replicas(config: Config) -> None:
 
 
 def factors(model: Model, name: str = "policy") -> str:
-    """Return the sizes in a model's section, named `name`, whose product is the number of trainers per replica."""
+    """Return the sizes in a model's section, named `name`, that multiply to the number of trainers per replica."""
     if model.megatron_cfg.enabled:
         section: msgspec.Struct = model.megatron_cfg
         keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]

@@ -1,4 +1,4 @@
-"""Rules for rollout routing replay: engines must record experts, and trainers must be able to use them."""
+"""Rules for rollout routing replay: engines must record experts that trainers can use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.config.schema import Config
 
 KEY = "policy.router_replay.enabled"
 ROUTERS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
-"""Architectures in Transformers, by ``model_type``, whose routers choose as `tandem.common.routers` expects."""
+"""Architectures in Transformers, by ``model_type``, with routers that choose as `tandem.common.routers` expects."""
 _MOST_BYTES = 2**28
 """Most bytes of recorded experts per sample: trainers accept no larger array."""
 

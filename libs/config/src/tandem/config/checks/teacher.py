@@ -109,7 +109,7 @@ _OF_ALL: tuple[Rule, ...] = (
 
 
 def teachers_fit(config: Config) -> None:
-    """Check the same for teachers whose log-probabilities become advantages."""
+    """Check the same for teachers that provide advantages by their log-probabilities."""
     if config.learns_from_logprobs:
         for rule in _OF_ALL:
             rule(config)

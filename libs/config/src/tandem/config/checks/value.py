@@ -39,7 +39,7 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
-    """Raise `Invalid` for the first of these keys whose value differs from the policy's."""
+    """Raise `Invalid` for the first of these keys with another value than the policy's."""
     for key in keys:
         own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
         if own != policys:

@@ -18,7 +18,7 @@ _CLASSES = {
         "DistributedDataParallelConfig",
     ),
 }
-"""Class whose arguments each section of ``policy.megatron_cfg`` holds; empty for the section itself."""
+"""Class with the arguments of each section of ``policy.megatron_cfg``; empty for the section itself."""
 
 _OF_THE_MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels softmax_scale softmax_type

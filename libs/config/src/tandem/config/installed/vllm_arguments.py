@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
 """Arguments that NeMo-RL's files contain but vLLM does not get, with the reason."""
 
 NOT_BUILT = ("speculative_config",)
-"""Arguments whose features refits do not support."""
+"""Arguments for features that refits do not support."""
 
 
 @functools.cache

@@ -9,13 +9,13 @@ FUSED_HEADS = ("phi3",)
 """Families with fused query, key and value layers: ranks split their rows at any place, regardless of heads."""
 
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral", "phi3", "glm4_moe")
-"""Families that Megatron-Core's GPTModel computes like Transformers, and whose shards have descriptions."""
+"""Families that Megatron-Core's GPTModel computes like Transformers, with descriptions of their shards."""
 
 MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v3")
-"""Families among them whose linear layers can have low-rank adapters; latent attention has other layers."""
+"""Families among them with linear layers for low-rank adapters; latent attention has other layers."""
 
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
 """Families in vLLM that compute directly with every parameter that a refit writes."""
 
 VLLM_PLANNED = (*VLLM, "deepseek_v3")
-"""Families whose shards in vLLM have descriptions: those that engines run, and those that can only be planned."""
+"""Families with descriptions of their shards in vLLM: those that engines run, and those that can only be planned."""

@@ -22,7 +22,7 @@ _NAMES = {
 
 
 _STRETCHING = ("linear", "dynamic", "yarn")
-"""Types of rotary embeddings whose factor may not be included in ``max_position_embeddings``."""
+"""Types of rotary embeddings with a factor that ``max_position_embeddings`` may not include."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The structs of the configuration, one module per theme; docs/configuration.md is generated from them."""
+"""The structs of the configuration, by theme; docs/configuration.md is generated from them."""
 
 from __future__ import annotations
 

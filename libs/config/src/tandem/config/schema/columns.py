@@ -49,7 +49,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> Model | None:
-        """The model whose scores it holds; None if it comes with the batch or is computed from other columns."""
+        """The model that provides its scores; None if it comes with the batch or is computed from other columns."""
         return next((model for model in MODELS if model == self.source), None)
 
 

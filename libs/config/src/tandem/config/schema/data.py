@@ -150,7 +150,7 @@ class Data(Section, frozen=True, kw_only=True):
     seed the order."""
     train_data_path: NonEmptyStr | None = None
     """JSONL file of training problems. Here and below, a file that ends in ``.gz`` is compressed, and one that ends
-    in ``.csv`` is CSV, whose first line names the fields."""
+    in ``.csv`` is CSV with the fields in its first line."""
     val_data_path: NonEmptyStr | None = None
     """JSONL file of validation problems; null holds `num_validation` out of the training file."""
     val_data_paths: dict[str, NonEmptyStr] | None = None
@@ -225,7 +225,7 @@ class Data(Section, frozen=True, kw_only=True):
     """New. DPO and RM, for generated problems: the worse solution, like the better one in `solution_template`. A
     function may return a list of texts; each makes a pair, and these stay next to one another in the data set."""
     prompt_file: NonEmptyStr | None = None
-    """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
+    """Text file in which ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
     """Text file with the system message; relative to the working directory."""
     system_prompt: NonEmptyStr | None = None
@@ -313,7 +313,7 @@ class Judge(Section, frozen=True, kw_only=True):
     """New. The request to the judge, in which ``{question}``, ``{answer}`` (the reference), ``{response}`` and any
     field of the problem's metadata are filled in."""
     score_pattern: NonEmptyStr = r"(?i)score\W*\s(-?\d+(?:\.\d+)?)"
-    """New. Regular expression whose first group is the score; the last match in the judge's answer counts."""
+    """New. Regular expression with the score as its first group; the last match in the judge's answer counts."""
     lowest_score: float = 0.0
     """New. Score with a reward of 0; lower scores count as this one."""
     highest_score: float = 10.0

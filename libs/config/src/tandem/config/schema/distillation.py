@@ -126,12 +126,12 @@ class OnPolicyDistillation(Section, frozen=True, kw_only=True):
     """Whether there are such teachers."""
     teacher_model_by_agent_name: dict[str, NonEmptyStr] = msgspec.field(default_factory=dict)
     """Folder of each teacher, by the name of the environment (an entry of `env`, agents included) or else of the
-    data set whose samples it teaches. All have the settings of the section `teacher`, or the policy's if that is
+    data set that it teaches. All have the settings of the section `teacher`, or the policy's if that is
     null."""
     default_teacher_alias: NonEmptyStr | None = None
     """Default teacher, for samples without a teacher of their name."""
     strict_agent_name_match: bool = False
-    """true: refuse a run with samples whose name has no teacher, even with a default."""
+    """true: refuse a run with samples of a name that has no teacher, even with a default."""
     deduplicate_shared_teacher_checkpoints: bool = True
     """Load a teacher with several names only once."""
     non_colocated_teachers: NonColocatedTeachers = NonColocatedTeachers()

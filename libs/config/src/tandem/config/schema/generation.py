@@ -65,7 +65,7 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     num_last_layers_in_bf16: NonNegativeInt = 0
     """With precision fp8: last layers that stay in bfloat16."""
     quantization_ignored_layer_kws: tuple[NonEmptyStr, ...] = ()
-    """With precision fp8: layers whose names contain one of these stay in bfloat16."""
+    """With precision fp8: layers with one of these in their name stay in bfloat16."""
     use_deep_gemm: bool = False
     """Accepted: with precision fp8, multiply with DeepGEMM. vLLM chooses by itself."""
     env_vars: dict[str, Any] | None = None

@@ -95,7 +95,7 @@ class Rollouts(Section, frozen=True, kw_only=True):
     reward_scaling: RewardScaling = RewardScaling()
     reward_shaping: RewardShaping = RewardShaping()
     use_dynamic_sampling: bool = False
-    """Discard groups whose rewards are all equal, which teach nothing, and generate more until
+    """Discard groups with equal rewards, which teach nothing, and generate more until
     `num_prompts_per_step` others exist (DAPO, arXiv:2503.14476, section 3.2)."""
     batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
     """With `use_dynamic_sampling`: generate for this multiple of `num_prompts_per_step` at once; otherwise without

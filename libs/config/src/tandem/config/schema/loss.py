@@ -32,7 +32,7 @@ class LossColumn(Section, frozen=True, kw_only=True):
     values at the same time. trainer: returns. teacher: teacher_topk_logits and teacher_topk_indices, rows of
     ``topk_logits_k`` numbers."""
     fill: float = 0.0
-    """New. Value in the padding, and for samples whose score has no such entry."""
+    """New. Value in the padding, and where a sample's score has no such entry."""
 
 
 class LossFn(DistillationLoss, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower bound of such weights; null means 0, and is allowed only with tis."""
     positive_example_nll_weight: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of samples whose reward, scaled and shaped, is above 0: the mean over
+    """Weight of the negative log-likelihood of samples with a reward, scaled and shaped, above 0: the mean over
     their tokens in the global batch (VAPO, Yue et al. 2025, arXiv:2504.05118, equation 10). 0 disables it."""
     token_level_loss: bool = True
     """true: the mean over all tokens of the global batch. false: the mean over sequences of each sequence's mean."""

@@ -217,7 +217,7 @@ class Model(Section, frozen=True, kw_only=True):
     share_prompts: bool = True
     """New. Compute each prompt once for all of its samples in a micro-batch, without padding. A micro-batch size
     that is a multiple of `grpo.num_generations_per_prompt` splits no group. Results are the same either way. Models
-    whose tokens interact outside of plain causal attention are automatically trained without it."""
+    with interactions between tokens outside of plain causal attention are automatically trained without it."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Maximum Euclidean norm of gradients, to which larger ones are scaled down; null means no clipping."""
     make_sequence_length_divisible_by: PositiveInt = 1
@@ -246,7 +246,7 @@ class Model(Section, frozen=True, kw_only=True):
     dequantize_base_checkpoint: bool = False
     """Read a quantised checkpoint and train its weights in `precision`."""
     logprob_chunk_size: PositiveInt | None = None
-    """Accepted: tokens whose log-probabilities NeMo-RL computes at once."""
+    """Accepted: number of tokens for which NeMo-RL computes log-probabilities at once."""
     offload_optimizer_for_logprob: bool = False
     """Accepted: whether the optimizer's state leaves the GPU while log-probabilities are computed. With colocated
     generation, it is on the device only during a training step."""

@@ -58,7 +58,7 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
 
 
 class Value(Model, frozen=True, kw_only=True):
-    """The value model of PPO: a language model whose head gives one number per token, the expected rest of the
+    """The value model of PPO: a language model with a head that gives one number per token, the expected rest of the
     response's return. It has the keys of `policy`, except those of generation."""
 
 

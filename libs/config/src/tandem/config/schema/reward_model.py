@@ -36,7 +36,7 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     """The reward model: folder (relative to the working directory) or Hub name of a Hugging Face sequence classifier
     with one label. Its output is the reward."""
     tokenizer: Tokenizer | None = None
-    """For a reward model: its tokenizer, whose chat template turns prompt and response into text; null means the one
+    """For a reward model: its tokenizer; the chat template turns prompt and response into text; null means the one
     in its folder."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """For a reward model: element type of its weights and its forward pass."""
@@ -49,7 +49,7 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     correct_from: float = 0.0
     """New. For a reward model: lowest reward of a response that counts as solved, for the accuracy."""
     checkpoint_path: NonEmptyStr | None = None
-    """For a reward model: a checkpoint of NeMo-RL, whose weights replace those of `model_name`."""
+    """For a reward model: a checkpoint of NeMo-RL with weights that replace those of `model_name`."""
     resources: RewardModelResources = RewardModelResources()
     dtensor_cfg: DtensorCfg = DtensorCfg()
     reward_model_cfg: RewardModelCfg = RewardModelCfg(enabled=True)

@@ -324,6 +324,6 @@ class Config(Section, frozen=True, kw_only=True):
     def scoring_temperature(self) -> float:
         """Divisor of the logits for log-probabilities: the sampling temperature.
 
-        A temperature of zero is greedy decoding, whose distribution has no gradient; 1 is used instead.
+        A temperature of zero is greedy decoding, a distribution without gradient; 1 is used instead.
         """
         return (self.policy.generation.temperature or 1.0) if self.declaration.rolls_out else 1.0

@@ -50,7 +50,7 @@ class Checkpointing(Section, frozen=True, kw_only=True):
 
 
 class Replay(Section, frozen=True, kw_only=True):
-    """The run whose rollout log is trained on again; `coordinator replay` sets this section."""
+    """The run that provides the rollout log to train on again; `coordinator replay` sets this section."""
 
     run: NonEmptyStr
     """New. Run folder; relative to the working directory."""
@@ -114,7 +114,7 @@ class Prometheus(Section, frozen=True, kw_only=True):
     port: Port | None = None
     """New. Port on which ``/metrics`` is served during the run, which must be free; null disables it."""
     host: NonEmptyStr = "127.0.0.1"
-    """New. Address to listen on. Anyone who can reach it can read the metrics, since there is no authentication."""
+    """New. Address to listen on. There is no authentication: the metrics can be read wherever it can be reached."""
 
 
 class OpenTelemetry(Section, frozen=True, kw_only=True):
