@@ -30,8 +30,7 @@ _HANDSHAKE_MS = 5000
 _MOST_UNPROVEN = 256
 """Most unauthenticated connections from one address; twice as many from all addresses."""
 _SHARE_UNPROVEN = 8
-"""Limit on unauthenticated connections as a fraction of the descriptors; the rest serve files and processes of the
-run."""
+"""Divisor of the descriptor limit: gives the unauthenticated connections, if that is less."""
 _SENT_TO_UNPROVEN = 256
 """Most bytes that libzmq sends before it accepts a key: greeting (64), WELCOME (170), or ERROR."""
 _TCP_INFO_BYTES_SENT = 200

@@ -121,7 +121,7 @@ def read_admitted(run: Path) -> AdmittedMembers | None:
     Raises `ConfigError` like `read_key_file`.
     """
     path = run.absolute() / FOLDER / ADMITTED_FILE
-    what = "list of a run's members"
+    what = "list of a run's processes"
     return _read(path, AdmittedMembers, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
 
 
@@ -131,7 +131,7 @@ def write_admitted(run: Path, admitted: AdmittedMembers) -> None:
     try:
         _replace(path, encode(admitted))
     except OSError as error:
-        raise ConfigError(f"cannot write the list of the run's members to {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the list of the run's processes to {path}: {error.strerror}") from error
 
 
 def forget_admitted(run: Path) -> None:

@@ -98,7 +98,7 @@ class Watch:
 
 
 class _Requests:
-    """Distinguishes a request to leave from one to end at once: the second, unless it comes with the first."""
+    """The requests to this process: the first is to leave, the next to end at once unless both come together."""
 
     def __init__(self, *, is_first_for_good: bool) -> None:
         self._first_at: float | None = -math.inf if is_first_for_good else None
@@ -116,7 +116,7 @@ class _Requests:
 def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
     """Have the first termination signal call `leave`, and the next one raise `KeyboardInterrupt`.
 
-    In a launched process, Ctrl-C and a closing terminal are for its parent, so they are ignored here.
+    In a launched process, Ctrl-C and a closing terminal are for its parent, and are not handled here.
     """
     requests = _Requests(is_first_for_good=False)
 

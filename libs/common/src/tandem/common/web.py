@@ -23,10 +23,10 @@ HEADERS_S = 10.0
 """Timeout for the headers of a request, from their first byte; for the first request, from the connection."""
 _BACKLOG = 512
 _SHARE_AT_ONCE = 16
-"""Limit on connections that asyncio accepts at once, as a fraction of the process's descriptors, if that is less."""
+"""Divisor of the descriptor limit: gives the connections that asyncio accepts at once, if that is less."""
 _MOST_IDLE = 1024
 _SHARE_IDLE = 4
-"""Limit on idle connections from one address, as a fraction of the process's descriptors, if that is less."""
+"""Divisor of the descriptor limit: gives the idle connections from one address, if that is less."""
 _JSON = "application/json"
 
 

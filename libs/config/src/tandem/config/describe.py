@@ -117,7 +117,10 @@ def _sections(described: StructType, key: str, level: int, told: dict[type, str]
     title = f"`{key}`" if key else "Top level"
     if described.cls in told:
         rows = _rows(described, key, besides=told[described.cls])
-        yield f"{'#' * level} {title}\n\nAs `{told[described.cls]}`{', but for these defaults:' if rows else '.'}\n"
+        yield (
+            f"{'#' * level} {title}\n\n"
+            f"Same as `{told[described.cls]}`{', except for these defaults:' if rows else '.'}\n"
+        )
         yield from _table_of(rows)
     else:
         told[described.cls] = key

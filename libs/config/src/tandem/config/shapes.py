@@ -138,7 +138,7 @@ def _reshape_validation(section: dict[str, Any]) -> None:
 
 
 def _metric(name: str) -> str:
-    """Return Tandem's name of a metric; NeMo-RL's begins with ``train:`` or ``val:``."""
+    """Return Tandem's name of a metric; NeMo-RL's may begin with ``train:`` or ``val:``."""
     where, colon, metric = name.rpartition(":")
     metric = re.sub(r"^validation-default_", "val_", metric)
     metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)

@@ -168,7 +168,7 @@ class Pump:
     def _take_welcome(self, welcome: Welcome, now: float) -> None:
         """Rejoin the run under another coordinator, by the same name."""
         if (welcome.run_id, welcome.member) != (self._welcome.run_id, self._welcome.member):
-            self._leave(f"another coordinator takes it for {welcome.member} of run {welcome.run_id}", now)
+            self._leave(f"another coordinator takes this process for {welcome.member} of run {welcome.run_id}", now)
             return
         self._trainer_keys = 0  # a new coordinator counts from the beginning
         self._trainers.replace(())

@@ -28,7 +28,7 @@ def restored_adapters_exist(config: Config) -> None:
 
 
 def adapters_have_the_type_of_the_weights(config: Config) -> None:
-    """Check the adapters' type: Megatron-Core's optimizer keeps float32 copies only of parameters of another type."""
+    """Check that adapters have the weights' type: Megatron-Core's optimizer keeps float32 copies beside them."""
     policy, dtype = config.policy, config.policy.megatron_cfg.peft.lora_dtype
     if policy.megatron_cfg.enabled and policy.adapters and dtype not in (None, "None", policy.precision):
         raise Invalid(f"{MEGATRON}.lora_dtype", f"{shown(dtype)} is not policy.precision ({policy.precision})")

@@ -129,7 +129,7 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
 
 
 def forced_ratios_are_true(config: Config) -> None:
-    """Check that a ratio is forced only with one optimizer step: after it, the policy is no longer the sampling one."""
+    """Check that a ratio is forced only with one optimizer step: after it, the policy differs from the one before."""
     batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
     if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
         name, times = config.algorithm, f", and it passes over it {passes} times" if passes > 1 else ""

@@ -63,7 +63,7 @@ REWARDS = Column(name="rewards", source="coordinator")
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
 VALUES = Column(name="values", source="value")
-"""Expected rest of the response's return before each token."""
+"""Expected return of the rest of the response, before each token."""
 RETURNS = Column(name="returns", source="trainer")
 """Targets of the value model: the actual returns."""
 TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")

@@ -372,7 +372,7 @@ class Environment(RewardModelKeys, frozen=True, kw_only=True):
     counts nowhere. fail: the run ends. null: zero in built-in environments, except for a problem that itself cannot
     be scored; fail in others, and for functions given to `tandem.train`."""
     max_failures: NonNegativeInt | None = None
-    """New. Failed samples of one rollout process after which the run ends; null means no limit."""
+    """New. Most failed samples of one rollout process; one more ends the run. null means no limit."""
     class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
     """New. Dotted path of the environment's class, such as ``mine.Judge`` for the class ``Judge`` of a ``mine.py``
     beside the configuration file; null means the built-in one of that name."""

@@ -38,7 +38,7 @@ class RewardShaping(Section, frozen=True, kw_only=True):
     """Penalty of a response of `max_response_length` tokens or more (soft overlong punishment, DAPO, Yu et al. 2025,
     arXiv:2503.14476, equation 13)."""
     max_response_length: PositiveInt | None = None
-    """Longest response without the full penalty, in tokens."""
+    """Longest intended response, in tokens."""
     stop_properly_penalty_coef: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Factor of the reward of each response cut off at a token limit; there is no length penalty then."""
 

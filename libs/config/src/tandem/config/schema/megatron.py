@@ -84,7 +84,7 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers in sequence."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """New. Interleaved stages of each of these ranks, which spend less time waiting for each other."""
+    """New. Number of interleaved stages on each of these ranks, which then wait less for each other."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1

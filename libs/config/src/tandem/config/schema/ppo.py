@@ -58,8 +58,8 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
 
 
 class Value(Model, frozen=True, kw_only=True):
-    """The value model of PPO: a language model with a head that gives one number per token, the expected rest of the
-    response's return. It has the keys of `policy`, except those of generation."""
+    """The value model of PPO: a language model with a head that gives one number per token, the expected return of
+    the rest of the response. It has the keys of `policy`, except those of generation."""
 
 
 class ValueLossFn(Section, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ class Mlflow(Section, frozen=True, kw_only=True):
     run_name: NonEmptyStr | None = None
     """Name of the run there; null lets MLflow choose."""
     tracking_uri: NonEmptyStr | None = None
-    """Address of the MLflow server, such as ``http://host:5000``; null means ``MLFLOW_TRACKING_URI`` or, if that is
+    """Location of MLflow's runs, such as ``http://host:5000``; null means ``MLFLOW_TRACKING_URI`` or, if that is
     not set either, the folder ``mlflow`` in `logger.log_dir`."""
 
 
@@ -114,7 +114,7 @@ class Prometheus(Section, frozen=True, kw_only=True):
     port: Port | None = None
     """New. Port on which ``/metrics`` is served during the run, which must be free; null disables it."""
     host: NonEmptyStr = "127.0.0.1"
-    """New. Address to listen on. There is no authentication: the metrics can be read wherever it can be reached."""
+    """New. Address to listen on. There is no authentication: every client that reaches it can read the metrics."""
 
 
 class OpenTelemetry(Section, frozen=True, kw_only=True):
