@@ -392,10 +392,7 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
         ),
         (
             [f"{KEY}.moe_token_dispatcher_type=allgather"],
-            [
-                f"{KEY}.moe_token_dispatcher_type (allgather) is taken as alltoall: micro-batches are of different "
-                "lengths"
-            ],
+            [f"{KEY}.moe_token_dispatcher_type (allgather) is taken as alltoall: micro-batches have different lengths"],
         ),
         (
             [f"{KEY}.converter_type=LlamaForCausalLM"],
@@ -416,7 +413,7 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
             ],
             [
                 f"{KEY}.distributed_data_parallel_config.average_in_collective (true) has no effect: gradients are "
-                "summed, the loss is a mean already",
+                "summed, since the loss is already a mean",
                 f"{KEY}.distributed_data_parallel_config.overlap_param_gather (true) has no effect: weights are read "
                 "as soon as a step is over",
                 f"{KEY}.distributed_data_parallel_config.data_parallel_sharding_strategy (optim_grads_params) has no "

@@ -88,7 +88,10 @@ def test_the_command_line_prints_a_line_each_and_their_number(capsys: pytest.Cap
     ("text", "expected"),
     [
         ("a: " + "[" * 3000 + "]" * 3000, "hostile.yaml: cannot be read: mappings or lists are nested too deeply"),
-        ("a: " + "{a: " * 400 + "1" + "}" * 400, "hostile.yaml: cannot be read: mappings or lists are nested too deeply"),
+        (
+            "a: " + "{a: " * 400 + "1" + "}" * 400,
+            "hostile.yaml: cannot be read: mappings or lists are nested too deeply",
+        ),
         (
             "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)),
