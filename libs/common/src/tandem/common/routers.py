@@ -1,4 +1,4 @@
-"""Routers of mixture-of-experts models in Transformers: observe or replace the experts that they choose.
+"""Routers of mixture-of-experts models in Transformers: observe or replace the experts they choose.
 
 A router chooses experts with one call of ``torch.topk`` over the scores of all experts. Only the result of that call
 is replaced; the router does the rest of the arithmetic itself. So it computes the gates of the replacement experts
