@@ -186,7 +186,7 @@ def test_it_is_resumed_to_the_bit_and_merged(plain: Plain, tmp_path: Path, capfd
     capfd.readouterr()
     assert main(["merge", str(tmp_path / "step_3"), str(target)]) == 1
     assert capfd.readouterr().err == f"error: {target} exists: name another folder\n"
-    with pytest.raises(ModelError, match="holds adapters and no model: `coordinator merge"):
+    with pytest.raises(ModelError, match="holds adapters, not a model: `coordinator merge"):
         models_in(tmp_path / "step_3")
 
 

@@ -61,7 +61,7 @@ def test_a_run_of_adapters_resumes_to_the_bit_and_its_merged_model_is_trained_on
     assert base["base_model_name_or_path"] == "base"
     refused = coordinator("up", config, "logger.log_dir=wrong", "policy.model_name=run/checkpoints/step_4/policy")
     assert refused.returncode == 1
-    assert "error: policy.model_name: run/checkpoints/step_4/policy holds adapters and no model" in refused.stderr
+    assert "error: policy.model_name: run/checkpoints/step_4/policy holds adapters, not a model" in refused.stderr
     shutil.copytree("run/checkpoints/step_4/policy", "damaged/policy")
     Path("damaged/policy/adapter_model.safetensors").unlink()
     lost = coordinator("merge", "damaged", "nothing")

@@ -135,7 +135,8 @@ def test_a_key_file_that_will_not_do_is_one_line_within_seconds(
     match what:
         case "another run's":
             path = write_run_keys(Path("other"), new_run_keys())
-            wanted = f"refit: who listens at {address} does not prove to be the coordinator that {path} has the key of"
+            whose = f"does not prove the coordinator's key that {path} has"
+            wanted = f"refit: the process that listens at {address} {whose}"
         case "readable":
             path = Path("readable.json").absolute()
             path.write_bytes(own.read_bytes())

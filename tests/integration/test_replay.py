@@ -234,5 +234,5 @@ def test_a_shard_that_is_damaged_ends_the_replay_in_one_line(run: str) -> None:
     shard.write_bytes(content)
     replayed = coordinator("replay", run)
     assert replayed.returncode == 1
-    assert f"error: {shard} cannot be read as a record of samples" in replayed.stderr
+    assert f"error: {shard} cannot be read as part of the rollout log" in replayed.stderr
     assert len(replayed.stderr.strip().splitlines()) == 1

@@ -82,7 +82,7 @@ def test_a_step_whose_samples_are_damaged_is_generated_again(undisturbed: Path) 
     since = time.time()
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert "step-00000007.rollout-1.parquet cannot be read as a record of samples" in resumed.stdout
+    assert "step-00000007.rollout-1.parquet cannot be read as part of the rollout log" in resumed.stdout
     assert "generated again: a group of step 7 is, so that its weights may differ" in resumed.stdout
     assert_same_results("run", undisturbed)
     record = assert_recorded("run", config)

@@ -156,11 +156,11 @@ DENSE = {"policy": {"new_model": {"config": {"model_type": "qwen3"}}}}
     ("over", "why"),
     [
         (DENSE, "true, but qwen3, the model of policy.model_name, has no experts"),
-        ({"algorithm": "sft"}, "true, but no engine makes what SFT trains on"),
+        ({"algorithm": "sft"}, "true, but no engine generates what SFT trains on"),
         (
             {"policy": {"new_model": {"config": {"model_type": "granitemoe", "num_local_experts": 8}}}},
-            "true, but policy.dtensor_cfg can do so with qwen2_moe, qwen3_moe, mixtral, olmoe, glm4_moe, deepseek_v3, "
-            "gpt_oss, not with granitemoe",
+            "true, but policy.dtensor_cfg supports qwen2_moe, qwen3_moe, mixtral, olmoe, glm4_moe, deepseek_v3, "
+            "gpt_oss, not granitemoe",
         ),
         (
             {

@@ -329,8 +329,8 @@ def test_who_pretends_to_be_a_coordinator_is_not_listened_to() -> None:
         thread.join()
         hub.close()
     assert str(refused.value) == (
-        f"who listens at {hub.address} does not prove to be the coordinator that run/keys/members.json has the key of: "
-        "it is another run's, or something else"
+        f"the process that listens at {hub.address} does not prove the coordinator's key that "
+        "run/keys/members.json has: it belongs to another run, or is something else"
     )
     assert heard == []
 

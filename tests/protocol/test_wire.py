@@ -212,9 +212,9 @@ def test_impossible_manifests_are_refused(frames: Frames) -> None:
 def test_messages_of_absurd_sizes_are_refused_unread() -> None:
     (header,) = encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0))
     manifest = msgspec.msgpack.encode([("a", "<f4", (0,))] * 66)
-    with pytest.raises(WireError, match="1002 frames, where a message has 64 arrays at most"):
+    with pytest.raises(WireError, match="1002 frames, but a message has at most 64 arrays"):
         CODEC.decode([header, manifest, *[b""] * 1000])
-    with pytest.raises(WireError, match=r"a list of arrays of 70000 bytes, where 65536 are the most"):
+    with pytest.raises(WireError, match=r"a list of arrays of 70000 bytes, but the limit is 65536"):
         CODEC.decode([header, bytes(70_000)])
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), ((1 << 30) + 1,), (0,))
     with pytest.raises(WireError, match="a header of 1073741825 bytes"):

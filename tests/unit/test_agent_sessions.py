@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no address": ({"url": "localhost:8000"}, r"env\.mine\.url: 'localhost:8000', must be http://HOST:PORT/PATH"),
     "a server that stays": (
         {"url": "http://b/", "persistent": True},
-        r"env\.mine\.persistent: only programs of agents",
+        r"env\.mine\.persistent: only agents' programs persist",
     ),
     "failures": ({"command": ["a"], "max_failures": 3}, r"env\.mine\.max_failures: the first failure ends the run"),
     "neither": ({}, r"env\.mine: not built in .* and without a class, a command, a judge or a model_name"),

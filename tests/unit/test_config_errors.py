@@ -297,7 +297,7 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ),
         (
             [JSONL, "env.calculator.num_workers=1", "grpo.max_rollout_turns=1"],
-            "grpo.max_rollout_turns: 1, but calculator answers, and the policy needs a turn after that",
+            "grpo.max_rollout_turns: 1, but calculator replies, and the policy needs another turn after that",
         ),
         (
             ["checkpointing.metric_name=val_loss"],
@@ -327,11 +327,11 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ),
         (
             ["env={mine: {judge: {base_url: 'http://a/v1'}}}"],
-            "env.mine.judge: has a base_url, and no model",
+            "env.mine.judge: has a base_url but no model",
         ),
         (
             ["env={mine: {judge: {base_url: 'http://a/v1', model: m, score_pattern: '[0-9]+'}}}"],
-            "env.mine.judge.score_pattern: '[0-9]+' has no group, which would be the score",
+            "env.mine.judge.score_pattern: '[0-9]+' has no group to capture the score",
         ),
         (
             ["env={mine: {judge: {base_url: 'http://a/v1', model: m, prompt: '{question}'}}}"],
@@ -350,7 +350,7 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ),
         (
             ["policy.new_model={config: {model_type: qwen3}, characters: abca}"],
-            "policy.new_model.characters: 'a' is there more than once",
+            "policy.new_model.characters: 'a' appears more than once",
         ),
         (
             ["policy.new_model={config: {model_type: qwen3, hidden_sise: 8}, characters: ab}"],
@@ -433,10 +433,10 @@ DISJOINT = ["policy.generation.colocated.enabled=false", "cluster.gpus_per_node=
     ("overrides", "expected"),
     [
         ([f"{RESOURCES}.gpus_per_node=8"], f"{RESOURCES}.gpus_per_node: 8 of cluster.gpus_per_node (8) leaves none to"),
-        ([f"{RESOURCES}.num_nodes=2"], f"{RESOURCES}.num_nodes: 2, but where cluster.num_nodes is 1, it is 1 or null"),
+        ([f"{RESOURCES}.num_nodes=2"], f"{RESOURCES}.num_nodes: 2, but with cluster.num_nodes 1 it must be 1 or null"),
         (
             ["cluster.num_nodes=4", f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=4"],
-            f"{RESOURCES}.gpus_per_node: 4, but where cluster.num_nodes is 4, it is 8 or null",
+            f"{RESOURCES}.gpus_per_node: 4, but with cluster.num_nodes 4 it must be 8 or null",
         ),
         (
             ["cluster.num_nodes=4", f"{RESOURCES}.num_nodes=4"],
@@ -550,7 +550,7 @@ MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 
         ),
         (
             ["policy.hf_config_overrides={model_type: qwen3}", f"policy.new_model={MODEL % 'llama'}"],
-            "policy.hf_config_overrides.model_type: the kind of model is that of its weights",
+            "policy.hf_config_overrides.model_type: the model type cannot be overridden: it comes with the weights",
         ),
         (
             ["policy.hf_config_overrides={max_position_embeddings: 8}", f"policy.new_model={MODEL % 'llama'}"],

@@ -265,8 +265,8 @@ CORRECTION = {"use_importance_sampling_correction": True}
 
 def test_samples_of_older_weights_want_a_correction() -> None:
     assert notices(configure(grpo=ASYNCHRONOUS, **APART)) == [
-        "loss_fn.use_importance_sampling_correction is false: samples of older weights count as though the newest had "
-        "made them (grpo.async_grpo.max_trajectory_age_steps: 4)"
+        "loss_fn.use_importance_sampling_correction is false: samples of older weights are treated like those of the "
+        "newest (grpo.async_grpo.max_trajectory_age_steps: 4)"
     ]
     assert notices(configure(CORRECTION, ASYNCHRONOUS, **APART)) == []
     assert notices(configure()) == [], "synchronous training has no older weights"

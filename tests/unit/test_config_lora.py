@@ -41,9 +41,7 @@ def test_a_name_that_fits_no_layer_is_refused() -> None:
     wrong = LoraCfg(match_all_linear=False, target_modules=("q_porj",))
     with pytest.raises(ConfigError, match=r"lora.target_modules: no layer is called 'q_porj'; did you mean 'q_proj'\?"):
         chosen(LAYERS, wrong, "lora")
-    with pytest.raises(
-        ConfigError, match="lora: no layer is left to have an adapter, of gate, o_proj, q_proj, up_proj"
-    ):
+    with pytest.raises(ConfigError, match="lora: no layer is left for an adapter, among gate, o_proj, q_proj, up_proj"):
         chosen(LAYERS, LoraCfg(exclude_modules=("*",)), "lora")
 
 
@@ -87,7 +85,7 @@ def sft(lora: dict[str, Any] | None = None, peft: dict[str, Any] | None = None, 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"lora": {"restore_from": "nowhere"}}, "'nowhere' is no folder of adapters: it has no adapter_config.json"),
+        ({"lora": {"restore_from": "nowhere"}}, "'nowhere' is not a folder of adapters: it has no adapter_config.json"),
         ({"lora": {"dropout": 1.0}}, "policy.dtensor_cfg.lora_cfg.dropout"),
         ({"peft": {"dropout": 0.1}}, "not supported yet: policy.megatron_cfg.peft.dropout (0.1)"),
         ({"lora": {"lora_A_init": "gauss"}}, "policy.dtensor_cfg.lora_cfg.lora_A_init"),
@@ -154,7 +152,7 @@ def test_adapters_of_latent_attention_are_refused_with_the_list_of_what_has_some
         ConfigError, match=r"peft.enabled: true, but Megatron-Core trains adapters of llama, .*phi3"
     ) as e:
         sft(peft={}, **LATENT)
-    assert "not of deepseek_v3, whose attention is latent" in str(e.value)
+    assert "not of deepseek_v3 with its latent attention" in str(e.value)
     assert sft(**LATENT).policy.adapters is not None
 
 
@@ -169,7 +167,7 @@ def test_a_model_beside_the_policy_is_no_folder_of_adapters(algorithm: str, sect
         section: {"model_name": str(tmp_path)},
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
     }
-    with pytest.raises(ConfigError, match=rf"{section}.model_name: .* holds adapters and no model: `coord"):
+    with pytest.raises(ConfigError, match=rf"{section}.model_name: .* holds adapters, not a model: `coord"):
         build_config(settings)
 
 
@@ -179,7 +177,8 @@ def test_the_head_of_a_reward_model_is_not_left_as_it_is() -> None:
         "policy": {"model_name": "model", "dtensor_cfg": {"lora_cfg": {"enabled": True}}},
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"},
     }
-    with pytest.raises(ConfigError, match=r"lora_cfg.enabled: true, but rm trains a head: adapters leave it as it is"):
+    why = r"lora_cfg.enabled: true, but rm trains a head, which adapters leave unchanged"
+    with pytest.raises(ConfigError, match=why):
         build_config(settings)
 
 

@@ -112,9 +112,9 @@ def test_reading_them_imports_no_torch() -> None:
         ("moe_aux_loss_coeff=much", "expected a number, got 'much'"),
         ("recompute_modules=mlp", "expected a list of text, got 'mlp'"),
         ("attention_backend=flsh", "'flsh' is not one of auto, flash, fused, local, unfused; did you mean 'flash'?"),
-        ("hidden_size=64", "not for here: the model's config.json decides"),
-        ("bf16=true", "not for here: set policy.precision instead"),
-        ("variable_seq_lengths=true", "not for here: Tandem sets it itself"),
+        ("hidden_size=64", "cannot be set here: the model's config.json decides"),
+        ("bf16=true", "cannot be set here: set policy.precision instead"),
+        ("variable_seq_lengths=true", "cannot be set here: Tandem sets it itself"),
         ("optimizer.adam_betas=[0.9,0.99]", "Megatron-Core has no such argument; did you mean 'adam_beta2'?"),
         ("optimizer.lr=fast", "expected a number, got 'fast'"),
         (
@@ -252,7 +252,7 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
         ([f"{KEY}.optimizer.optimizer=adamw"], f"{KEY}.optimizer.optimizer: 'adamw' is not one of adam, sgd"),
         (
             [f"{KEY}.optimizer={{optimizer_cpu_offload: true}}", "checkpointing.enabled=true"],
-            f"{KEY}.optimizer.optimizer_cpu_offload: true, but that state cannot be saved (checkpointing.enabled)",
+            f"{KEY}.optimizer.optimizer_cpu_offload: true, but its state cannot be saved (checkpointing.enabled)",
         ),
         (
             [f"{KEY}.optimizer={{use_precision_aware_optimizer: true, use_distributed_optimizer: false}}"],
@@ -307,19 +307,19 @@ def test_rules(overrides: list[str], expected: str) -> None:
         (
             {},
             ["cluster.trainers=8", f"{PIPELINE}=8"],
-            f"{PIPELINE}: 12 layers make no 8 even stages; num_layers_in_first_pipeline_stage and "
+            f"{PIPELINE}: 12 layers do not make 8 even stages; num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage make the ends different",
         ),
         (
             {},
             ["cluster.trainers=4", f"{PIPELINE}=4", f"{VIRTUAL}=2"],
-            f"{PIPELINE}: 12 layers make no 4 even stages of 2 virtual stages each; "
+            f"{PIPELINE}: 12 layers do not make 4 even stages of 2 virtual stages each; "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage make the ends different",
         ),
         (
             {},
             ["cluster.trainers=4", f"{PIPELINE}=4", f"{KEY}.num_layers_in_first_pipeline_stage=1"],
-            f"{PIPELINE}: 12 layers make no 4 even stages with [1] in the first or last; "
+            f"{PIPELINE}: 12 layers do not make 4 even stages with [1] in the first or last; "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage make the ends different",
         ),
         ({}, ["cluster.trainers=2", f"{EXPERT}=2"], f"{EXPERT}: 2, but the model has no experts"),
@@ -392,10 +392,7 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
         ),
         (
             [f"{KEY}.moe_token_dispatcher_type=allgather"],
-            [
-                f"{KEY}.moe_token_dispatcher_type (allgather) is taken as alltoall: micro-batches are of different "
-                "lengths"
-            ],
+            [f"{KEY}.moe_token_dispatcher_type (allgather) is taken as alltoall: micro-batches have different lengths"],
         ),
         (
             [f"{KEY}.converter_type=LlamaForCausalLM"],
@@ -416,7 +413,7 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
             ],
             [
                 f"{KEY}.distributed_data_parallel_config.average_in_collective (true) has no effect: gradients are "
-                "summed, the loss is a mean already",
+                "summed, since the loss is already a mean",
                 f"{KEY}.distributed_data_parallel_config.overlap_param_gather (true) has no effect: weights are read "
                 "as soon as a step is over",
                 f"{KEY}.distributed_data_parallel_config.data_parallel_sharding_strategy (optim_grads_params) has no "

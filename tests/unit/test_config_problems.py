@@ -87,8 +87,11 @@ def test_the_command_line_prints_a_line_each_and_their_number(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: " + "[" * 3000 + "]" * 3000, "hostile.yaml: cannot be read: mappings or lists within each other"),
-        ("a: " + "{a: " * 400 + "1" + "}" * 400, "hostile.yaml: cannot be read: mappings or lists within each other"),
+        ("a: " + "[" * 3000 + "]" * 3000, "hostile.yaml: cannot be read: mappings or lists are nested too deeply"),
+        (
+            "a: " + "{a: " * 400 + "1" + "}" * 400,
+            "hostile.yaml: cannot be read: mappings or lists are nested too deeply",
+        ),
         (
             "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)),
@@ -240,7 +243,7 @@ def test_environment_variables_of_megatron() -> None:
     assert found == (
         f"command line: {ENV_VARS}.A: expected text or a number, got true",
         f"command line: {ENV_VARS}.B: expected text or a number, got [1]",
-        f"command line: {ENV_VARS}: 'C D' is no name of an environment variable",
+        f"command line: {ENV_VARS}: 'C D' is not a valid name of a variable",
     )
     assert problems_of("recipe.yaml", f"{ENV_VARS}=[A]") == (
         f'command line: {ENV_VARS}: expected a mapping, got ["A"]',

@@ -626,12 +626,12 @@ FILES: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "a", "val_d
         (
             "sft",
             FILES | {"dataset_name": "squad"},
-            "val_data_paths: only files are validated on apart, and data.dataset_name is squad",
+            "val_data_paths: only files are validated separately, and data.dataset_name is squad",
         ),
         (
             "sft",
             FILES | {"val_data_paths": {"a/b": "b"}},
-            "val_data_paths: 'a/b' is no name for a metric: letters, digits, '_', '.' and '-' are",
+            "val_data_paths: 'a/b' is not a valid metric name: use letters, digits, '_', '.' and '-'",
         ),
         (
             "sft",

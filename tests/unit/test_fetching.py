@@ -99,7 +99,7 @@ def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: l
     stores[1].release([12])
     share, missing = fetcher.fetch(1, table, rows, sources, 10.0)
     assert share is None
-    assert missing == {"rollout-1": "it does not have sample 1 of group 0 of order 12"}
+    assert missing == {"rollout-1": "it does not have sample 1 of group 0 of command 12"}
     # They were made again, by another order of the first rollout, which has lost what it had made before.
     stores[0].release([11])
     for row in (1, 5):

@@ -132,7 +132,7 @@ def test_what_is_damaged_or_of_another_run_is_said_and_older_files_do_not_stand_
     shard(folder, group(7, 0, 5), run_id="other")
     kept, said = found(config)
     assert sorted(kept) == [(5, 0)]
-    assert "step-00000006.rollout-0.parquet cannot be read as a record of samples" in said[0]
+    assert "step-00000006.rollout-0.parquet cannot be read as part of the rollout log" in said[0]
     assert "step-00000007.rollout-0.parquet is of the run other, not run" in said[1]
     assert said[-1] == "1 groups of step 5 had been generated, and are not generated again"
 

@@ -70,18 +70,18 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
         os.chown(path, owner, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(ConfigError, match=rf"members.json belongs to user {owner}, and not to the one who uses it"):
+    with pytest.raises(ConfigError, match=rf"members.json belongs to user {owner}, not to the current user"):
         read_key_file(path)
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (b"", "is no key file of a run's services: "),
-        (b"\xff", "is no key file of a run's services: "),
-        (b'{"coordinator": "short"}', "is no key file of a run's services: "),
+        (b"", "is not a key file of a run's services: "),
+        (b"\xff", "is not a key file of a run's services: "),
+        (b'{"coordinator": "short"}', "is not a key file of a run's services: "),
         (None, "cannot read the key file of a run's services .*: No such file or directory"),
-        ("a FIFO", "is a FIFO, and no key file of a run's services"),
+        ("a FIFO", "is a FIFO, not a key file of a run's services"),
     ],
     ids=["empty", "no text", "another", "missing", "a FIFO"],
 )
@@ -99,6 +99,6 @@ def test_what_is_no_key_file_is_one_line(tmp_path: Path, text: bytes | str | Non
 
 def test_the_other_file_of_a_run_is_not_the_one_for_services(tmp_path: Path) -> None:
     write_run_keys(tmp_path, RUN)
-    with pytest.raises(ConfigError, match=r"coordinator.json is no key file of a run's services: ") as refused:
+    with pytest.raises(ConfigError, match=r"coordinator.json is not a key file of a run's services: ") as refused:
         read_key_file(tmp_path / "keys" / "coordinator.json")
     assert RUN.coordinator.secret not in str(refused.value)

@@ -217,7 +217,7 @@ def test_one_of_several_validation_sets_ranks_checkpoints() -> None:
         ),
         (
             {"train": {"data_path": "a.jsonl"}, "validation": {"data_path": "b.jsonl", "weight": 2}},
-            "data.validation[0].weight: only sets that are trained on are drawn from",
+            "data.validation[0].weight: only training sets have a weight",
         ),
         (
             {"train": {"data_path": "a.jsonl"}, "use_multiple_dataloader": True},
@@ -233,7 +233,7 @@ def test_one_of_several_validation_sets_ranks_checkpoints() -> None:
                 "use_multiple_dataloader": True,
                 "num_prompts_per_dataloader": 3,
             },
-            "data.num_prompts_per_dataloader: grpo.num_prompts_per_step (4) is no multiple of 3",
+            "data.num_prompts_per_dataloader: grpo.num_prompts_per_step (4) is not a multiple of 3",
         ),
         (
             {
@@ -241,7 +241,7 @@ def test_one_of_several_validation_sets_ranks_checkpoints() -> None:
                 "use_multiple_dataloader": True,
                 "num_prompts_per_dataloader": 2,
             },
-            "data.use_multiple_dataloader: each set has its turn, and a set of data.train has a weight",
+            "data.use_multiple_dataloader: sets take turns, but a set of data.train has a weight",
         ),
     ],
 )

@@ -119,10 +119,13 @@ def test_a_local_file_is_held_out_whole() -> None:
     [
         (
             "data.dataset_name=aime",
-            "data.dataset_name: 'aime' is not known: aime2024, math500, a local file",
+            "data.dataset_name: 'aime' is unknown: expected aime2024, math500, a local file",
         ),
         ("data.dataset_name=math50", "did you mean 'math500'?"),
-        ("data.repeat=16", "command line: data.repeat: 16: say how many samples to draw by eval.num_tests_per_prompt"),
+        (
+            "data.repeat=16",
+            "command line: data.repeat: 16: set the number of samples in eval.num_tests_per_prompt instead",
+        ),
         ("generation.model_name=null", "command line: generation.model_name: required, but not set: expected text"),
         ("eval.metric=pass@2", "eval.metric: 'pass@2' is not one of cons@k, pass@k; did you mean 'pass@k'?"),
         ("generation.temperatur=1", "command line: generation.temperatur: unknown key; did you mean 'temperature'?"),

@@ -217,7 +217,7 @@ def test_its_columns_are_read_beside_those_of_the_algorithm() -> None:
         (
             {"version": {"source": "engine"}},
             "grpo",
-            "version.source: engine has generation_logprobs, versions, and no version; did you mean 'versions'?",
+            "version.source: engine has generation_logprobs, versions, but no version; did you mean 'versions'?",
         ),
         ({"advantages": {"source": "engine"}}, "grpo", "advantages: it is built in: its source is coordinator"),
         ({"rank": {"source": "environment"}}, "grpo", "'rank' cannot be the name of a column"),

@@ -111,8 +111,8 @@ def test_trainers_fetch_the_tokens_of_the_step_and_of_no_other(algorithm: Record
                 assert getattr(one, name).tolist() == array.tolist()
         algorithm.batch(step, "train")  # asked again, as where some had not come
         assert fetch(address, keys, RUN_ID) is not None
-    assert fetch(address, [(1, 0, 0)], RUN_ID) == "it does not have sample 0 of group 0 of order 1"
-    assert "was asked by one of run another" in str(fetch(address, keys, "another"))
+    assert fetch(address, [(1, 0, 0)], RUN_ID) == "it does not have sample 0 of group 0 of command 1"
+    assert "the request is from run another" in str(fetch(address, keys, "another"))
 
 
 def test_one_step_is_read_ahead_and_no_more(

@@ -99,7 +99,7 @@ DAMAGES = {
     ),
     "one file more": (
         lambda folder: shutil.copy(folder / WEIGHTS, folder / "policy" / "more.safetensors"),
-        "policy is damaged: more.safetensors is no file of this checkpoint",
+        "policy is damaged: more.safetensors is not a file of this checkpoint",
     ),
     "the manifest": (
         lambda folder: (folder / "manifest.json").write_text('{"step": 6'),

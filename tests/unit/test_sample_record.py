@@ -136,7 +136,7 @@ def test_a_shard_with_a_damaged_page_is_named(tmp_path: Path, at: float) -> None
     footer = int.from_bytes(content[-8:-4], "little")
     content[4 + int(at * (len(content) - footer - 13))] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(SamplesError, match=f"{path} cannot be read as a record of samples: ") as raised:
+    with pytest.raises(SamplesError, match=f"{path} cannot be read as part of the rollout log: ") as raised:
         read_step(tmp_path, 12)
     assert "\n" not in str(raised.value)
 
@@ -168,7 +168,7 @@ def test_what_is_of_another_run_another_release_or_another_kind_is_named(tmp_pat
         read_step(tmp_path, 12, RUN_ID)
     assert len(read_step(tmp_path, 12)) == 1
     pq.write_table(pa.table({"step": [12]}), path)
-    with pytest.raises(SamplesError, match=f"{path} is no record of samples"):
+    with pytest.raises(SamplesError, match=f"{path} is not part of a rollout log"):
         read_step(tmp_path, 12, RUN_ID)
     pq.write_table(pa.table({"step": [12]}).replace_schema_metadata(later()), path)
     with pytest.raises(SamplesError, match=f"{path} has format 6 .* this release reads format 5"):
@@ -202,7 +202,7 @@ def test_an_unfinished_file_that_did_not_begin_holds_nothing_and_another_is_name
     path.write_bytes(b"")
     assert read_unfinished(path).num_rows == 0
     path.write_bytes(b"something else, and long enough to be mistaken")
-    with pytest.raises(SamplesError, match=f"{path} cannot be read as a record of samples"):
+    with pytest.raises(SamplesError, match=f"{path} cannot be read as part of the rollout log"):
         read_unfinished(path)
     theirs = unfinished_path(tmp_path, 12, "rollout-0")
     UnfinishedFile(theirs, "other").close()

@@ -304,5 +304,7 @@ def test_groups_that_are_not_there_any_more_are_an_error(start: Callable[..., Ro
     assert str(error) == f"{name} in {folder} do not have the 6 samples any more"
     rollout.member.errors.clear()
     assert rollout.restore({"other.arrows": keys}, num_samples=2) == []
-    assert str(rollout.member.errors[0]).startswith(f"{folder / 'other.arrows'} cannot be read as a record of samples")
+    assert str(rollout.member.errors[0]).startswith(
+        f"{folder / 'other.arrows'} cannot be read as part of the rollout log"
+    )
     assert rollout.store.num_tokens == stored, "and nothing of them is kept"

@@ -55,7 +55,7 @@ def test_branches_of_a_sample_come_one_by_one(store: SampleStore) -> None:
     both = fetch(store.at, [(3, 0, 0, 1), (3, 0, 0, 0)])
     assert isinstance(both, Batch)
     assert both.lengths_S.tolist() == [7, 5]
-    assert fetch(store.at, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of order 3"
+    assert fetch(store.at, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of command 3"
 
 
 def test_what_has_no_room_is_refused_and_what_is_released_makes_some(store: SampleStore) -> None:
@@ -76,11 +76,11 @@ def test_what_is_released_is_gone(store: SampleStore) -> None:
         store.put((4, group, 0), sample_of(5, first_token=group))
     store.release_groups(4, {0, 2})
     assert store.num_tokens == 5
-    assert fetch(store.at, [(4, 1, 0), (4, 2, 0)]) == "it does not have sample 0 of group 2 of order 4"
+    assert fetch(store.at, [(4, 1, 0), (4, 2, 0)]) == "it does not have sample 0 of group 2 of command 4"
     assert tokens(fetch(store.at, [(4, 1, 0)])) == [1, 2, 3, 4, 5]
     store.release([4])
     assert store.num_tokens == 0
-    assert fetch(store.at, [(4, 1, 0)]) == "it does not have sample 0 of group 1 of order 4"
+    assert fetch(store.at, [(4, 1, 0)]) == "it does not have sample 0 of group 1 of command 4"
 
 
 def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for() -> None:
@@ -88,9 +88,9 @@ def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for
     try:
         store.put((1, 0, 0), sample_of(5))
         assert fetch(store.at, [(1, 0, 0)], run_id="another") == (
-            "it belongs to run run, and was asked by one of run another"
+            "it belongs to run run, but the request is from run another"
         )
-        assert fetch(store.at, []) == "it was asked for nothing"
+        assert fetch(store.at, []) == "the request has no keys"
         many = [(1, 0, 0)] * (MAX_TOKENS_FETCHED // 5 + 1)
         assert "at once" in str(fetch(store.at, many))
         store.put((1, 0, 1), sample_of(MAX_TOKENS_FETCHED + 1))

@@ -201,7 +201,7 @@ def test_a_damaged_shard_is_one_line_that_names_it(capsys: pytest.CaptureFixture
     path.write_bytes(path.read_bytes()[:-20])
     code, out, errors = shown("run", capsys=capsys)
     assert (code, out) == (1, "")
-    assert errors.startswith(f"error: {path} cannot be read as a record of samples: ")
+    assert errors.startswith(f"error: {path} cannot be read as part of the rollout log: ")
     assert errors.count("\n") == 1
 
 

@@ -72,6 +72,6 @@ def test_other_forms_are_refused(given: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(settings)
     assert str(caught.value) == (
-        f"configuration: checkpointing.checkpoint_must_save_by: '{given}' has another form: expected "
+        f"configuration: checkpointing.checkpoint_must_save_by: '{given}' is malformed: expected "
         "days:hours:minutes:seconds, such as 00:03:45:00"
     )

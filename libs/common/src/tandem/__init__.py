@@ -1,7 +1,7 @@
-"""Tandem from Python: ``tandem.train`` begins a run, ``tandem.load_run`` opens one.
+"""The Python interface: ``tandem.train`` starts a run, ``tandem.load_run`` opens an existing one.
 
-The packages below lie in several folders, one for each service, until they are installed from a wheel. What is named
-here is imported when it is first used: to import ``tandem``, or a package below it, costs nothing else.
+In a clone, the packages of the namespace lie in several folders, one for each library and service. Each name here is
+imported on first use, so ``import tandem`` costs nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__path__ = __import__("pkgutil").extend_path(__path__, __name__)  # as tools know it that read this, and import nothing
+__path__ = __import__("pkgutil").extend_path(__path__, __name__)  # the form that static tools recognise
 
 if TYPE_CHECKING:
     from tandem.common.errors import ConfigError as ConfigError
@@ -41,7 +41,7 @@ _WHERE = {
     "load_run": "tandem.coordinator.api.handle",
     "train": "tandem.coordinator.api.training",
 }
-"""Names that this module has, and where they are from."""
+"""The public names and the modules that define them."""
 __all__ = list(_WHERE)
 
 

@@ -1,1 +1,1 @@
-"""What every process shares: messages, the wire, configuration, errors."""
+"""Shared by every process: messages, the wire, keys, errors."""

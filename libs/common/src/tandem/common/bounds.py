@@ -1,12 +1,13 @@
-"""Bounds of the numbers that a run computes with: what float32 carries through the arithmetic.
+"""Numeric bounds: the values that float32 can carry through a run's arithmetic.
 
-float32 ends at 3.4e38. Losses multiply a number by others, gradient norms square it, and both sum over a batch. So a
-number of at most 1e12 has a square of 1e24, which leaves fourteen orders of magnitude for the sum and for what it is
-multiplied with. Ratios of probabilities are exponentials of differences: an engine that drew a token with a
-log-probability of -40 may give a ratio of e^40, whose square is 5.5e34. A token of 1e-18 in probability is never drawn.
+float32 ends at 3.4e38. Losses multiply numbers, gradient norms square them, and both sum over a batch. A number of
+at most 1e12 has a square of 1e24, which leaves fourteen orders of magnitude for sums and factors. Ratios of
+probabilities are exponentials of differences: a token sampled with a log-probability of -40 may give a ratio of
+e^40, with a square of 5.5e34. A token with a probability of 1e-18 is never sampled.
 
-Every number is held to these bounds where it enters. What is beyond them is the fault of who made it, a failure of an
-environment, or, where the run must go on with it, has its rollout group set aside: no token of the group counts.
+Every number is checked where it enters. A number out of bounds is an error of its sender or a failure of the
+environment. Where the run must go on with it, its whole rollout group is set aside, so that none of its tokens are
+valid.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from tandem.common.messages import LARGEST, SampleScored
 from tandem.common.returned import beyond
 
 LEAST_LOGPROB = -40.0
-"""Of a token that an engine has drawn."""
+"""Lowest log-probability of a token sampled by an engine."""
 LARGEST_LOG_RATIO = 80.0
-"""Difference of two log-probabilities whose exponential is reported: beyond it, float32 has no finite ratio."""
+"""Largest difference of two log-probabilities to exponentiate for a report; beyond it, float32 overflows."""
 
 
 def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Tell which numbers a run can compute with; none that is not finite."""
+    """Return a mask of the numbers that a run can compute with; NaN and infinities are not among them."""
     return np.asarray(np.abs(values) <= LARGEST)
 
 
 def bounded(sample: SampleScored) -> SampleScored:
-    """Return a recorded sample with numbers that a run can compute with: one that has others is dropped.
+    """Return a restored sample with its numbers in bounds; a sample with a reward out of bounds is dropped.
 
-    A record may be of an earlier release, which knew no bounds.
+    The rollout log may come from an earlier release, which had no bounds.
     """
     numbers = {"reward": sample.reward, **{f"components[{name!r}]": v for name, v in sample.components.items()}}
     wrong = [f"the {name} is {beyond(value)}" for name, value in numbers.items() if beyond(value)]

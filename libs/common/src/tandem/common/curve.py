@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ's sockets: who may connect is known by a key, and what is sent is encrypted.
+"""CURVE on ZeroMQ's sockets: peers authenticate with keys, and traffic is encrypted.
 
-Whoever binds proves a key that those who connect know beforehand; whoever connects proves one of those that are
-admitted. Both come before either reads a byte of the other's messages. libzmq asks a `Gatekeeper` about each key
-(https://rfc.zeromq.org/spec/27), which a thread of its own answers, so that nobody waits for a busy process.
+The binding side proves a key that its peers know in advance. The connecting side proves a key that must be admitted.
+Both happen before either side reads a message. libzmq asks a `Gatekeeper` about each key
+(https://rfc.zeromq.org/spec/27). It answers on a thread of its own, so that no peer waits for a busy process.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tandem.common.keys import KeyPair
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = "tandem"
 _HANDSHAKE_MS = 5000
-"""How long a connection may last that proves nothing."""
+"""How long a connection may take to prove a key."""
 _MOST_UNPROVEN = 256
-"""Connections of one address that have proven nothing yet; twice as many of all addresses."""
+"""Most unauthenticated connections from one address; twice as many from all addresses."""
 _SHARE_UNPROVEN = 8
-"""One in so many of the process's descriptors, where that is less: the others are for its files and its members."""
+"""Divisor of the descriptor limit: gives the unauthenticated connections, if that is less."""
 _SENT_TO_UNPROVEN = 256
-"""Bytes that libzmq sends before a key is accepted, at most: greeting (64), WELCOME (170), or ERROR."""
+"""Most bytes that libzmq sends before it accepts a key: greeting (64), WELCOME (170), or ERROR."""
 _TCP_INFO_BYTES_SENT = 200
-"""Where Linux's ``tcp_info`` has `tcpi_bytes_sent`, a number of 64 bits."""
+"""Offset of `tcpi_bytes_sent`, a 64-bit number, in Linux's ``tcp_info``."""
 
 
 def new_key_pair() -> KeyPair:
-    """Return a key pair that nobody has. Raises `TandemError` where libzmq was built without CURVE."""
+    """Return a new key pair. Raises `TandemError` if libzmq was built without CURVE."""
     if not zmq.has("curve"):
         raise TandemError(
-            f"libzmq {zmq.zmq_version()} was built without CURVE, by which the members of a run prove that they are: "
+            f"libzmq {zmq.zmq_version()} was built without CURVE, with which the processes of a run authenticate: "
             "install pyzmq from its wheel"
         )
     public, secret = zmq.curve_keypair()
@@ -49,9 +49,9 @@ def new_key_pair() -> KeyPair:
 
 
 class Admitted:
-    """The public keys that a socket hears. Any thread may change them; those of others see all of a change or nothing.
+    """The public keys admitted by a socket. Any thread may change them; each change is atomic.
 
-    A key that is taken out is not heard from then on, over connections that are there either.
+    A removed key is refused at once, on existing connections too.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
@@ -62,30 +62,30 @@ class Admitted:
         return key in self._keys
 
     def keys(self) -> tuple[str, ...]:
-        """Return them, in an order that depends on nothing else."""
+        """Return the keys in a stable order."""
         return tuple(sorted(self._keys))
 
     def replace(self, keys: Iterable[str]) -> None:
-        """Admit these and no others."""
+        """Admit these keys and no others."""
         with self._changing:
             self._keys = frozenset(keys)
 
     def add(self, key: str) -> None:
-        """Admit one more."""
+        """Admit one more key."""
         with self._changing:
             self._keys |= {key}
 
     def remove(self, key: str) -> None:
-        """Shut one out, if it was admitted."""
+        """Remove a key if it was admitted."""
         with self._changing:
             self._keys -= {key}
 
 
 class Gatekeeper:
-    """Answers libzmq, for all sockets of a context, whether the owner of a key may connect; bounds who only connects.
+    """The ZAP handler of a context: tells libzmq which keys may connect, and limits unauthenticated connections.
 
-    Its thread consumes one question after another, and what happens to the connections of the sockets that it watches;
-    it waits for nothing else, and ends when the context does.
+    Its thread consumes libzmq's questions, and the connection events of the socket that it watches. It waits for
+    nothing else, and ends when the context does.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Gatekeeper:
         admitted: Admitted,
         listening: zmq.Socket[bytes] | None = None,
     ) -> None:
-        """Begin; `listening` is the socket, not yet bound, whose unproven connections are bounded."""
+        """Start the thread; it limits the unauthenticated connections of the socket `listening`, which is not bound
+        yet."""
         self._admitted = admitted
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -105,7 +106,7 @@ class Gatekeeper:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end, after the context's."""
+        """Wait for the thread to end, once the context is terminated."""
         self._thread.join()
 
     def _answer(self) -> None:
@@ -138,21 +139,21 @@ class Gatekeeper:
 
 
 class _Unproven:
-    """The connections of a socket that listens which have proven nothing; the oldest go when there are too many.
+    """The unauthenticated connections of a listening socket; the oldest are closed when there are too many.
 
-    libzmq says which descriptor it has accepted, not when its other end has proven a key. By then it may have closed it
-    and accepted another by the same number, so each is looked at by a descriptor of its own, and asked of the kernel
-    how much it was sent: a member gets more than whoever proves nothing. libzmq notices the end of a connection as if
-    the other side had closed it. A process of the run that is cut off so has lost nothing, and connects again.
+    libzmq reports the descriptor that it accepted, not when the peer proves a key. By then the descriptor may be
+    closed and its number reused. So each connection is examined through a duplicate descriptor, and the kernel is
+    asked how many bytes it was sent: an authenticated peer gets more than any other. libzmq sees a connection that
+    is cut off as closed by the peer. A process of the run that is cut off loses nothing and reconnects.
     """
 
     def __init__(self) -> None:
         self._addresses: dict[int, str] = {}
-        """By descriptor, the oldest first."""
+        """Peer addresses by descriptor, the oldest first."""
         self._num: Counter[str] = Counter()
 
     def add(self, descriptor: int) -> None:
-        """Note a connection, and cut off the oldest if there are too many, from its address or from all."""
+        """Add a connection, and cut off the oldest if there are too many from its address or in all."""
         self.remove(descriptor)
         with _looked_at(descriptor) as connection:
             address = _peer(connection)
@@ -167,7 +168,7 @@ class _Unproven:
             self._cut(next(iter(self._addresses)))
 
     def remove(self, descriptor: int) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         address = self._addresses.pop(descriptor, None)
         if address is not None:
             self._num[address] -= 1
@@ -175,7 +176,7 @@ class _Unproven:
                 del self._num[address]
 
     def _cut(self, descriptor: int) -> None:
-        """End a connection, unless it has proven a key meanwhile; it counts no longer."""
+        """Close a connection unless it has proven a key by now; either way, stop counting it."""
         address = self._addresses[descriptor]
         self.remove(descriptor)
         with _looked_at(descriptor) as connection:
@@ -186,7 +187,7 @@ class _Unproven:
 
 @contextlib.contextmanager
 def _looked_at(descriptor: int) -> Iterator[socket.socket | None]:
-    """Yield the connection that a descriptor is of now; None if it is of none, or there is no descriptor left."""
+    """Yield the connection behind a descriptor; None if it is closed or no descriptor is free to duplicate it."""
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -197,7 +198,7 @@ def _looked_at(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _peer(connection: socket.socket | None) -> str | None:
-    """Return the address at the other end of a connection over TCP."""
+    """Return the peer's address of a TCP connection."""
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -207,7 +208,7 @@ def _peer(connection: socket.socket | None) -> str | None:
 
 
 def _has_proven(connection: socket.socket) -> bool:
-    """Tell by what was sent whether a key was accepted; where the kernel does not say, it counts as proven."""
+    """Tell by the bytes sent whether a key was accepted; True where the kernel does not report them."""
     try:
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES_SENT + 8)
     except OSError:
@@ -218,16 +219,16 @@ def _has_proven(connection: socket.socket) -> bool:
 
 
 def hear_members(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Have a socket, before it binds, prove `own` and hear nobody whom the gatekeeper of its context does not admit."""
+    """Make a socket, before it binds, prove `own` and admit only the keys of its context's gatekeeper."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # where there is no gatekeeper, nobody may in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper, refuse every connection
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
 def prove(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
-    """Have a socket, before it connects, prove `own`, and speak to nobody who does not prove the key `server`."""
+    """Make a socket, before it connects, prove `own` and accept only a server that proves the key `server`."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, server)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
@@ -235,5 +236,5 @@ def prove(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
 
 
 def key_of(frame: zmq.Frame) -> str:
-    """Return the key that whoever sent a frame has proven."""
+    """Return the key that the sender of a frame has proven."""
     return str(frame.get("User-Id"))

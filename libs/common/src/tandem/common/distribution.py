@@ -1,4 +1,4 @@
-"""The distribution that Tandem is installed from: its version, and how to install an extra."""
+"""The installed distribution: its version, and how to install an extra."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 NAME = "tandem-rl"
-"""The name on package indexes. ``tandem`` is another project's there; here it is what is imported."""
+"""Name on package indexes, where ``tandem`` is another project; the import name is ``tandem``."""
 
 
 def version() -> str:
-    """Return the version, from a clone's ``pyproject.toml`` where nothing is installed; ``unknown`` without either."""
+    """Return the installed version, or else that of a clone's ``pyproject.toml``; ``unknown`` without either."""
     try:
         return importlib.metadata.version(NAME)
     except importlib.metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def version() -> str:
 
 
 def requirements() -> list[str]:
-    """Return what the distribution requires, that of its extras included, as package metadata has it."""
+    """Return the requirements of the distribution and its extras, in the form of package metadata."""
     try:
         return importlib.metadata.requires(NAME) or []
     except importlib.metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def requirements() -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: from the clone that this module is in, or else from an index."""
+    """Return the command that installs an extra, from the clone that holds this module or else from an index."""
     clone = _clone()
     if clone is None:
         return f"pip install '{NAME}[{extra}]'"
@@ -53,7 +53,7 @@ def _clone_project() -> dict[str, Any]:
 
 
 def _project(path: Path) -> dict[str, Any]:
-    """Return the table ``project`` of a ``pyproject.toml``; empty if the file is not there or cannot be read."""
+    """Return the ``project`` table of a ``pyproject.toml``; empty if the file is missing or unreadable."""
     try:
         project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a dotted path names: ``package.module.Class``."""
+"""Import by dotted path: ``package.module.Class``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tandem.common.errors import ConfigError
 
 
 def named(path: str, key: str = "") -> Any:
-    """Import what a path names. Raises `ConfigError` that begins with `key`, which holds the path, if it cannot be."""
+    """Import the object at a path. Raises `ConfigError`, prefixed with the key that holds the path, if that fails."""
     module, _, attribute = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # the module may be anyone's
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         reason = str(error)
         if not isinstance(error, ImportError | AttributeError | ValueError):
             reason = f"{type(error).__name__}: {error}"

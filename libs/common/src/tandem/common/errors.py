@@ -7,27 +7,27 @@ The tree::
     |   `-- NotSupportedYet    a NeMo-RL key that is known, and switched on, but not built
     |-- DataError              a dataset, problem or prompt that cannot be used
     |-- RunFolderError         a run folder that is taken, missing or from another configuration
-    |-- WireError              a frame or message that breaks the protocol, or says what cannot be
+    |-- WireError              a frame or message that is malformed or violates the protocol
     |   `-- VersionMismatch    two processes speak different protocol versions
     |-- ServiceError           a process failed; names the process and the phase
     |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
     |   |-- CommandFailed      it answered a command with an error
     |   |-- DeadlineExceeded   it did not answer in time
-    |   |-- Standstill         nothing is asked of any process, and the run is not over
+    |   |-- Standstill         no request is pending, and the run is not over
     |   `-- SamplingExhausted  dynamic sampling found too few prompt groups to learn from
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
     |   `-- DamagedCheckpoint  its files are not what was written; another one may be whole
-    |-- TrainingError          a loss that is none
-    |   `-- NotFiniteError     an optimizer step whose loss or gradient is not a finite number
-    |-- SamplesError           samples that are no longer where they should be, or have no room
-    |-- RewardError            an environment returned something that is no reward
-    |-- HelperLost             what a process has started to help it was killed from outside, again and again
+    |-- TrainingError          an invalid loss, or an optimizer step that was not taken
+    |   `-- NotFiniteError     an optimizer step with a loss or gradient that is not finite
+    |-- SamplesError           samples that are missing, or that there is no room for
+    |-- RewardError            an environment returned an invalid reward
+    |-- HelperLost             a helper of a process was killed from outside, again and again
     `-- RefitError             weights could not be moved whole
         `-- CoverageError      a transfer plan that would not write each wanted element exactly once
 
-A user sees the message of a `TandemError` on one line and no traceback. Anything else that escapes is a bug and
-keeps its traceback; a broken invariant of ours is an `assert`.
+The user sees the message of a `TandemError` on one line, without a traceback. Any other exception that escapes is a
+bug and keeps its traceback. A broken internal invariant is an `assert`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from collections.abc import Iterable
 
 
 class TandemError(Exception):
-    """The root of the tree above."""
+    """The base class of every error in the tree above."""
 
     is_final: bool = True
-    """Whether a run that it has ended would meet it again: the user is to change something."""
+    """Whether a restarted run would fail the same way, so that the user has to change something."""
 
 
 class ConfigError(TandemError):
-    """The configuration cannot be run as it stands. Its message is the first of its problems."""
+    """The configuration cannot be run. The message is the first of its problems."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        """Everything that is wrong with it, a line each."""
+        """All problems of the configuration, one line each."""
         super().__init__(problems[0])
 
 
 class NotSupportedYet(ConfigError):
-    """A key is known to the schema but what it switches on is not built."""
+    """A key is known to the schema, but the feature that it switches on is not built."""
 
 
 class DataError(TandemError):
@@ -65,11 +65,11 @@ class RunFolderError(TandemError):
 
 
 class WireError(TandemError):
-    """What arrived is no message of the protocol, or says what cannot be; the text begins with the message or field."""
+    """The message is malformed or violates the protocol; the text begins with the name of the message or field."""
 
     def __init__(self, what: str, command_id: int | None = None) -> None:
         self.command_id = command_id
-        """The order that it is, or answers, where that could still be read."""
+        """Id of the command that the message is or answers, if it could be read."""
         super().__init__(what)
 
 
@@ -85,7 +85,7 @@ class VersionMismatch(WireError):
 
 
 class NotAdmitted(TandemError):
-    """The run that a process would join has no place for it, or nobody answers there."""
+    """The run has no place for the process, or no coordinator answers at its address."""
 
 
 class ServiceError(TandemError):
@@ -105,7 +105,7 @@ class ServiceLost(ServiceError):
 
 
 class Standstill(ServiceError):
-    """Nothing is asked of any process, and the run is not over."""
+    """No request is pending, and the run is not over."""
 
     is_final = False
 
@@ -114,7 +114,7 @@ class CommandFailed(ServiceError):
     """A process answered a command with an error."""
 
     def __init__(self, process: str, phase: str, what: str, *, is_its_own: bool = False) -> None:
-        """`is_its_own`: the reason lies in the process, and another in its place may do better."""
+        """Set `is_its_own` if the reason lies in the process, so that a replacement may succeed."""
         super().__init__(process, phase, what)
         self.is_final = not is_its_own
 
@@ -126,7 +126,7 @@ class DeadlineExceeded(ServiceError):
 
 
 class SamplingExhausted(ServiceError):
-    """Dynamic sampling has generated all that it may, and too few prompt groups teach something."""
+    """Dynamic sampling has reached its limit with too few informative prompt groups."""
 
 
 class ModelError(TandemError):
@@ -138,17 +138,17 @@ class CheckpointError(TandemError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """The files of a checkpoint are not what was written, or are those of another one."""
+    """The files of a checkpoint are not what was written, or belong to another checkpoint."""
 
     whole: int | None = None
-    """The step of the newest checkpoint of the run that is whole, from which it can be resumed; None if there is none.
-    Whoever knows the other checkpoints says so."""
+    """Step of the newest whole checkpoint of the run, from which it can be resumed; None if there is none. Set by
+    callers that know the run's other checkpoints."""
     config_file: str = ""
-    """Of the run that it is a checkpoint of, where that is not the one that was asked for."""
+    """Configuration file of the checkpoint's run, if that is not the run asked for."""
 
 
 class TrainingError(TandemError):
-    """A loss is none, or an optimizer step was not taken."""
+    """The loss is invalid, or an optimizer step was not taken."""
 
 
 class NotFiniteError(TrainingError):
@@ -156,7 +156,7 @@ class NotFiniteError(TrainingError):
 
 
 class SamplesError(TandemError):
-    """Samples cannot be kept, or are not there any more."""
+    """Samples are missing, or there is no room for them."""
 
 
 class RewardError(TandemError):
@@ -178,12 +178,12 @@ class CoverageError(RefitError):
 
 
 def listed(things: Iterable[object]) -> str:
-    """Return ``a, b and c`` for several things, of which there is at least one."""
+    """Return ``a, b and c`` for the items of a non-empty iterable."""
     *first, last = map(str, things)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is near."""
+    """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,7 +1,7 @@
-"""Keep Python's garbage collector from looking for cycles while a process imports, or ends.
+"""Keep Python's garbage collector from looking for cycles while a process imports or exits.
 
-While modules are imported it would look again and again and find nothing, and twice more when the process ends:
-together, a third of the time that a process takes to start and to end. In between it works as ever.
+It would run again and again during imports and find nothing, and twice more at exit. Together that is a third of the
+time that a process takes to start and to end. In between, it works as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing inside the block, which imports much."""
+    """Disable collection inside the block, which imports much."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,19 +25,19 @@ def paused() -> Iterator[None]:
 
 
 def keep() -> None:
-    """Never look again at what there is now, such as modules: it stays as long as this process."""
+    """Exempt all current objects, such as modules, from collection: they live as long as this process."""
     gc.freeze()
 
 
 def retire() -> None:
-    """Collect nothing by itself from here on, and look at nothing that there is now: this process ends.
+    """Stop automatic collection and exempt all current objects: this process is ending.
 
-    Libraries that ask for a collection while they are closed get one over what has been made since, which is little.
+    Libraries that collect while they are closed then look only at the few objects made since.
     """
     gc.disable()
     gc.freeze()
 
 
 def retire_at_exit() -> None:
-    """Have Python collect nothing when this process ends: its memory goes back in one piece."""
+    """Skip the collection at interpreter exit: the process's memory is freed in one piece anyway."""
     atexit.register(gc.freeze)

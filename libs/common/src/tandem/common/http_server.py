@@ -1,4 +1,4 @@
-"""A web server that ends once when it is asked to."""
+"""A web server that ends once when it is told to."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import uvicorn
 
 
 class SignalledServer(uvicorn.Server):
-    """Takes a signal as a request to end; uvicorn would raise it once more afterwards."""
+    """A uvicorn server that ends on a signal without raising that signal again afterwards."""
 
     def __init__(
         self, config: uvicorn.Config, *, heeds_signals: bool = True, end: signal.Signals | None = None
     ) -> None:
-        """Without `heeds_signals`, `end` alone is such a signal."""
+        """Create the server; without `heeds_signals`, `end` is the only signal that ends it."""
         super().__init__(config)
         self._end = end
         self._heeds_signals = heeds_signals
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Hear of signals while it serves."""
+        """Handle signals while the server runs."""
         if not self._heeds_signals:
             if self._end is not None:
                 signal.signal(self._end, self.handle_exit)

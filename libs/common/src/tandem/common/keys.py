@@ -1,12 +1,12 @@
-"""The keys of a run: by them its members prove that they are, and its coordinator that it is theirs.
+"""The keys of a run, with which its processes and its coordinator authenticate each other.
 
-A run has a key pair of its coordinator, and a *joining* pair, which services that are started by hand take from a key
-file. Every member has a pair of its own: one that the coordinator launches is given it, one that was started by hand
-makes it and has it admitted by means of the joining pair, which serves for nothing else. So a member that is lost is
-shut out by its key, and no other with it. Where services wait for another coordinator when theirs is lost, the keys of
-those that were admitted are kept, so that the next one hears them.
+A run has a key pair for its coordinator and a *joining* pair, which services started by hand read from a key file.
+Every process has a pair of its own. A launched process is given one. A process started by hand makes one and
+registers it with the joining pair, which has no other use. So a lost process is shut out by its own key, and no
+other process with it. If services wait for a new coordinator after the old one is lost, the registered keys are
+saved so that the new one admits them.
 
-Keys are Curve25519's, in ZeroMQ's text form (Z85). Files that hold secret ones are their owner's alone.
+Keys are Curve25519 keys in ZeroMQ's text form (Z85). Only the owner can read files with secret keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.regular_files import irregular
 
 FOLDER = "keys"
-"""Within the run folder."""
+"""Folder of the key files, within the run folder."""
 COORDINATOR_FILE, MEMBERS_FILE, ADMITTED_FILE = "coordinator.json", "members.json", "admitted.json"
 
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -46,44 +46,44 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class MemberKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process needs to be heard by a coordinator, and to know it."""
+    """The keys that a process needs to join a run and to authenticate its coordinator."""
 
     coordinator: Key
-    """Its public key."""
+    """The coordinator's public key."""
     own: KeyPair
     is_joining: bool
-    """Whether `own` is the joining pair, which others have as well."""
+    """Whether `own` is the joining pair, which other processes hold too."""
 
 
 class RunKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the coordinator has."""
+    """The key pairs of a run, as the coordinator holds them."""
 
     coordinator: KeyPair
     joining: KeyPair
 
     def for_members(self) -> MemberKeys:
-        """Return what the key file for services holds."""
+        """Return the contents of the key file for services."""
         return MemberKeys(coordinator=self.coordinator.public, own=self.joining, is_joining=True)
 
 
 class AdmittedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a coordinator has admitted, for another that goes on with its run when it is lost."""
+    """The processes that a coordinator has admitted, saved for the coordinator that resumes its run."""
 
     address: str
-    """Where it listens, and they look for the other one."""
+    """Address where the coordinator listens, and where services look for the next one."""
     members: dict[str, Key]
-    """Public keys by the names of their owners."""
+    """Public keys by process name."""
     departed: tuple[str, ...] = ()
-    """Those that have left, and in whose place there is none."""
+    """Processes that have left and were not replaced."""
 
 
 def encode(keys: MemberKeys | RunKeys | AdmittedMembers) -> bytes:
-    """Return keys as a file holds them."""
+    """Return keys in the format of a key file."""
     return msgspec.json.format(msgspec.json.encode(keys)) + b"\n"
 
 
 def decode_member_keys(text: bytes) -> MemberKeys:
-    """Return what `encode` was given, by the coordinator that has launched this process."""
+    """Return the keys that the launching coordinator has passed through `encode`."""
     return msgspec.json.decode(text, type=MemberKeys)
 
 
@@ -93,18 +93,18 @@ def key_file(run: Path) -> Path:
 
 
 def read_key_file(path: Path) -> MemberKeys:
-    """Return the keys in a file that was named by hand. Raises `ConfigError` if others may have read or changed it."""
+    """Return the keys in a file that the user named. Raises `ConfigError` if other users can read or write it."""
     return _read(path, MemberKeys, "key file of a run's services")
 
 
 def read_run_keys(run: Path) -> RunKeys | None:
-    """Return the keys that a run has, None if it has none yet. Raises `ConfigError`, as `read_key_file` does."""
+    """Return the keys of a run, None if it has none yet. Raises `ConfigError` like `read_key_file`."""
     path = run.absolute() / FOLDER / COORDINATOR_FILE
     return _read(path, RunKeys, "key file of a coordinator") if path.exists() else None
 
 
 def write_run_keys(run: Path, keys: RunKeys) -> Path:
-    """Write the keys of a run, unless they are there; return the path of those for services."""
+    """Write the keys of a run unless they exist; return the path of the key file for services."""
     folder = run.absolute() / FOLDER
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -116,32 +116,32 @@ def write_run_keys(run: Path, keys: RunKeys) -> Path:
 
 
 def read_admitted(run: Path) -> AdmittedMembers | None:
-    """Return whom the last coordinator of a run had admitted when it was lost, None if it ended by itself.
+    """Return the processes that the run's lost coordinator had admitted; None if it ended by itself.
 
-    Raises `ConfigError`, as `read_key_file` does.
+    Raises `ConfigError` like `read_key_file`.
     """
     path = run.absolute() / FOLDER / ADMITTED_FILE
-    what = "list of a run's members"
+    what = "list of a run's processes"
     return _read(path, AdmittedMembers, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
 
 
 def write_admitted(run: Path, admitted: AdmittedMembers) -> None:
-    """Write whom a coordinator has admitted, whole or not at all."""
+    """Write atomically which processes the coordinator has admitted."""
     path = run.absolute() / FOLDER / ADMITTED_FILE
     try:
         _replace(path, encode(admitted))
     except OSError as error:
-        raise ConfigError(f"cannot write the list of the run's members to {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the list of the run's processes to {path}: {error.strerror}") from error
 
 
 def forget_admitted(run: Path) -> None:
-    """Have the next coordinator of a run expect nobody."""
+    """Remove the list of admitted processes, so that the next coordinator expects none."""
     with contextlib.suppress(OSError):
         (run.absolute() / FOLDER / ADMITTED_FILE).unlink(missing_ok=True)
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write a file that nobody else may read, whole or not at all; one that is there stays."""
+    """Write a file atomically that only its owner can read; keep one that exists."""
     if not path.exists():
         _replace(path, text)
 
@@ -160,7 +160,7 @@ def _replace(path: Path, text: bytes) -> None:
 def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTES) -> _Kept:
     try:
         if odd := irregular(path):
-            raise ConfigError(f"{path} is {odd}, and no {what}")
+            raise ConfigError(f"{path} is {odd}, not a {what}")
         with path.open("rb") as file:
             refuse_others(path, os.fstat(file.fileno()))
             text = file.read(most_bytes)
@@ -169,14 +169,14 @@ def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTE
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no {what}: {error}") from error
+        raise ConfigError(f"{path} is not a {what}: {error}") from error
 
 
 def refuse_others(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` for a file that anyone but its owner can read or write, and for another user's."""
+    """Raise `ConfigError` for a file that belongs to another user, or that other users can read or write."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{path} belongs to user {status.st_uid}, and not to the one who uses it ({os.geteuid()})")
+        raise ConfigError(f"{path} belongs to user {status.st_uid}, not to the current user ({os.geteuid()})")
     if mode & 0o077:
         raise ConfigError(
             f"{path} can be read or changed by others (mode {mode:04o}): chmod 600 {shlex.quote(str(path))}"

@@ -1,4 +1,4 @@
-"""Measure how much memory a process takes while it carries out an order, and how much there is."""
+"""Measure the memory that a process takes to carry out a command, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 class MemoryMeter:
-    """The peak between `begin` and `use`: bytes allocated on the GPU if torch uses one here, else bytes resident.
+    """The peak memory between `begin` and `use`: bytes allocated on the GPU if torch uses one, else resident bytes.
 
-    Resident memory counts what is shared with other processes, libraries and parameters read in place included. A
-    kernel that lets nobody forget the peak so far is asked what is resident at the beginning and at the end.
+    Resident memory includes memory shared with other processes: libraries, and parameters read in place. Where the
+    kernel does not allow the peak to be reset, the larger of the first and the last resident size stands in for it.
     """
 
     def __init__(self) -> None:
         self._at_begin = 0
 
     def begin(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         cuda = _cuda()
         if cuda is not None:
             cuda.reset_peak_memory_stats()
@@ -38,7 +38,7 @@ class MemoryMeter:
             self._at_begin = _resident("VmRSS")
 
     def use(self) -> MemoryUse:
-        """Return the peak since `begin`, and what is held now."""
+        """Return the peak since `begin`, and the memory held now."""
         cuda = _cuda()
         if cuda is not None:
             return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated())
@@ -48,16 +48,16 @@ class MemoryMeter:
 
 
 def available_bytes() -> int:
-    """Return what the host, or the container (cgroup v2) where that has a limit, can still give out.
+    """Return the free memory of the host, or of the container (cgroup v2) if that has a limit.
 
-    Files that are in memory only to be read again count: they make room.
+    The page cache counts as free, since it can be dropped.
     """
     free = _kilobytes(_HOST, "MemAvailable")
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())
         cached = re.search(r"^inactive_file (\d+)$", (_CONTAINER / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # there is no container, or it may have all ("max")
+    except (OSError, ValueError):  # not in a container, or one without a limit ("max")
         return free
     return min(free, limit - used + (int(cached[1]) if cached else 0))
 
@@ -73,7 +73,7 @@ def _kilobytes(path: Path, field: str) -> int:
 
 
 def _cuda() -> Any:
-    """Return `torch.cuda` if this process computes there."""
+    """Return `torch.cuda` if this process uses it."""
     import torch  # here, so that processes without torch can import this package
 
     return torch.cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

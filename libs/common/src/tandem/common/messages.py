@@ -4,13 +4,13 @@ A link is the ZeroMQ connection between the coordinator and one other process. E
 one tagged union at the bottom of this module; receivers dispatch with ``match`` and close with ``assert_never``.
 ``docs/protocol.md`` is generated from the docstrings here.
 
-The type of a field says what it may be by itself (`Count`, `Seconds`, ...), and decoding refuses anything else. What a
-reply may be as the answer to a certain order is checked in `tandem.coordinator.members.replies`, what an order may be
-for a certain model by the services, and arrays in `tandem.samples.batch`.
+A field's type limits its values (`Count`, `Seconds`, ...), and decoding refuses anything else. Further checks lie
+elsewhere: replies against their commands in `tandem.coordinator.members.replies`, commands against the model in the
+services, arrays in `tandem.samples.batch`.
 
-Arrays never enter these structs. A message that carries arrays says so in its docstring (``Frames:``) and they travel
-as raw frames beside the header (`tandem.common.wire`). Layouts and transfer programs are opaque bytes here: only
-`tandem.refit` reads them, the coordinator relays them.
+Arrays are never part of these structs. A message with arrays says so in its docstring (``Frames:``), and they travel
+as raw frames beside the header (`tandem.common.wire`). Layouts and transfer programs are opaque bytes here: the
+coordinator relays them, and only `tandem.refit` reads them.
 """
 
 from __future__ import annotations
@@ -23,137 +23,137 @@ from msgspec import Meta
 from tandem.common.keys import Key, KeyPair
 
 PROTOCOL_VERSION = 14
-"""Raised whenever a message changes shape; both ends of a link must hold the same number."""
+"""The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
 Purpose = Literal["train", "validate"]
 DeviceType = Literal["cpu", "cuda"]
 
 MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
-"""Characters; senders cut longer texts off."""
+"""Most characters of a text; senders truncate longer ones."""
 MAX_COMPONENTS = 100
-"""Of a reward."""
+"""Most components of a reward."""
 MAX_BRANCHES = 4096
-"""Of an agent's episode."""
+"""Most branches of an agent's episode."""
 MAX_VERSIONS = 1000
-"""Weight versions that the tokens of one sample are made with."""
+"""Most weight versions within one sample."""
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
-"""A number of something, or the number of something."""
+"""A non-negative integer: a quantity or an index."""
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
-"""A number of something that there must be."""
+"""A positive integer."""
 Digest = Annotated[int, Meta(ge=0)]
-"""64 bits."""
+"""A number of 64 bits."""
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-"""Below the vocabulary of the model as well."""
+"""A token id; also below the model's vocabulary size."""
 Port = Annotated[int, Meta(ge=1, le=65535)]
-"""Of TCP."""
+"""A TCP port."""
 LARGEST = 1e12
 """The largest number that a run computes with (`tandem.common.bounds`)."""
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-"""No NaN, no infinity, and nothing that float32 cannot carry through the arithmetic."""
+"""A finite number that float32 can carry through the arithmetic."""
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-"""A time something took or may take."""
+"""A duration."""
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
-"""A part of a whole."""
+"""A fraction of a whole."""
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-"""Of a process, host, file, metric or the like."""
+"""Name of a process, host, file, metric or the like."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-"""For people."""
+"""Text for people."""
 Notes = Annotated[tuple[Text, ...], Meta(max_length=100)]
-"""What a user should know, a line each."""
+"""Notes for the user, a line each."""
 Traceback = Annotated[str, Meta(max_length=MAX_TRACEBACK)]
-"""For people who mend Tandem."""
+"""A traceback for Tandem's developers."""
 Encoded = Annotated[bytes, Meta(min_length=1)]
-"""Something that only `tandem.refit` reads."""
+"""Bytes that only `tandem.refit` decodes."""
 Metrics = Annotated[dict[Name, float], Meta(max_length=1000)]
-"""Finite numbers; a metric that is none is refused by its own name."""
+"""Finite numbers by metric name; any other value is refused with its name."""
 SecondsByPhase = Annotated[dict[Name, Seconds], Meta(max_length=20)]
-"""Not more phases than there are."""
+"""Seconds by phase name."""
 Components = Annotated[dict[Name, Finite], Meta(max_length=MAX_COMPONENTS)]
-"""What a reward is made of."""
+"""Components of a reward, by name."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every message; the tag on the wire is the class name."""
+    """The base of every message; the tag on the wire is the class name."""
 
 
 # --- membership: the same on every link ------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):
-    """A process asks to join. The first field never changes, so that any version can read it."""
+    """A request to join the run. The first field never changes, so that any version can read it."""
 
     protocol_version: int
     service: ServiceKind
     host: Name
     pid: Count
     index: Count | None = None
-    """The place that it asks for among the processes of its kind; null for the first that is free."""
+    """Requested index among the processes of its kind; null for the first that is free."""
     enrols: Key | None = None
-    """A public key to be admitted, by which the process then says hello again: said by one that was started by hand,
-    whose own key nobody knows, and that has proven the run's joining key. Null otherwise."""
+    """A public key to register; null for a process with a known key. A process started by hand sends it
+    under the joining key, and then says hello again under its own."""
 
 
 class Enrolled(Message, frozen=True, kw_only=True, tag=True):
-    """The coordinator admits the key that a `Hello` enrols."""
+    """Confirmation that the key of a `Hello` is registered."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The coordinator admits a process and gives it its place in the run."""
+    """Admission of a process, with its place in the run."""
 
     member: Name
-    """Its name in this run, such as ``trainer-0``; used in every log line and error."""
+    """Name of the process in this run, such as ``trainer-0``; used in every log line and error."""
     index: Count
-    """Its place among the processes of its kind; for trainers this is the rank."""
+    """Index among the processes of its kind; for trainers, the rank."""
     run_id: str
     heartbeat_interval_s: Seconds
     heartbeat_timeout_s: Seconds
     orphan_timeout_s: Seconds = 0.0
-    """How long the process waits for another coordinator of the run, at the same address, after this one was silent for
-    ``heartbeat_timeout_s``. Zero: it ends then. One that waits says `Hello` over each new connection, and a `Welcome`
-    with its own name tells it that it is taken up: it keeps its memory, and what it was asked for before is over."""
+    """How long the process waits at the same address for another coordinator of the run, once this one was silent
+    for ``heartbeat_timeout_s``. Zero: it ends at once. A waiting process says `Hello` over each new connection, and
+    a `Welcome` with its own name readmits it: it keeps its memory, and earlier commands are void."""
     config_json: bytes
     """The resolved configuration: `tandem.config.Config` as JSON."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
-    """The coordinator does not admit the process; it exits with the reason as its error."""
+    """Rejection of a process, which exits with the reason as its error."""
 
     reason: Text
     is_for_good: bool = False
-    """Whether it is no use to ask again; the exit code is 1 then, and 75 otherwise."""
+    """Whether retrying is pointless. The exit code is then 1, otherwise 75."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
-    """Sent by both ends every ``heartbeat_interval_s``, also during long computations."""
+    """A sign of life, sent by both ends every ``heartbeat_interval_s``, also during long computations."""
 
     phase: Text = ""
-    """What the sender is doing, for error messages and the progress display."""
+    """Current phase of the sender, for error messages and the progress display."""
     trainer_keys: Count = 0
-    """The number of the newest `TrainerKeys` that it has; zero if none."""
+    """Number of the newest `TrainerKeys` that it has; zero if none."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
-    """The sender leaves on purpose; nothing more will come from it."""
+    """Notice that the sender leaves on purpose; it sends nothing more."""
 
     reason: Text
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag=True):
-    """The process is to go: it cleans up and exits, with code 0 when the run ends."""
+    """Request to clean up and exit, with code 0 at the end of the run."""
 
     reason: Text
     is_awaited_anew: bool = False
-    """Whether the run goes on with another process in its place; then the code is 76."""
+    """Whether the run continues with a replacement; the exit code is then 76."""
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):
-    """A command could not be carried out."""
+    """Reply to a command that could not be carried out."""
 
     command_id: Count
     phase: Text
-    """What the process was doing."""
+    """Phase of the process at the failure."""
     error: Text
     """One line for the user."""
     expected: bool
@@ -163,36 +163,36 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 
     @property
     def account(self) -> str:
-        """All there is to tell."""
+        """The error, with the traceback if it was not expected."""
         return self.error if self.expected else f"{self.error}\n{self.traceback}"
 
 
 class Command(Message, frozen=True, kw_only=True):
-    """Base of every order. A command id that was seen before is answered again, not carried out again."""
+    """The base of every command. A command id seen before is answered again, not carried out again."""
 
     command_id: Count
     deadline_s: Seconds
-    """Seconds the receiver has, from receipt."""
+    """Seconds that the receiver has, counted from receipt."""
 
 
 class MemoryUse(Message, frozen=True, kw_only=True):
-    """Bytes that a process took to carry out an order: allocated on its GPU, or resident where it computes on a CPU."""
+    """The memory that a process took for a command: bytes allocated on its GPU, or resident bytes on a CPU."""
 
     peak: Count
-    """The most at any time from the order to its answer."""
+    """Most bytes at any time from the command to its reply."""
     held: Count
-    """What it still has at the answer."""
+    """Bytes still held at the reply."""
 
 
 # --- coordinator to trainer and back ---------------------------------------------------------------------------------
 
 
 class OpenRendezvous(Command, frozen=True, kw_only=True, tag=True):
-    """Rank 0 opens the key-value store through which the trainer ranks find each other."""
+    """Open the key-value store on rank 0 through which the trainer ranks find each other."""
 
 
 class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
-    """Where the ranks meet."""
+    """Address of the store."""
 
     command_id: Count
     host: Name
@@ -200,40 +200,41 @@ class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
-    """Every rank joins its process group and builds the models that it holds, and the optimizers of those it trains."""
+    """Join the process group, and build the rank's models and the optimizers of those that it trains."""
 
     rendezvous_host: Name
     rendezvous_port: Port
     world_size: Positive
-    """Trainers of the run. Those that hold the same models are a process group; all exchange what their models say."""
+    """Number of trainers. Those with the same models form a process group; all exchange what their models compute."""
     version: Count
-    """Weight version that the weights to start from count as: the number of training steps behind them."""
+    """Version number of the initial weights: the number of training steps behind them."""
     checkpoint: str = ""
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
     samples_folder: str = ""
-    """Folder of the record of samples, beside which log-probabilities are kept; empty where there is none."""
+    """Folder of the rollout log, beside which log-probabilities are kept; empty where there is none."""
 
 
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
-    """The rank is ready and the policy's weights lie where other processes can read them."""
+    """Report that the rank is ready, and that other processes can read the policy's weights."""
 
     command_id: Count
     version: Count
-    """Weight version the rank now holds: the number of training steps behind it."""
+    """Weight version of the rank: the number of training steps behind it."""
     num_parameters: Positive
     shares_prompts: bool
-    """Whether it computes a prompt once for all of its samples, so that these had better stay together."""
+    """Whether it computes a prompt once for all of its samples, so that they had better stay together."""
     layout: Encoded
-    """An encoded `tandem.refit.layout.Layout`: what this rank holds of the policy, and where; it may be nothing."""
+    """An encoded `tandem.refit.layout.Layout`: the slices of the policy on this rank, possibly none, and where they
+    lie."""
 
 
 class Listener(Message, frozen=True, kw_only=True):
-    """Where a process listens for others of its run."""
+    """Address where a process listens for others of its run."""
 
     address: Name
     """``tcp://HOST:PORT``"""
     public_key: Key
-    """Which it proves to whoever connects."""
+    """The server's public key, verified by clients."""
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
@@ -245,46 +246,46 @@ class Train(Command, frozen=True, kw_only=True, tag=True):
 
     step: Count
     sources: dict[Name, Listener]
-    """Where the samples lie: rollouts and their `EngineBuilt.samples_at`. The table counts them in the order of their
-    names. Empty for algorithms over data sets, whose tokens come with the order."""
+    """Listeners that hold the samples, by rollout (`EngineBuilt.samples_at`). The table numbers them in the order of
+    their names. Empty for algorithms over data sets, which send their tokens with the command."""
 
 
 class Trained(Message, frozen=True, kw_only=True, tag=True):
-    """The optimizer has stepped; the weights in memory are those of `version` and stay so until the next `Train`."""
+    """Report that the optimizer has stepped: the weights in memory are those of `version` until the next `Train`."""
 
     command_id: Count
     step: Count
     version: Count
     metrics: Metrics
-    """Metrics of the models that it holds, already reduced over all ranks that do; empty from all but the first of
+    """Metrics of the models on this rank, reduced over all ranks that hold them; empty from all but the first of
     these."""
     seconds: SecondsByPhase
-    """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model ``values`` and
-    ``value_training``, of a teacher ``teacher_logprobs``. Of a model with processes of its own they are those of
+    """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``; ``values`` and ``value_training``
+    of a value model; ``teacher_logprobs`` of a teacher. For a model with processes of its own, the time spent
     waiting for it. Empty from a process that does not hold the policy."""
     compute_s: Seconds
-    """Of these, the rank's own work: what it spent outside of collective operations."""
+    """The rank's own work within these seconds: the time outside of collective operations."""
     waited_s: Seconds
-    """The rest: it waited for the other ranks, or for what they send."""
+    """The rest of these seconds: the time spent waiting for other ranks and their data."""
     has_update: bool
-    """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
+    """Whether an optimizer step had a non-zero gradient and learning rate, so that weights must differ."""
     memory: MemoryUse
     gpus: Metrics = {}
-    """The rank's GPU since its last answer: means by the names of `tandem.observe.exporters.nvml.GpuUse`."""
+    """Means of the rank's GPU since its last reply, by the names of `tandem.observe.exporters.nvml.GpuUse`."""
     notes: Notes = ()
-    """Which samples were set aside, and why; which metrics are missing because they are no finite numbers."""
+    """Samples that were set aside, with the reason, and metrics left out because they are not finite."""
 
 
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
     """Not every rank could fetch its shard, so no weight has changed; every rank says so.
 
-    What was fetched is kept for the next `Train` of the same step.
+    The samples fetched so far are kept for the next `Train` of the same step.
     """
 
     command_id: Count
     step: Count
     members: dict[Name, Text]
-    """The rollouts whose samples this rank itself lacks, possibly none, and why."""
+    """Rollouts from which this rank lacks samples, possibly none, with the reason."""
 
 
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
@@ -295,23 +296,23 @@ class Evaluate(Command, frozen=True, kw_only=True, tag=True):
 
     step: Count
     sources: dict[Name, Listener]
-    """As in `Train`."""
+    """Same as in `Train`."""
     parts: dict[str, Count]
-    """Sequences of each part of the batch that is evaluated by itself as well, by its name, in order."""
+    """Number of sequences in each part of the batch that is also evaluated by itself, by name, in order."""
 
 
 class Evaluated(Message, frozen=True, kw_only=True, tag=True):
-    """The metrics of an `Evaluate`; those of a part are named ``PART/METRIC``."""
+    """Metrics of an `Evaluate`; those of a part are named ``PART/METRIC``."""
 
     command_id: Count
     step: Count
     metrics: Metrics
     notes: Notes = ()
-    """As in `Trained`."""
+    """Same as in `Trained`."""
 
 
 class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
-    """Copy policy and optimizer as they are now, and begin to write the copy under `folder`.
+    """Copy the current policy and optimizer, and start writing the copy under `folder`.
 
     The folder has a temporary name until the coordinator renames it.
     """
@@ -321,124 +322,124 @@ class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
 
 
 class CheckpointCopied(Message, frozen=True, kw_only=True, tag=True):
-    """This rank has its copy, and its weights may change."""
+    """Report that this rank has its copy, and that its weights may change."""
 
     command_id: Count
     why_waited: Text
-    """Why it has written everything before it answered, as it does where memory has no room for a copy; else empty."""
+    """Why the rank wrote everything before it replied, such as a lack of memory for a copy; else empty."""
 
 
 class AwaitCheckpoint(Command, frozen=True, kw_only=True, tag=True):
-    """Say when what the last `SaveCheckpoint` has copied is written. Other orders are carried out in the meantime."""
+    """Reply once the copy of the last `SaveCheckpoint` is written. Other commands are carried out meanwhile."""
 
     step: Count
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag=True):
-    """This rank's part is on disk and synced."""
+    """Report that this rank's part is on disk and synced."""
 
     command_id: Count
     num_bytes: Count
 
 
 class CopyWeights(Command, frozen=True, kw_only=True, tag=True):
-    """Copy the weights, which are those of `version`, to where engines read them from (``refit.keep_copy``).
+    """Copy the weights, which are those of `version`, to where engines read them (``refit.keep_copy``).
 
     No engine reads there meanwhile.
     """
 
     version: Count
     with_digests: bool
-    """Whether to compute digests as well: once weights change there is nothing more to compute them from."""
+    """Whether to compute digests as well: they cannot be computed once the weights have changed."""
 
 
 class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
-    """Engines may read `version` until the next `CopyWeights`, and the weights themselves may change."""
+    """Report that engines may read `version` until the next `CopyWeights`, and that the weights may change."""
 
     command_id: Count
     version: Count
     digests: tuple[bytes, ...]
-    """Of the weights, not of their copy: engines, which read the copy, are to hold what was trained. As in `Attested`;
-    empty unless asked for."""
+    """Digests of the weights rather than of the copy, since engines read the copy and should hold what was trained.
+    As in `Attested`; empty unless requested."""
 
 
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
 
 
 class RewardServer(Message, frozen=True, kw_only=True):
-    """Where the program that began the run scores responses with functions of its own."""
+    """Server of the program that started the run, which scores responses with its own functions."""
 
     port: Port
-    """On the coordinator's host."""
+    """Port on the coordinator's host."""
     public_key: Key
-    """Which it proves."""
+    """The server's public key, verified by rollouts."""
     callers: KeyPair
-    """By which rollouts prove that they are the run's; made for it."""
+    """Key pair, made for this server, with which rollouts authenticate."""
 
 
 class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
-    """Build the generation engine, with no weights of its own, and the environments.
+    """Build the generation engine, without weights, and the environments.
 
-    An engine that is there already stays. It gives up all that it was asked for before, forgets its samples, and
-    answers once nothing of that is written any more: all trainers were started again.
+    An existing engine stays. It cancels all earlier commands, forgets its samples, and replies once none of that is
+    still being written: all trainers were restarted.
     """
 
     samples_folder: str = ""
-    """Folder of the record of samples, which finished ones are written to; empty where there is none."""
+    """Folder of the rollout log, to which finished samples are written; empty where there is none."""
     reward_server: RewardServer | None = None
-    """None where the configuration says all there is to know of the environment."""
+    """Server that scores responses; None where the configuration alone describes the environment."""
 
 
 class GuestServer(Message, frozen=True, kw_only=True):
-    """Where a rollout answers OpenAI's API, for who is no member of the run."""
+    """The OpenAI endpoint of a rollout, for external requests."""
 
     url: Name
     """``http://HOST:PORT``."""
     token: Annotated[str, Meta(max_length=MAX_NAME)] = ""
-    """Whoever asks must send it; empty on loopback, where nobody has to."""
+    """Token that clients must send; empty on loopback, where none is needed."""
 
 
 class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
-    """The engine wants weights."""
+    """Report that the engine is built and needs weights."""
 
     command_id: Count
     layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
-    """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
+    """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` needs, and where."""
     samples_at: Listener
-    """Where trainers fetch its samples."""
+    """Listener from which trainers fetch its samples."""
     guests: GuestServer | None = None
-    """None where `policy.generation.expose_http_server` is off."""
+    """Endpoint for external requests; None where `policy.generation.expose_http_server` is off."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
-    """One problem as an environment sees it."""
+    """A problem as an environment sees it."""
 
     problem_id: str
-    """Stable and unique within the dataset; train and validation never share one."""
+    """Stable id, unique within the dataset; train and validation never share one."""
     question: str
     answer: str
-    """The reference answer; empty where the environment does not need one."""
+    """Reference answer; empty where the environment does not need one."""
     metadata: dict[str, Any]
-    """Whatever the scorer needs, as plain JSON values."""
+    """Further data for scoring, as plain JSON values."""
     prompt: tuple[dict[str, str], ...] = ()
-    """The messages that the first response answers, where the environment is a reward model; empty elsewhere."""
+    """The messages that the first response answers, if the environment is a reward model; else empty."""
 
 
 class PromptGroup(Message, frozen=True, kw_only=True):
-    """A problem, its tokens, and how many samples to draw for it."""
+    """A problem, its tokens, and the seeds of the samples to generate for it."""
 
     group: Count
     """Position of the group within the step's batch."""
     problem: Problem
     prompt_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
     seeds: Annotated[tuple[Digest, ...], Meta(min_length=1)]
-    """One 64-bit seed a sample: the same seed, weights and prompt give the same sample, whatever else runs."""
+    """A 64-bit seed for each sample: the same seed, weights and prompt give the same sample, whatever else runs."""
     environment: str = ""
-    """Entry of ``env`` that scores the samples; empty where the run has one only."""
+    """Entry of ``env`` that scores the samples; empty if the run has only one."""
 
 
 class SamplingParameters(Message, frozen=True, kw_only=True):
-    """How tokens are drawn."""
+    """Parameters of the sampling distribution."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)]
     """Zero means greedy."""
@@ -451,14 +452,14 @@ class SamplingParameters(Message, frozen=True, kw_only=True):
 
 
 class Generate(Command, frozen=True, kw_only=True, tag=True):
-    """Draw samples for these groups and score them; what is known of each is sent as it finishes.
+    """Generate and score samples for these groups; what is known of each sample is sent as it finishes.
 
-    Samples to train on stay with the rollout, until they are released; those to validate with are not kept.
+    Samples to train on stay with the rollout until they are released; samples for validation are not kept.
     """
 
     cancel_before: Count
-    """Orders to generate with a lower command id are given up, and what was made of their unfinished groups is
-    released; the others go on beside this one."""
+    """Lowest command id that stays valid. Earlier `Generate` commands are cancelled and the samples of their
+    unfinished groups released; later ones go on beside this one."""
     step: Count
     purpose: Purpose
     sampling: SamplingParameters
@@ -466,9 +467,9 @@ class Generate(Command, frozen=True, kw_only=True, tag=True):
 
 
 class Branch(Message, frozen=True, kw_only=True):
-    """One sequence of an agent's episode: a path of its tree of requests, from the first to one that none follows.
+    """One sequence of an agent's episode: a path through its tree of requests, from the first to a leaf.
 
-    Tokens that several of them begin with count in the first.
+    Tokens that several branches begin with count in the first of them.
     """
 
     prompt_length: Positive
@@ -476,52 +477,53 @@ class Branch(Message, frozen=True, kw_only=True):
     num_made: Positive
     """Tokens that count here."""
     num_tokens: Positive
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
-    """What is known of one finished sample beside its tokens, which stay with the rollout."""
+    """Everything known of a finished sample except its tokens, which stay with the rollout."""
 
     group: Count
     sample: Count
     """Position within its group."""
     prompt_length: Positive
     response_length: Count
-    """Tokens the policy made, in all turns; none only where an agent asked for none before it failed."""
+    """Tokens generated by the policy, in all turns; zero only if an agent failed before its first request."""
     num_tokens: Positive
-    """Tokens of the whole sequence: the prompt, what the policy made, and what an environment said in between. Of an
-    agent's episode, those of all of its branches."""
+    """Tokens of the whole sequence: prompt, generated tokens, and the environment's replies. For an agent's episode,
+    the tokens of all branches."""
     branches: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)] = ()
-    """Its sequences, where an agent has made it; empty: it is one, which begins with its group's prompt."""
+    """Sequences of an agent's episode; empty for a sample of one sequence, which begins with its group's prompt."""
     oldest_version: Count
     newest_version: Count
-    """The weight versions that the tokens were made with: from the oldest to this one."""
+    """Oldest and newest weight version of the generated tokens."""
     tokens_by_version: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_VERSIONS)]
-    """Tokens that each of these made, from the oldest to the newest."""
+    """Tokens generated by each of these versions, from the oldest to the newest."""
     num_turns: Count
-    """Responses the policy gave: one, unless the environment answers, or an agent asks as often as it likes."""
+    """Responses of the policy: one, unless the environment replies or an agent asks again."""
     finish_reason: Literal["stop", "length", "turns"]
-    """How the sample ended: as it should, at a limit of tokens, or at ``grpo.max_rollout_turns``."""
+    """How the sample ended: at a stop token, at a token limit, or at ``grpo.max_rollout_turns``."""
     reward: Finite
     components: Components = {}
-    """What the environment says the reward is made of, by name."""
+    """Components of the reward according to the environment, by name."""
     spent: Components = {}
-    """What scoring it has cost, by name."""
+    """Cost of scoring it, by name."""
     correct: bool
     extracted_answer: str | None = None
-    """What the environment took for the answer; None if it found none, looks for none, or the sample is to train on."""
+    """Answer that the environment extracted; None if it found none, looks for none, or the sample is to train on."""
     response: str
-    """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
+    """The messages after the prompt, a line each, for logs; empty unless the sample is for validation."""
     failure: Text = ""
-    """Why the environment gave the last response no score, on one line; empty if it did, or if a limit came first."""
+    """Why the environment could not score the last response, on one line; empty if it did, or if a limit came first."""
     timed_out: bool = False
-    """Whether that is because it took too long."""
+    """Whether the failure is a timeout."""
     dropped: bool = False
-    """Whether the sample counts nowhere for that (``env.NAME.on_error: drop``); else it has its turns' rewards."""
+    """Whether the failed sample is excluded everywhere (``env.NAME.on_error: drop``); else it has its turns'
+    rewards."""
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):
-    """Some samples of a `Generate`, each exactly once; the rollout keeps the tokens of those to train on."""
+    """Finished samples of a `Generate`, each sent exactly once; the rollout keeps the tokens of those to train on."""
 
     command_id: Count
     step: Count
@@ -530,114 +532,115 @@ class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Generated(Message, frozen=True, kw_only=True, tag=True):
-    """Every sample of a `Generate` was sent."""
+    """Report that every sample of a `Generate` was sent."""
 
     command_id: Count
     step: Count
     purpose: Purpose
     num_samples: Count
     num_tokens: Count
-    """Tokens the engine made."""
+    """Tokens generated by the engine."""
     seconds: SecondsByPhase
     """Seconds by phase: ``generation``, ``rewards``."""
     memory: MemoryUse
     gpus: Metrics = {}
-    """The engine's GPUs since its last answer: means by the names of `tandem.observe.exporters.nvml.GpuUse`."""
+    """Means of the engine's GPUs since its last reply, by the names of `tandem.observe.exporters.nvml.GpuUse`."""
 
 
 class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
-    """Samples that are not needed any longer; nobody waits for an answer, and none is sent."""
+    """Release samples that are no longer needed; this command is not answered."""
 
     command_ids: tuple[Count, ...]
-    """The `Generate` orders that they were made for."""
+    """Ids of the `Generate` commands, to release their samples."""
 
 
 class RecordedGroup(Message, frozen=True, kw_only=True):
-    """A group that a step has generated, as the record has it."""
+    """A group of a training or validation step, as the rollout log has it."""
 
     command_id: Count
-    """Of the order that its samples were made for."""
+    """Id of the command that its samples were generated for."""
     group: Count
     advantages: tuple[Finite | None, ...]
-    """Of its samples, in order; null where a sample was not trained on."""
+    """Advantages of its samples, in order; null for a sample that was not trained on."""
 
 
 class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
-    """Write to the record what a step, which has trained, or was validated, had of one rollout.
+    """Write to the rollout log the samples of one rollout that a finished step has used.
 
-    It is on disk since it finished.
-
-    What else of that rollout's was written for the step is no part of it. Sent again, it is carried out again.
+    The step has trained or was validated; the samples are on disk since they finished. Other samples that the
+    rollout wrote for the step are left out. A repeated command is carried out again.
     """
 
     step: Count
     rollout: Name
-    """Whose samples: the receiver's own, unless that rollout is lost."""
+    """Rollout that generated the samples: the receiver, unless that rollout is lost."""
     purpose: Purpose = "train"
     groups: Annotated[tuple[RecordedGroup, ...], Meta(min_length=1)]
 
 
 class SamplesRecorded(Message, frozen=True, kw_only=True, tag=True):
-    """The samples are in the record."""
+    """Report that the samples are in the rollout log."""
 
     command_id: Count
     step: Count
     num_samples: Count
     num_bytes: Count
-    """Of the shard."""
+    """Size of the Parquet shard."""
     num_missing: Count
-    """Samples that were never written, as where the disk was full."""
+    """Samples that were never written, for example because the disk was full."""
 
 
 class RestoreSamples(Command, frozen=True, kw_only=True, tag=True):
-    """Take groups that were generated before the run was resumed from disk; the answers are those to a `Generate`."""
+    """Restore groups from disk that were generated before the run was resumed; the replies are those to a
+    `Generate`."""
 
     step: Count
     files: Annotated[dict[Text, tuple[tuple[Count, Count], ...]], Meta(min_length=1)]
-    """Of each file, by its path within the folder of the record: the order that a group was made for then, and its
-    number."""
+    """Groups to restore, by the file's path within the folder of the rollout log: the command id that a group was
+    generated for, and its number."""
     num_samples: Positive
-    """Of each group."""
+    """Samples in each group."""
 
 
 class TrainerKeys(Message, frozen=True, kw_only=True, tag=True):
-    """Who may fetch samples. Sent to rollouts before any order that comes after a change, and again if it was lost."""
+    """Keys of the trainers that may fetch samples. Sent to rollouts before any command that follows a change, and
+    again if it was lost."""
 
     number: Positive
-    """One more with each change."""
+    """Sequence number, raised by one with each change."""
     public_keys: tuple[Key, ...]
-    """Of all trainers."""
+    """Keys of all trainers."""
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
-    """The rollout was told to leave the run: it finishes what it was asked for, and waits for the `Shutdown` that lets
-    it go. Said again until then, in case it was lost."""
+    """Notice that the rollout is draining: it finishes its commands and waits for the final `Shutdown`. Repeated
+    until then in case it is lost."""
 
 
 # --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
 
 SampleKey = tuple[Count, Count, Count]
-"""One sample of a rollout: command id of its `Generate`, its group, its place in the group."""
+"""A sample of a rollout: command id of its `Generate`, its group, its index in the group."""
 
 SequenceKey = tuple[Count, Count, Count, Count]
-"""One sequence of it: the same, and its place among the sample's branches; 0 where it has none."""
+"""A sequence of a sample: its `SampleKey`, and the index among its branches; 0 where it has none."""
 
 
 MAX_TOKENS_FETCHED = 2**21
-"""That one request may ask for, unless it asks for a single sample: the arrays of a reply are some 27 MB at most."""
+"""Most tokens per request, unless it asks for a single sample; the arrays of a reply are then about 27 MB at most."""
 
 
 class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
-    """A trainer rank asks a rollout for sequences of samples."""
+    """Request of a trainer rank for sequences of samples."""
 
     run_id: Name
-    """Of the trainer's run, in case the address is another run's by now."""
+    """Run of the trainer, in case the address belongs to another run by now."""
     request_id: Count
     keys: tuple[SequenceKey, ...]
 
 
 class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
-    """The samples.
+    """The requested samples.
 
     Frames: the `SAMPLES` of `tandem.samples.batch`, in the order of the keys.
     """
@@ -646,7 +649,7 @@ class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
-    """The rollout does not have all of these samples, or not for whoever asked."""
+    """Report that the rollout lacks some of these samples, or that the requester may not have them."""
 
     request_id: Count
     why: Text
@@ -656,50 +659,50 @@ class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ResponseToScore(Message, frozen=True, kw_only=True):
-    """A response that the functions of the program are to score."""
+    """A response for the program's functions to score."""
 
     number: Count
-    """Of the call; its score comes back with it."""
+    """Number of the call; the score carries it too."""
     problem: Problem
     response: str
 
 
 class ScoreResponses(Message, frozen=True, kw_only=True, tag=True):
-    """A rollout asks for the scores of some responses. One that it asks for again is scored again."""
+    """Request of a rollout for the scores of some responses. A repeated response is scored again."""
 
     responses: tuple[ResponseToScore, ...]
 
 
 class ScoredResponse(Message, frozen=True, kw_only=True):
-    """What the functions of the program said to one response: a score, or what went wrong."""
+    """Result of the program's functions for one response: a score or a failure."""
 
     number: Count
     reward: Finite = 0.0
     correct: bool = False
     components: Components = {}
     failure: Text = ""
-    """One line; empty where there is a score."""
+    """Reason of the failure, on one line; empty where there is a score."""
     traceback: Traceback = ""
     timed_out: bool = False
 
 
 class ResponsesScored(Message, frozen=True, kw_only=True, tag=True):
-    """Scores, as they are there: of some of the responses that were asked for, in any order."""
+    """Scores of some of the requested responses, in any order, sent as soon as they exist."""
 
     scored: tuple[ScoredResponse, ...]
 
 
 class StillScoring(Message, frozen=True, kw_only=True, tag=True):
-    """Sent every second while a rollout waits for scores: the program is alive, and its functions are at work."""
+    """Notice, sent every second while a rollout waits for scores, that the program is alive and scoring."""
 
 
 # --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
 
 
 class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
-    """Open the memory a transfer program reads from and bind the program to the process's own tensors.
+    """Open the memory that a transfer program reads, and bind the program to the process's own tensors.
 
-    Engines and trainer ranks alike get one.
+    Both engines and trainer ranks get one.
     """
 
     programs: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
@@ -707,49 +710,50 @@ class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
 
 
 class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
-    """The program is bound; a `Refit` from now on only copies."""
+    """Report that the program is bound; a `Refit` from now on only copies."""
 
     command_id: Count
     num_copies: Count
     num_bytes: Count
-    """Bytes one refit will move into this process; zero where every tensor is an alias."""
+    """Bytes that one refit moves into this process; zero where every tensor is zero-copy."""
 
 
 class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
-    """Connect to the other processes of a mesh, which stream to each other; every member gets the same order.
+    """Connect to the other processes of a transfer group, which stream to each other; each of them gets this
+    command.
 
-    Again, with a new `epoch`, when one of them was replaced.
+    Repeated with a new `epoch` when one of them is replaced.
     """
 
     mesh: Name
     members: tuple[str, ...]
     device_type: DeviceType = "cpu"
-    """Where its messages lie, as refit has planned."""
+    """Device of its messages, as planned by refit."""
     epoch: Count
-    """How often the mesh has been connected before."""
+    """Number of times that the transfer group was connected before."""
     rendezvous_host: Name
     rendezvous_port: Port
 
 
 class MeshConnected(Message, frozen=True, kw_only=True, tag=True):
-    """The process has reached every other member of the mesh."""
+    """Report that the process has reached every other process of the transfer group."""
 
     command_id: Count
     mesh: Name
 
 
 class Refit(Command, frozen=True, kw_only=True, tag=True):
-    """Run the transfer program: an engine receives `version` and serves no token until it has answered; others send."""
+    """Run the transfer program. An engine receives `version` and serves no token until it has replied; others send."""
 
     version: Count
     only: tuple[str, ...] = ()
     """Engines to bring to `version`; empty for all."""
     newcomers: tuple[str, ...] = ()
-    """Those of them that get what never changes, too, where trainers have told of such tensors: they have none yet."""
+    """Joining engines among them, which also get the tensors that never change, if trainers hold any."""
 
 
 class Refitted(Message, frozen=True, kw_only=True, tag=True):
-    """The engine holds `version`, whole; a sender has sent all of it."""
+    """Report that the engine holds all of `version`, or that a sender has sent all of it."""
 
     command_id: Count
     version: Count
@@ -760,18 +764,18 @@ class Refitted(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Attest(Command, frozen=True, kw_only=True, tag=True):
-    """Compute the digests of `version` from memory, beside other work; orders that come meanwhile are not held up."""
+    """Compute the digests of `version` from memory, in the background; other commands are not delayed."""
 
     version: Count
 
 
 class Attested(Message, frozen=True, kw_only=True, tag=True):
-    """What the process holds of `version`; see `tandem.refit.digests.task`."""
+    """Digests of `version` in the memory of a process; see `tandem.refit.digests.task`."""
 
     command_id: Count
     version: Count
     digests: Annotated[tuple[bytes, ...], Meta(min_length=1)]
-    """For each of its worker shards, its share of the digest of each tensor of its layout, in order: unsigned 64-bit
+    """For each worker shard, its part of the digest of each tensor of its layout, in order: unsigned 64-bit
     little-endian integers."""
     seconds: Seconds
     """Time spent computing."""
@@ -784,75 +788,75 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     """Plan how every wanted element reaches its engine."""
 
     sources: dict[Name, Encoded]
-    """Encoded layouts of the trainer ranks, by member."""
+    """Encoded layouts of the trainer ranks, by process."""
     destinations: dict[Name, Encoded]
     """Encoded layouts of the engines, by worker shard."""
     allow_alias: bool
-    """True if no engine generates while the trainer steps, on the same devices: engines may then read the trainer's
-    memory in place."""
+    """True if no engine generates while the trainer steps on the same devices; engines may then read the trainer's
+    memory in place (zero-copy)."""
     alias_frozen: bool = False
-    """Whether they may read in place what never changes."""
+    """Whether engines may read tensors that never change in place."""
 
 
 class PlannedMesh(Message, frozen=True, kw_only=True):
-    """Processes that stream to each other."""
+    """A transfer group: processes that stream to each other."""
 
     name: Name
     members: tuple[Name, ...]
     device_type: DeviceType = "cpu"
-    """Where its messages lie: on GPUs, whose meshes NCCL connects, if the memory of all members does."""
+    """Device of its messages: GPUs, connected by NCCL, if the memory of every process is there."""
 
 
 class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
-    """A program for each process, proven to write each wanted element exactly once."""
+    """Transfer programs for all processes, proven to write each wanted element exactly once."""
 
     command_id: Count
     programs: dict[Name, Encoded]
     """Encoded `tandem.refit.program.TransferProgram` by worker shard."""
     senders: tuple[str, ...]
-    """Members that have something to do in a refit beside the engines that receive."""
+    """Processes that take part in a refit beside the engines that receive."""
     meshes: tuple[PlannedMesh, ...]
     num_bytes: dict[Name, Count]
-    """Bytes one refit moves over each link between worker shards, named ``trainer-0>rollout-1``."""
+    """Bytes that one refit moves over each link between worker shards, named ``trainer-0>rollout-1``."""
     predicted_s: Annotated[float, Meta(ge=0.0, le=1e300)]
-    """Seconds that a refit should take at the rates of ``cluster.links``."""
+    """Predicted seconds of a refit at the rates of ``cluster.links``."""
     bound_s: Annotated[float, Meta(ge=0.0, le=1e300)]
-    """Seconds below which no plan could come at these rates: see `tandem.refit.cost`."""
+    """Lower bound on the seconds of any plan at these rates: see `tandem.refit.cost`."""
     seconds: Seconds
     """Time spent planning."""
     num_bytes_frozen: dict[Name, Count] = {}
-    """Bytes of what never changes over each link: they come on top where an engine has none of it yet."""
+    """Bytes of tensors that never change, over each link; sent in addition to an engine that has none of them yet."""
 
 
 class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
-    """Compare what engines hold with what trainers meant to send, and make `version` the current one."""
+    """Compare the weights on engines with those that trainers meant to send, and make `version` the current one."""
 
     version: Count
     digests: dict[str, bytes]
-    """By worker shard, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
+    """Digests by worker shard, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
     has_update: bool
-    """Whether the weights must differ from those of the version before."""
+    """Whether the weights must differ from those of the previous version."""
 
 
 class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
-    """Samples of `version` may be trained on, but for those of engines that differ."""
+    """Report that samples of `version` may be trained on, except those of engines that differ."""
 
     command_id: Count
     version: Count
     differing: dict[Name, Text]
-    """Engines that do not hold `version`, and which tensors differ; they must be refitted."""
+    """Engines that do not hold `version`, with the tensors that differ; they must be refitted."""
     digest: Digest
-    """Of the whole of `version`; zero where ``refit.verify`` is off."""
+    """Digest of all of `version`; zero where ``refit.verify`` is off."""
 
 
 Membership = Hello | Heartbeat | Goodbye | Failed
-"""What any process may send to the coordinator."""
+"""Messages that any process may send to the coordinator."""
 
 Admission = Enrolled | Welcome | Refused | Heartbeat | Shutdown
-"""What the coordinator may send to any process."""
+"""Messages that the coordinator may send to any process."""
 
 PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
-"""What trainers and engines alike do for the weight plane."""
+"""Commands of the weight plane, for trainers and engines alike."""
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
 TrainerOrder = (

@@ -1,4 +1,4 @@
-"""Find the address at which other processes reach this host, and keep to loopback where the run does."""
+"""Find the address at which other processes reach this host, and keep local runs on loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from tandem.common.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
-"""Linux's question for the address of an interface."""
+"""Linux's ioctl for the address of an interface."""
 _ADDRESSES_6 = "/proc/net/if_inet6"
 
 
@@ -30,7 +30,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a name or an address is this host's own, unreachable from outside; a name but localhost is not."""
+    """Tell whether a host name or address is reachable only from this host; of names, only localhost counts."""
     if host.rstrip(".").lower() == "localhost":
         return True
     try:
@@ -40,10 +40,10 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_to_interface(address: str, *variables: str) -> None:
-    """Tell collective libraries, through these environment variables, to use the interface that has an address.
+    """Make collective libraries use the interface with this address, through environment variables.
 
-    They would otherwise look up the host's name, which a laptop often cannot resolve, and listen on what they find.
-    What the user has set stays.
+    By default they look up the host name, which a laptop often cannot resolve, and listen on the result. Values set
+    by the user are kept.
     """
     name = _interface_of(address)
     for variable in variables if name else ():
@@ -51,7 +51,7 @@ def keep_to_interface(address: str, *variables: str) -> None:
 
 
 def _interface_of(address: str) -> str:
-    """Return the name of the interface that has an address of this host; empty where that cannot be told."""
+    """Return the name of the interface with this address; empty if it cannot be found."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return "lo" if "lo" in names else "lo0"
@@ -60,7 +60,7 @@ def _interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no address of version 4
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
@@ -68,7 +68,7 @@ def _interface_of(address: str) -> str:
 
 
 def _interface_of_6(address: str) -> str:
-    """Do so for an address of version 6, by the table that Linux keeps of them."""
+    """Return the same for an IPv6 address, from Linux's table of addresses."""
     wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
     with contextlib.suppress(OSError), open(_ADDRESSES_6, encoding="ascii") as table:
         for line in table:
@@ -79,6 +79,6 @@ def _interface_of_6(address: str) -> str:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Return the address of a socket that listens for HTTP."""
+    """Return the HTTP URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Have the kernel end a process with its parent, and with what it has started; imports very little."""
+"""Have the kernel end a process together with its parent and its descendants; imports very little."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WATCH = b"w"
-"""Asks a guardian to end also what its owner starts; see `fork_guarded`."""
+"""Tells a guardian to end what its owner started, too; see `fork_guarded`."""
 TRACE = b"t"
-"""Asks a guardian to have its child say where it is (SIGUSR1, if that listens), and then to end it."""
+"""Tells a guardian to have its child print its stack (SIGUSR1, if handled) and then to end it."""
 _SAYING_S = 0.1
 _ENDED_S = 5.0
-"""How long the kernel may take to end processes that were killed."""
+"""How long the kernel may take to end killed processes."""
 _DYING_S = 0.3
-"""How long a process may take from closing its files to its end."""
+"""How long a process may take to end after closing its files."""
 _LOOK_S = 1.0
-"""How often a guardian looks what its owner has started."""
+"""How often a guardian lists its owner's descendants."""
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the one that started it dies, kill -9 included."""
+    """Have the kernel kill this process when its parent dies, even by kill -9."""
     _signal_on_death_of(parent_pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def reaper() -> Iterator[None]:
-    """Become the parent of descendants whose own parent ends inside the block."""
+    """Adopt descendants orphaned inside the block."""
     adopt_orphans()
     try:
         yield
@@ -44,12 +44,12 @@ def reaper() -> Iterator[None]:
 
 
 def adopt_orphans() -> None:
-    """Be the parent of descendants whose own parent ends: none of them gets away, daemons included."""
+    """Adopt orphaned descendants, so that none escapes, daemons included."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below this one, parents before children."""
+    """Return the descendants of a process, parents before children."""
     children: dict[int, list[int]] = defaultdict(list)
     for child in filter(str.isdigit, os.listdir("/proc")):
         if (status := _status(int(child))) is not None:
@@ -61,7 +61,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_descendants() -> None:
-    """Kill everything below this process, which adopts orphans, until there is nothing left; at most `_ENDED_S`."""
+    """Kill all descendants of this process, which adopts orphans, until none is left; give up after `_ENDED_S`."""
     deadline = time.monotonic() + _ENDED_S
     while _reap().has_children and time.monotonic() < deadline:
         for pid in descendants(os.getpid()):
@@ -70,17 +70,16 @@ def end_descendants() -> None:
 
 
 def fork_guarded(lifeline: int, owner: int) -> None:
-    """Fork: return in the child; this process guards it from now on, and ends with it.
+    """Fork: return in the child; this process guards the child from now on and ends with it.
 
-    It ends when the child does, when the other end of `lifeline` is closed, and when its parent ends, however that
-    came about; and whatever descends from it then is killed: children, their children, and those that made daemons of
-    themselves. To `lifeline` it writes the child's exit code, if that ended by itself. When `WATCH` comes from there,
-    it also ends what the owner itself has started, once that is dead.
+    The guardian ends when the child does, when the other end of `lifeline` is closed, or when its parent ends in any
+    way. It then kills all of its descendants: children, their children, and daemons among them. If the child ended
+    by itself, it writes the exit code to `lifeline`. After receiving `WATCH` there, it also kills what its owner has
+    started, once the owner is dead.
 
     Args:
-        lifeline: descriptor of a stream socket whose other end the owner has.
+        lifeline: descriptor of one end of a stream socket; the owner holds the other.
         owner: this process's parent.
-
     """
     adopt_orphans()
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,7 +105,7 @@ def fork_guarded(lifeline: int, owner: int) -> None:
 
 
 def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
-    """Wait for an end, and bring about that of all others."""
+    """Wait until the child, the owner or the lifeline ends, and end the others."""
     poll = select.poll()
     for descriptor in (lifeline, woken):
         poll.register(descriptor, select.POLLIN)
@@ -124,7 +123,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
         code = _reap().codes.get(child)
         if watches:
             seen = {pid: status[1] for pid in descendants(owner) if (status := _status(pid)) is not None}
-            if os.getppid() == owner:  # an owner that died meanwhile has no descendants any more
+            if os.getppid() == owner:  # a dead owner has no descendants any more
                 of_owner = seen
     if code is not None:
         with contextlib.suppress(OSError):
@@ -135,7 +134,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
 
 
 def _end_former(children: dict[int, str]) -> None:
-    """Kill what descended from a process that is dead, as far as it was seen: by process, when each began."""
+    """Kill the former descendants of a dead process; the start time of each guards against reused ids."""
     for pid, began in children.items():
         if pid != os.getpid() and (status := _status(pid)) is not None and status[1] == began:
             for each in (pid, *descendants(pid)):
@@ -143,14 +142,14 @@ def _end_former(children: dict[int, str]) -> None:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return what has come, nothing at the end and where nothing has."""
+    """Return the bytes available; empty at the end of the stream or if there are none."""
     with contextlib.suppress(OSError):
         return os.read(descriptor, 1 << 12)
     return b""
 
 
 def _is_orphaned_by(owner: int) -> bool:
-    """Tell whether the parent is dead; its files are closed a moment before it is."""
+    """Tell whether the parent is dead; its files are closed a moment before it dies."""
     deadline = time.monotonic() + _DYING_S
     while os.getppid() == owner and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -168,7 +167,7 @@ class _Reaped(NamedTuple):
 
 
 def _reap() -> _Reaped:
-    """Collect the children that have ended, and tell whether there are others."""
+    """Collect the children that have ended, and tell whether others remain."""
     codes: dict[int, int] = {}
     try:
         while (pid := os.waitpid(-1, os.WNOHANG))[0]:
@@ -179,7 +178,7 @@ def _reap() -> _Reaped:
 
 
 def _status(pid: int) -> tuple[int, str] | None:
-    """Return a process's parent and when it began; None if it has ended."""
+    """Return a process's parent and start time; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -195,7 +194,7 @@ def _kill(pid: int) -> None:
 
 def _signal_on_death_of(parent_pid: int, number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
 

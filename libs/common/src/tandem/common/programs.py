@@ -1,4 +1,4 @@
-"""Where programs of the user's are found: beside the interpreter that Tandem runs on, and on the path."""
+"""The search path for programs of the user: the interpreter's folder, then ``PATH``."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import sys
 
 
 def search_path() -> str:
-    """Return the path on which they are looked for, so that `python` is that interpreter."""
+    """Return the search path, with the folder of this interpreter first, so that `python` is this one."""
     return os.pathsep.join(filter(None, [os.path.dirname(sys.executable), os.environ.get("PATH")]))

@@ -1,4 +1,4 @@
-"""Check that a path is a regular file before it is opened: opening a FIFO would wait for ever."""
+"""Check that a path is a regular file before opening it: opening a FIFO would block for ever."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _KINDS = {
 
 
 def irregular(path: str | Path) -> str | None:
-    """Return what a path is, such as ``a FIFO``, if something is there that is no regular file; links are followed."""
+    """Return what a path is, such as ``a FIFO``, if it exists and is not a regular file; follow links."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # whoever opens it says what is wrong
+    except (OSError, ValueError):  # opening the file reports the error
         return None
     return _KINDS.get(stat.S_IFMT(mode))
 
 
 def first_irregular(paths: Iterable[Path]) -> str | None:
-    """Return ``'PATH' is a FIFO`` for the first of some paths that is neither file nor folder, if there is one."""
+    """Return ``'PATH' is a FIFO`` for the first path that is neither a file nor a folder, None if there is none."""
     for path in paths:
         kind = irregular(path)
         if kind not in (None, _KINDS[stat.S_IFDIR]):

@@ -1,4 +1,4 @@
-"""Take what the user's own code returns strictly, and say on one line what it raised."""
+"""Check strictly what the user's own code returns, and describe on one line what it raised."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tandem.common.texts import visible
 
 _LONGEST_LINE = 600
 _LONGEST_READ = 100_000
-"""What of a text is looked at."""
+"""Longest part of a text that is looked at."""
 
 
 def line(text: str) -> str:
-    """Return text on one line that is not too long, without control characters."""
+    """Return text on one line of limited length, without control characters."""
     words = visible(" ".join(sayable(text[:_LONGEST_READ]).split()))
     return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}..."
 
 
 def sayable(text: str) -> str:
-    """Return text that can be encoded: halves of surrogate pairs are spelt out."""
+    """Return text that can be encoded: lone surrogates are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def raised_at(trace: TracebackType | None, folder: str) -> str:
-    """Return `` (FILE:LINE, in FUNCTION)``: where the user's own code, in `folder`, was last."""
-    frames = traceback.extract_tb(trace)[1:]  # the first is who called it
+    """Return `` (FILE:LINE, in FUNCTION)`` for the innermost frame of the user's code, which lies in `folder`."""
+    frames = traceback.extract_tb(trace)[1:]  # the first frame is the caller's
     if not frames:
         return ""
     own = [frame for frame in frames if folder and os.path.dirname(os.path.abspath(frame.filename)) == folder]
@@ -42,12 +42,12 @@ def raised_at(trace: TracebackType | None, folder: str) -> str:
 
 
 def finite_number(given: object, what: str) -> float:
-    """Return a number that training can compute with; text, truth values and what else Python has are mistakes.
+    """Return a number that training can compute with; text, booleans and other types are errors.
 
-    Raises `RewardError`, which says `what` it should have been.
+    Raises `RewardError`, which begins with `what`.
     """
     number = math.nan
-    # numpy's floating and integer scalars are real numbers by this measure, and its truth values are none.
+    # NumPy's floating and integer scalars are instances of Real, and its booleans are not.
     if type(given) is not bool and isinstance(given, numbers.Real):
         try:
             number = float(given)
@@ -61,14 +61,14 @@ def finite_number(given: object, what: str) -> float:
 
 
 def beyond(number: float, said: str = "") -> str:
-    """Say of a number, which was given as `said`, that no run can compute with it; nothing of any other."""
+    """Return why a run cannot compute with a number, given as `said`; empty if it can."""
     if abs(number) <= LARGEST:
         return ""
     return f"{line(said) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"
 
 
 def shown(given: object) -> str:
-    """Return what was given as an error shows it; its class may be anyone's."""
+    """Return the `repr` of a value for an error; the value's own class may fail to give one."""
     try:
         return repr(given)
     except Exception:

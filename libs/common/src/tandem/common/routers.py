@@ -1,10 +1,10 @@
-"""The routers of mixtures of experts in transformers: what they choose can be seen, and replaced.
+"""Routers of mixture-of-experts models in Transformers: observe or replace the experts they choose.
 
-A router ends its choice with one call of ``torch.topk`` over the scores of all experts. What that call returns is
-replaced; everything around it, the gates above all, stays the router's own arithmetic. So gates are computed of its own
-scores for the experts that the tokens go to, and gradients flow as ever.
+A router chooses experts with one call of ``torch.topk`` over the scores of all experts. Only the result of that call
+is replaced; the router does the rest of the arithmetic itself. So it computes the gates of the replacement experts
+from its own scores, and gradients flow as usual.
 
-Shapes: ``N`` tokens, ``K`` experts a token.
+Shapes: ``N`` tokens, ``K`` experts per token.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch.overrides import TorchFunctionMode
 from tandem.common.errors import ModelError
 
 Choose = Callable[[int, torch.Tensor], torch.Tensor]
-"""From the number of a layer and the experts ``[N, K]`` that its router has chosen to those that the tokens go to."""
+"""A function from a layer's number and the experts ``[N, K]`` chosen by its router to the experts to use."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ROUTER = re.compile(r"Top[Kk]Router$")
 
 
 def intercept(model: torch.nn.Module, choose: Choose) -> tuple[int, ...]:
-    """Have `choose` decide where the tokens of a model go, in every forward pass from now on; return its layers.
+    """Have `choose` select each token's experts in every later forward pass of a model; return the model's MoE
+    layers.
 
-    Raises `ModelError` for a model without routers of this kind.
+    Raises `ModelError` for a model without such routers.
     """
     routers = _routers_of(model)
     for layer, router in routers.items():
@@ -44,7 +45,7 @@ def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
         if layer is not None and _ROUTER.search(type(module).__name__):
             found[int(layer[1])] = module
     if not found:
-        raise ModelError(f"{type(model).__name__} has no routers of transformers' kind, whose choice could be replayed")
+        raise ModelError(f"{type(model).__name__} has no Transformers-style routers, so no choices to replay")
     return found
 
 
@@ -53,13 +54,13 @@ def _route(router: Any, forward: Callable[..., Any], choose: Callable[[torch.Ten
         routed = forward(*args)
     if choice.num_made != 1:
         raise ModelError(
-            f"{type(router).__name__} chooses experts in {choice.num_made} calls of torch.topk, not in one"
+            f"{type(router).__name__} chooses experts in {choice.num_made} calls of torch.topk instead of one"
         )
     return routed
 
 
 class _Choice(TorchFunctionMode):
-    """Gives the call that chooses experts another result."""
+    """A mode that replaces the result of the call that chooses experts."""
 
     def __init__(self, num_experts: int, top_k: int, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class _Choice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Routers that first choose among groups of experts do that by other numbers, or of scores by group.
+        # Routers that first choose among groups of experts do so with other sizes, or on scores by group.
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[1:] != (self._num_experts,):
             return result
         own_NK = result.indices

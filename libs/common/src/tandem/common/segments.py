@@ -1,15 +1,15 @@
-"""Causal attention within segments of one row: no token sees another segment.
+"""Causal attention within the segments of one row: no token sees another segment.
 
-On a GPU one kernel does all segments (FlashAttention-2, Dao 2023, arXiv:2307.08691, for sequences of several lengths);
-elsewhere those of one size that follow each other go together, a block of queries at a time, so that no matrix of all
-scores ever exists.
+On a GPU one kernel computes all segments (FlashAttention-2, Dao 2023, arXiv:2307.08691, with variable lengths).
+Elsewhere consecutive segments of the same size are computed together, one block of queries at a time, so that the
+matrix of all scores never exists.
 
-A window is a number of keys, its own among them, that a query sees (Beltagy et al. 2020, arXiv:2004.05150, section
-3.1; Jiang et al. 2023, arXiv:2310.06825, section 2). A sink is the score of nothing: it takes part in the softmax and
-adds no value (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, section 3.3).
+A window is the number of keys that a query sees, including its own (Beltagy et al. 2020, arXiv:2004.05150, section
+3.1; Jiang et al. 2023, arXiv:2310.06825, section 2). A sink is a score without a key: it takes part in the softmax
+and adds no value (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, section 3.3).
 
-Shapes: ``L`` queries and ``M`` keys of all segments, one after the other; ``B`` segments of one size; ``H`` heads of
-queries, ``G`` of keys and values, of dimension ``D``; ``R`` queries of a block; ``S`` keys that it sees.
+Shapes: ``L`` queries and ``M`` keys of all segments, concatenated; ``B`` segments of one size; ``H`` query heads,
+``G`` key and value heads, of dimension ``D``; ``R`` queries in a block; ``S`` keys that the block sees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _BLOCK = 256
-"""Queries of a block."""
+"""Queries in a block."""
 
 
 def attend(
@@ -35,22 +35,22 @@ def attend(
     window: int | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``[L, H, D]``.
+    """Return the attention output, ``[L, H, D]``.
 
     Args:
-        query_LHD: of all segments.
-        key_MGD: of all segments; each head serves ``H / G`` heads of queries that follow each other.
-        value_MGD: as the keys.
-        segments: numbers of queries and of keys of each. The queries are its last tokens: the last one sees all keys of
-            the segment, each one before it a key fewer.
-        scale: of the scores; by default ``1 / sqrt(D)``.
-        window: keys that a query sees at most; None for all.
-        sinks_H: of each head of queries; None where there are none.
+        query_LHD: queries of all segments.
+        key_MGD: keys of all segments; each key head serves ``H / G`` consecutive query heads.
+        value_MGD: values, in the layout of the keys.
+        segments: for each segment, its number of queries and of keys. The queries are the segment's last tokens: the
+            last query sees all of its keys, each earlier one sees one key fewer.
+        scale: factor of the scores; by default ``1 / sqrt(D)``.
+        window: most keys that a query sees; None for all.
+        sinks_H: sink of each query head; None for a model without sinks.
     """
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16) and sinks_H is None
     if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
         return _attend_on_gpu(query_LHD, key_MGD, value_MGD, segments, scale, window)
-    if query_LHD.is_cuda:  # what is left there takes as many heads of keys as of queries, or makes all scores
+    if query_LHD.is_cuda:  # the remaining kernels need as many key heads as query heads, or build all scores
         num_each = query_LHD.shape[1] // key_MGD.shape[1]
         key_MGD, value_MGD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
     mask_RS = _mask(segments, query_LHD)
@@ -76,7 +76,7 @@ def _attend_equal(
     mask_RS: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Return what the queries of segments of one size attend to, end to end, a block of each at a time."""
+    """Return the attention output of segments of one size, one block of queries at a time."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
     is_grouped = query.shape[1] != key.shape[1]
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -88,7 +88,7 @@ def _attend_equal(
     for first in range(0, num_queries, _BLOCK):
         last = min(first + _BLOCK, num_queries)
         seen = num_keys - num_queries + last
-        # Every mask of this kind is the lower right corner of a larger one.
+        # Every such mask is the lower right corner of a larger one.
         mask = mask_RS[len(mask_RS) - (last - first) :, mask_RS.shape[1] - seen :]
         parts.append(
             scaled_dot_product_attention(
@@ -111,7 +111,7 @@ def _attend_near(
     window: int,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the same of queries with a window or with sinks; a block reads the keys that its queries may see."""
+    """Return the same for queries with a window or sinks; a block reads only the keys that its queries may see."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
     is_grouped = query.shape[1] != key.shape[1]
     num_queries, before = query.shape[2], key.shape[2] - query.shape[2]
@@ -124,7 +124,7 @@ def _attend_near(
         is_hidden_RS = (key_S > position_R1) | (key_S <= position_R1 - window)
         mask = query.new_zeros(is_hidden_RS.shape).masked_fill_(is_hidden_RS, -torch.inf)[None, None]
         keys, values = key[:, :, seen], value[:, :, seen]
-        if sinks_H is not None:  # one more key of zeros, whose score the mask gives, and whose value is zero
+        if sinks_H is not None:  # one more key and value of zeros; the mask holds its score
             sinks_1HR1 = sinks_H.to(query.dtype)[None, :, None, None].expand(-1, -1, last - first, -1)
             mask = torch.cat((mask.expand(-1, len(sinks_H), -1, -1), sinks_1HR1), dim=3)
             keys, values = (pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
@@ -137,9 +137,9 @@ def _attend_near(
 
 
 def sliding_windows(config: Any) -> tuple[int | None, ...]:
-    """Return how many tokens attention slides over in each layer, by a model's text configuration of transformers.
+    """Return the attention window of each layer, from a model's text configuration in Transformers.
 
-    None in a layer that sees all.
+    None for a layer with full attention.
     """
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -149,9 +149,9 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def unstable_rotation(config: Any, max_length: int) -> str | None:
-    """Return the type of rotary embeddings that turn a token by angles that depend on how long its row becomes.
+    """Return the type of rotary embeddings if its angles depend on the row's length, else None.
 
-    None where none does up to `max_length` tokens. `config` is a model's text configuration of transformers.
+    Lengths up to `max_length` are considered. `config` is a model's text configuration in Transformers.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for each in parameters.values() if isinstance(next(iter(parameters.values()), None), dict) else (parameters,):
@@ -167,7 +167,8 @@ def unstable_rotation(config: Any, max_length: int) -> str | None:
 
 
 def _mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
-    """Return what to add to the scores of the largest block, minus infinity above the diagonal that ends at the last.
+    """Return the mask to add to the scores of the largest block: minus infinity above the diagonal that ends at the
+    last.
 
     None where no segment has more keys than queries.
     """
@@ -202,12 +203,12 @@ def _attend_on_gpu(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_LHD.shape[1] != key_MGD.shape[1],
     )
-    assert isinstance(attended_LHD, torch.Tensor), "nothing but the result was asked for"
+    assert isinstance(attended_LHD, torch.Tensor), "only the output was requested"
     return attended_LHD
 
 
-@functools.lru_cache(maxsize=4)  # every layer asks for the same row's, and each copy waits for the GPU
+@functools.lru_cache(maxsize=4)  # every layer asks for the same row, and each copy waits for the GPU
 def _ends(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return where each segment begins and the last ends, ``[2, S + 1]``: in the queries, and in the keys."""
+    """Return the boundaries of the segments, ``[2, S + 1]``: in the queries, and in the keys."""
     sizes_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
     return sizes_2S.contiguous().to(device)

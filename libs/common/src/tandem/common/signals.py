@@ -1,9 +1,9 @@
-"""Handle the signals that ask processes to end, and decide which process acts on them.
+"""Termination signals: how to handle them, and which process acts on them.
 
-`timeout`, Slurm, systemd and a terminal signal all processes of a run at once. The coordinator alone acts on that: it
-finishes or abandons the step, saves, and ends what it has launched, which leaves such signals to it. A service that was
-started by hand acts on its own: it may be the only one that is asked. So does any rollout that gets SIGTERM: it leaves,
-and the run goes on. Where the coordinator was asked as well, that is of no account.
+`timeout`, Slurm, systemd and a terminal signal all processes of a run at once. Only the coordinator acts on that: it
+finishes or abandons the step, saves, and ends the processes that it launched, which ignore such signals. A service
+started by hand acts on its own, since it may be the only process signalled. So does any rollout that gets SIGTERM:
+it leaves, and the run goes on. If the coordinator was signalled too, that makes no difference.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any, TextIO, cast
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = (1, 2)
 ASKED_ONCE_S = 2.0
-"""Signals that ask a process to end within so long of each other are one request, unless they are Ctrl-C."""
+"""Termination signals that arrive within this time are one request, unless they are Ctrl-C."""
 _STUCK_S = 20.0
-"""How long a process that was asked to end may be in a computation or a system call that hears of nothing."""
+"""How long a process told to end may be stuck in a computation or a system call that no signal interrupts."""
 _raised: list[int] = []
-"""The signals for which `KeyboardInterrupt` was raised since `interrupt_when_asked`. In a finalizer, of which imports
-run many, Python only prints it and goes on."""
+"""Signals for which `KeyboardInterrupt` was raised since `interrupt_when_asked`. In a finalizer, which imports often
+run, Python only prints the exception and goes on."""
 
 
 def leave_to_coordinator() -> None:
-    """Have this process, and what it forks, go on when it is asked to end.
+    """Have this process and its forked children ignore termination signals.
 
-    SIGTERM has a handler that does nothing. What is ignored stays so in programs that a service starts, an environment
-    for example, and those are ended by it.
+    SIGTERM gets a handler that does nothing. An ignored signal would stay ignored in the programs that a service
+    starts, such as an environment, and SIGTERM is what ends those.
     """
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)
@@ -43,18 +43,18 @@ def leave_to_coordinator() -> None:
 
 
 def restore() -> None:
-    """Have this process end when it is asked to, as a new interpreter does."""
+    """Restore the default termination signals, as in a new interpreter."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def interrupt_when_asked() -> None:
-    """Have all ways to ask this process to end do what Ctrl-C does: raise `KeyboardInterrupt`, once.
+    """Have every termination signal do what Ctrl-C does: raise `KeyboardInterrupt`, once.
 
-    `timeout` and systemd ask several times, and what is underway to the end is not interrupted again, but by Ctrl-C.
-    A process that goes on all the same, because Python has ignored what was raised in a finalizer, is asked again when
-    it begins to listen (`heard`).
+    `timeout` and systemd signal several times; only Ctrl-C interrupts the shutdown once it has begun. Python ignores
+    exceptions in a finalizer, so the process may go on all the same. It is then told again when it begins to listen
+    (`heard`).
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -70,24 +70,24 @@ def interrupt_when_asked() -> None:
 
 
 def end_when_stuck() -> Watch:
-    """After such a request, have this process end in any case, also where a collective operation waits for ever."""
+    """Force this process to end after such a request, even if a collective operation blocks for ever."""
     return Watch()
 
 
 class Watch:
-    """Ends this process a while after it was asked to, from a thread of its own."""
+    """A thread that ends this process some time after a termination signal."""
 
     def __init__(self) -> None:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count here
         self._read = read
         self._requests = _Requests(is_first_for_good=True)
         threading.Thread(target=self._watch, daemon=True, name="signals").start()
 
     def leave_first(self) -> None:
-        """Take the next request for one to leave, after which the process goes on."""
+        """Treat the next signal as a request to leave, after which the process goes on."""
         self._requests = _Requests(is_first_for_good=False)
 
     def _watch(self) -> None:
@@ -98,25 +98,25 @@ class Watch:
 
 
 class _Requests:
-    """Tells requests to leave from those to end at once: the next one, unless it comes with the first."""
+    """The requests to this process: the first is to leave, the next to end at once unless both come together."""
 
     def __init__(self, *, is_first_for_good: bool) -> None:
         self._first_at: float | None = -math.inf if is_first_for_good else None
 
     def is_for_good(self, number: int) -> bool:
-        """Take a request; tell whether the process is to end at once."""
+        """Register a request; tell whether the process is to end at once."""
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
             return False
-        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        # `timeout` and systemd signal twice in a row; only a second Ctrl-C is meant as a second request.
         return number == signal.SIGINT or now - self._first_at > ASKED_ONCE_S
 
 
 def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
-    """Have the first request of this process call `leave`, and the next one raise `KeyboardInterrupt`.
+    """Have the first termination signal call `leave`, and the next one raise `KeyboardInterrupt`.
 
-    Of a process that was launched, Ctrl-C and a terminal that closes ask whoever has launched it, and not this one.
+    In a launched process, Ctrl-C and a closing terminal are for its parent, and are not handled here.
     """
     requests = _Requests(is_first_for_good=False)
 
@@ -135,9 +135,9 @@ def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
 
 @contextlib.contextmanager
 def heard(listen: Callable[[int], None]) -> Iterator[None]:
-    """Call `listen` with each signal that asks this process to end inside the block, and with one that had no effect.
+    """Call `listen` with each termination signal inside the block, and with an earlier one that had no effect.
 
-    When its terminal has closed, what would be printed there goes nowhere from then on.
+    Once the terminal has closed, output to it is discarded.
     """
     terminals = [descriptor for descriptor in _OUTPUTS if os.isatty(descriptor)]
 
@@ -162,9 +162,9 @@ def heard(listen: Callable[[int], None]) -> Iterator[None]:
 
 
 class _Terminal:
-    """A stream to a terminal that may close: what is written goes nowhere from then on.
+    """A stream to a terminal that may close; output is discarded from then on.
 
-    The signal that says so may come after the first write that fails.
+    The signal for that may come after the first write that fails.
     """
 
     def __init__(self, stream: TextIO, terminals: list[int]) -> None:
@@ -181,7 +181,7 @@ class _Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write the buffered text."""
         with self._forgiving():
             self._stream.flush()
 
@@ -196,7 +196,7 @@ class _Terminal:
 
 
 def _heard() -> list[signal.Signals]:
-    """Return the signals that are not ignored since before this process began, as `nohup` has it with SIGHUP."""
+    """Return the termination signals that were not ignored at startup; `nohup`, for example, ignores SIGHUP."""
     return [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
 
 

@@ -1,7 +1,8 @@
-"""The sliding puzzle: boards, moves and shuffles, for its problems and for its environment.
+"""The sliding puzzle: boards, moves and shuffles, for its problems and its environment.
 
-A board of ``size`` × ``size`` cells is a tuple of numbers, row by row, with 0 for the gap. Solved, it counts from 1 and
-the gap is last. A move is named by the direction in which a tile slides into the gap, as in NeMo-RL's game.
+A board of ``size`` × ``size`` cells is a tuple of numbers, row by row, with 0 for the gap. The solved board counts
+from 1, with the gap last. A move is named by the direction in which a tile slides into the gap, as in NeMo-RL's
+game.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import random
 Board = tuple[int, ...]
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Where the tile that slides lies, seen from the gap: rows down and columns to the right."""
+"""Position of the sliding tile relative to the gap: rows down and columns to the right."""
 
 _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 _ONE_DIGIT = 3
-"""The largest board whose tiles have one digit each; its cells need no space between them."""
+"""Size of the largest board with one-digit tiles only; its cells need no space between them."""
 
 
 def solved(size: int) -> Board:
-    """Return the board that every game should end with."""
+    """Return the solved board."""
     return (*range(1, size * size), 0)
 
 
 def slide(board: Board, size: int, move: str) -> Board | None:
-    """Return the board after a move, one of `MOVES`; None if there is no tile that could make it."""
+    """Return the board after one of `MOVES`; None if no tile can make the move."""
     gap = board.index(0)
     rows, columns = MOVES[move]
     row, column = gap // size + rows, gap % size + columns
@@ -45,7 +46,7 @@ def render(board: Board, size: int) -> str:
 
 
 def shuffled(generator: random.Random, size: int, num_moves: int) -> tuple[Board, list[str]]:
-    """Return a board `num_moves` random moves from the solved one, none undoing the last, and moves that solve it."""
+    """Return a board `num_moves` random moves from the solved one, and moves that solve it; no move undoes the last."""
     board, back = solved(size), list[str]()
     while len(back) < num_moves:
         move = generator.choice(sorted(MOVES))

@@ -1,4 +1,4 @@
-"""Templates: format strings that are filled with a problem's fields."""
+"""Templates: format strings filled with a problem's fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show texts from elsewhere: short, and without what moves the cursor."""
+"""Texts from outside, shown safely: shortened, and without control characters."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import re
 from pathlib import Path
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""What would move the cursor, or do worse to a terminal: models and processes say anything."""
+"""Control characters, which may move the cursor or do worse to a terminal; models and processes can print any text."""
 _MOST = 10_000
 _MOST_OF_TAIL = 4000
 _MOST_OF_LINE = 1000
 
 
 def visible(text: str) -> str:
-    r"""Return a text whose control characters are written out, as ``\x1b``; lines and tabs stay."""
+    r"""Return a text with its control characters escaped, as ``\x1b``; newlines and tabs stay."""
     return CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def shortened(text: str, most: int = _MOST) -> str:
-    """Return a visible text of so many characters at most; it says how many it leaves out."""
+    """Return a visible text of at most `most` characters, with a note of the full length if it was cut."""
     shown = visible(text[:most])
     if len(text) <= most and len(shown) <= most:
         return shown
@@ -28,7 +28,7 @@ def shortened(text: str, most: int = _MOST) -> str:
 
 
 def last_lines(file: Path, count: int) -> list[str]:
-    """Return the last lines of a log, each visible and short, reading no more than its end. Raises `OSError`."""
+    """Return the last lines of a log, each visible and short, reading only its end. Raises `OSError`."""
     with file.open("rb") as log:
         log.seek(0, os.SEEK_END)
         log.seek(max(0, log.tell() - _MOST_OF_TAIL))

@@ -1,8 +1,8 @@
-"""What every web server here has: a bound on idle connections, and a guard against web sites.
+"""Shared by all web servers: a limit on idle connections, and a guard against foreign web pages.
 
-A site that a browser shows may have a name of its own point to loopback (DNS rebinding), and would ask a server there
-as if it were its own: the Host header tells. It may also have the browser post to loopback as it is: Origin tells, and
-so does a Content-Type that needs no permission.
+A site may resolve its own name to loopback (DNS rebinding), so that its pages in a browser could query a server
+there: the Host header reveals that. A page may also have the browser post to loopback directly: the Origin header
+reveals that, and so does a Content-Type that needs no preflight.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from tandem.common import descriptors
 from tandem.common.network import is_loopback
 
 HEADERS_S = 10.0
-"""For the headers of a request to arrive, counted from their first byte; for a first one, from the connection on."""
+"""Timeout for the headers of a request, from their first byte; for the first request, from the connection."""
 _BACKLOG = 512
 _SHARE_AT_ONCE = 16
-"""One in so many of the process's descriptors, where that is less: the connections that asyncio accepts at once."""
+"""Divisor of the descriptor limit: gives the connections that asyncio accepts at once, if that is less."""
 _MOST_IDLE = 1024
 _SHARE_IDLE = 4
-"""One in so many of the process's descriptors, where that is less: what one address may hold without a request."""
+"""Divisor of the descriptor limit: gives the idle connections from one address, if that is less."""
 _JSON = "application/json"
 
 
 def backlog() -> int:
-    """Return how many connections may wait, which asyncio accepts before it looks at any of them (``backlog=``)."""
+    """Return the number of pending connections, which asyncio accepts before it looks at any of them (``backlog=``)."""
     return max(1, min(_BACKLOG, descriptors.limit() // _SHARE_AT_ONCE))
 
 
 class Protocol(H11Protocol):
-    """HTTP for uvicorn (``http=``): slow headers end a connection, and one address holds so many idle ones at most."""
+    """An HTTP protocol for uvicorn (``http=``) with a timeout on headers and a limit on one address's idle
+    connections."""
 
     _timer: asyncio.TimerHandle | None = None
     _began = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start to wait for a request."""
         super().connection_made(transport)
         self._began = self.loop.time()
         self._watch()
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self._stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Receive a part of a request."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Look at what came meanwhile: it may be half a request."""
+        """Check what arrived meanwhile: it may be half a request."""
         super().on_response_complete()
         self._watch()
 
@@ -81,7 +82,7 @@ class Protocol(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """End the oldest idle connection of this one's address if it has too many."""
+        """Close the oldest idle connection from this one's address if it has too many."""
         most = min(_MOST_IDLE, descriptors.limit() // _SHARE_IDLE)
         if len(self.connections) <= most or self.client is None:
             return
@@ -99,29 +100,29 @@ class Protocol(H11Protocol):
 
 
 class Guard:
-    """Answers what another site's page may have had a browser ask with a refusal; for servers that ask for no token."""
+    """Middleware that refuses requests which a foreign page may have sent; for servers without a token."""
 
     def __init__(self, app: ASGIApp, refuse: Callable[[int, str], ASGIApp]) -> None:
-        """`refuse` returns the answer with an HTTP status and a line that says why."""
+        """Wrap `app`; `refuse` returns the response with an HTTP status and a line with the reason."""
         self._app = app
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Refuse a request, or pass it on."""
         refused = foreign(scope) if scope["type"] == "http" else None
         answer = self._app if refused is None else self._refuse(*refused)
         await answer(scope, receive, send)
 
 
 def foreign(scope: Scope) -> tuple[int, str] | None:
-    """Return the HTTP status and the reason for refusing a request that another site may be behind; None for others."""
+    """Return the HTTP status and reason for refusing a request that may come from another site; None to accept it."""
     headers = Headers(scope=scope)
     host = _host(f"//{headers.get('host', '')}")
     if not is_loopback(host):
-        return 403, f"asked as {host[:100]!r}, but this is read on loopback alone, as localhost or 127.0.0.1"
+        return 403, f"the Host is {host[:100]!r}, but this server answers on loopback alone, as localhost or 127.0.0.1"
     origin = headers.get("origin")
     if origin is not None and not is_loopback(_host(origin)):
-        return 403, f"asked by a page of {origin[:100]!r}, but pages of this machine alone may"
+        return 403, f"the Origin is {origin[:100]!r}, but this server answers only pages of this machine"
     kind = headers.get("content-type")
     if scope["method"] == "POST" and kind is not None and kind.partition(";")[0].strip().lower() != _JSON:
         return 415, f"Content-Type is {kind[:100]!r}, not {_JSON}"

@@ -1,8 +1,8 @@
 """Worker shards: the parts of processes between which the weight plane moves weights.
 
-A trainer rank is one worker shard, and so is an engine of one worker; each is called like its process. The workers of
-an engine that has several are worker shards of its process, ``rollout-0/0``, ``rollout-0/1``, ...: each has a layout, a
-transfer program and digests of its own, while orders, failures and versions are the engine's.
+A trainer rank is one worker shard, and so is an engine with one worker; each is named like its process. The workers
+of a larger engine are worker shards of its process, ``rollout-0/0``, ``rollout-0/1``, ... Each has its own layout,
+transfer program and digests, while commands, failures and versions belong to the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configuration: its schema, its YAML files, its checks, and its form on the wire."""
+"""The configuration: schema, YAML files, checks, and its form on the wire."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from tandem.config.schema.distillation import DistillationLoss
 from tandem.config.schema.run import DURATION
 
 _OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__struct_encode_fields__)
-"""Keys that nobody means who writes their names elsewhere."""
+"""Keys of the distillation loss, not suggested for a misplaced name: they repeat more common ones."""
 
 _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
-"""What a text of a form is like, by its pattern."""
+"""Examples of texts with a fixed form, by the pattern of the form."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -53,7 +53,7 @@ def config_type() -> StructType:
 
 
 def conform(value: Any, wanted: Type, key: str) -> Any:
-    """Return `value` as the type `wanted` has it; raise `Invalid` for the keys at and below `key` that do not fit."""
+    """Fit a value to the type `wanted`. Raises `Invalid` for the keys at and below `key` that do not fit."""
     match wanted:
         case StructType():
             return _struct(value, wanted, key)
@@ -82,7 +82,7 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
 
 
 def describe_type(wanted: Type) -> str:
-    """Say in plain words what a type admits."""
+    """Return the values that a type allows, in plain words."""
     match wanted:
         case NoneType():
             return "null"
@@ -115,7 +115,7 @@ def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
 
 
 def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
-    """Yield each key that is no section, with the words that it may be; none, if those are not to be listed."""
+    """Yield each key that is not a section, with the words that it may be, or none where any value is possible."""
 
     def words(wanted: Type) -> list[str]:
         match wanted:
@@ -140,13 +140,13 @@ def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
 
 
 def struct_types(wanted: Type) -> list[StructType]:
-    """Return the struct that a field's type holds, if it holds one directly or beside null or choices."""
+    """Return the struct of a field's type, if it is one directly or in a union with null or choices."""
     members = wanted.types if isinstance(wanted, UnionType) else (wanted,)
     return [member for member in members if isinstance(member, StructType)]
 
 
 def field_of(described: Any, name: str) -> Any:
-    """Return msgspec's description of a struct's field; None if it has no such one."""
+    """Return msgspec's description of a struct's field; None if the struct has no such field."""
     return next((field for field in described.fields if field.encode_name == name), None)
 
 
@@ -169,7 +169,7 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
 
 
 def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
-    """Return values of one type, by their keys, as that type has them."""
+    """Fit values, given by key, to one type."""
     problems, fitted = Problems(), {}
     for key, value in values.items():
         with problems.collected():
@@ -179,7 +179,7 @@ def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
 
 
 def _suggestion(name: str, key: str, siblings: list[str]) -> str:
-    """Name where a key of an unknown key's name belongs, else the sibling nearest to it, else all siblings."""
+    """Return a hint for an unknown key: the section where that name belongs, the nearest sibling, or all siblings."""
     near = nearest(name, siblings)
     for known in all_keys(config_type()):
         if known.rpartition(".")[2] == name and known not in _OF_DISTILLATION and (not near or key):
@@ -201,7 +201,7 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
                 continue
             is_word = isinstance(value, bool) or (isinstance(value, str) and not NUMBER.fullmatch(value))
             if isinstance(member, FloatType | IntType) and is_word and has_choices:
-                continue  # the choices are to be said, too
+                continue  # so that the error names the choices too
             return conform(value, member, key)
     raise _mismatch(value, wanted, key)
 
@@ -212,7 +212,7 @@ def _is_choice(value: Any, wanted: LiteralType) -> bool:
 
 
 def _word(value: Any) -> Any:
-    """Return a value as it was written: ``on`` and ``off`` are what YAML 1.1 reads as true and false."""
+    """Return a value as it was written: YAML 1.1 reads ``on`` and ``off`` as true and false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
@@ -224,7 +224,7 @@ def _scalar(value: Any, wanted: Type, key: str) -> Any:
             if wanted.min_length and not value:
                 raise Invalid(key, "is empty")
             if wanted.pattern is not None and not re.search(wanted.pattern, value):
-                raise Invalid(key, f"{shown(value)} has another form{_FORMS.get(wanted.pattern, '')}")
+                raise Invalid(key, f"{shown(value)} is malformed{_FORMS.get(wanted.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
             return _within(int(value), wanted, key)
@@ -258,7 +258,7 @@ def _bounds(wanted: IntType | FloatType) -> str:
 
 
 def _free(value: Any, key: str) -> Any:
-    """Check content that other libraries give its meaning: it must survive JSON unchanged."""
+    """Check a value that another library interprets: it must survive JSON unchanged."""
     match value:
         case dict():
             return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}

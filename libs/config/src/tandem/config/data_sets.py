@@ -1,7 +1,7 @@
-"""NeMo-RL v0.7's lists of data sets, brought into the shape that the rest of the configuration has.
+"""NeMo-RL v0.7's lists of data sets, converted to the shape of the rest of the configuration.
 
-Each set is completed by what ``data.default`` and its own name say of it; the keys of ``data`` itself are then those of
-the first.
+Each data set gets defaults from ``data.default`` and from its name. The keys of ``data`` itself then become those of
+the first set.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _OTHERWISE = {
     "chosen_key": "chosen",
     "rejected_key": "rejected",
 }
-"""Keys that a data set has whatever is known of it."""
+"""Final defaults of a data set's keys."""
 
 
 def place_data_sets(tree: dict[str, Any]) -> None:
-    """Complete the data sets that settings list, in place. Raises `Invalid`."""
+    """Complete the listed data sets of a settings tree, in place. Raises `Invalid`."""
     data = tree.get("data")
     if not isinstance(data, dict):
         return
@@ -62,7 +62,7 @@ def place_data_sets(tree: dict[str, Any]) -> None:
 
 
 def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:
-    """Say whether anything tells what to validate on, where no data set does."""
+    """Tell whether other keys define validation data, where no data set does."""
     keys = ("num_validation", "split_validation_size", "val_data_path", "val_data_paths", "val_split")
     return any(data.get(key) for key in keys) or any(each.get("split_validation_size") for each in train)
 
@@ -80,7 +80,7 @@ def _described() -> StructType:
 
 
 def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a data set with all that is known of it: null only where nothing is."""
+    """Return a data set with its defaults; a key without any is null."""
     known = shared | _fitted(entry, key)
     path = known.get("data_path")
     if known.get("dataset_name") is None:
@@ -88,7 +88,7 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
             raise Invalid(f"{key}.dataset_name", "required, but not set: expected text")
         known["dataset_name"] = _FILE_OF_ONES_OWN
     if is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
-        known |= {"dataset_name": path, "data_path": None}  # a name on the Hub
+        known |= {"dataset_name": path, "data_path": None}  # the path is a name on the Hub
     named = NAMED.get(known["dataset_name"])
     for name in OF_EACH_SET:
         if name not in known:
@@ -101,7 +101,7 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
 
 
 def _agree(data: dict[str, Any], first: dict[str, Any], where: str) -> None:
-    """Give ``data`` itself the keys of the first of its data sets."""
+    """Set the keys of ``data`` itself to those of its first data set."""
     flat = {key: first.get(key) for key in OF_EACH_SET}
     flat |= {"train_data_path": first.get("data_path"), "environment": first.get("env_name")}
     for key, value in flat.items():

@@ -1,4 +1,4 @@
-"""Fill in defaults that depend on other keys, before the schema is applied."""
+"""Derived defaults: fill in keys that depend on other keys, before the schema is applied."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.shapes import choose_environment, reshape, reshape_model
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
-"""Data sets whose problems are made on the spot, and the environment that scores each."""
+"""Data sets with generated problems, and the environment that scores each."""
 
 Look = Callable[[str], Any]
-"""The value at a key as it stands, its plain default if it is not set, else None."""
+"""A function that returns the current value of a key, else its plain default, else None."""
 
 
 _PROCESSES_OF = "cluster.processes_of"
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
-    """A key that gets its default from others where it is absent or null."""
+    """A key that gets its default from other keys, if it is absent or null."""
 
     key: str
     text: str
     """The rule, for the documentation."""
     compute: Callable[[Look], Any]
-    """May return None, and then the key stays null."""
+    """A function that returns the default; None leaves the key null."""
 
 
 def fill(tree: dict[str, Any]) -> dict[str, Any]:
     """Return `tree` in the schema's shape, with every derived default filled in.
 
-    Values of a wrong type are left for `conform` to complain about. Raises `Invalid` if several algorithms are
-    configured and none is chosen.
+    Values of a wrong type are left for `conform` to report. Raises `Invalid` if several algorithms are configured
+    and none is chosen.
     """
     tree = _copied(tree)
     if tree.get("algorithm") is None:
@@ -64,7 +64,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
-    """Return one of several teachers with the derived defaults that it would have alone."""
+    """Return one of several teachers with the derived defaults of a single one."""
     if not isinstance(teacher, dict):
         return teacher
     reshape_model(teacher)
@@ -76,7 +76,7 @@ def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
 
 
 def unfill(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return `tree`, which is complete, without the keys that have just the value that `fill` would give them."""
+    """Return a complete `tree` without the keys that `fill` would set to the same values."""
     tree = _copied(tree)
 
     def look(key: str) -> Any:
@@ -93,7 +93,7 @@ def unfill(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_value(one: Any, other: Any) -> bool:
-    """Compare plain values, in which a tuple is as good as a list."""
+    """Compare plain values, treating tuples like lists."""
     return bool(_copied(list(one) if isinstance(one, tuple) else one) == other)
 
 
@@ -127,7 +127,7 @@ def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     if parents and parents[0] in tree and tree[parents[0]] is None:
-        return  # a section of nothing: `conform` complains
+        return  # the section is null: `conform` reports it
     node = tree
     for part in parents:
         if node.get(part) is None:
@@ -143,7 +143,7 @@ def _same_as(key: str) -> Callable[[Look], Any]:
 
 
 def _algorithm_of(look: Look) -> Algorithm | None:
-    """Return the declaration of the algorithm; None where there is none, which `conform` complains about."""
+    """Return the declaration of the algorithm; None if there is none, which `conform` reports."""
     name = look("algorithm")
     return ALGORITHMS.get(name) if isinstance(name, str) else None
 
@@ -154,7 +154,7 @@ def _declared(look: Look, default: Callable[[Algorithm], Any]) -> Any:
 
 
 def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
-    """Say what the default of a key is, by algorithm: first that of most or of the first."""
+    """Return a key's default for each algorithm as text, beginning with that of the first algorithm."""
     first, *others = ALGORITHMS.values()
     titles: dict[Any, list[str]] = {}
     for algorithm in others:
@@ -177,7 +177,7 @@ def _same(key: str, other: str) -> Derived:
 
 
 def _of_model(section: str) -> tuple[Derived, ...]:
-    """Return the rules that hold within every section of a model."""
+    """Return the rules for every model section."""
     return (
         _same(f"{section}.tokenizer.name", f"{section}.model_name"),
         *(
@@ -192,7 +192,7 @@ def _of_model(section: str) -> tuple[Derived, ...]:
 
 
 def _like_the_policy(section: str) -> tuple[Derived, ...]:
-    """Return the rules of a model that is like the policy in what it does not say."""
+    """Return the rules for a model that follows the policy in its unset keys."""
     return (
         *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
         Derived(
@@ -219,13 +219,13 @@ def _tokens(section: str, key: str, batch: str) -> Derived:
 
 
 def _of_dataset(key: str, otherwise: str | None) -> Derived:
-    """Return the rule of a key of ``data`` that a named data set decides."""
+    """Return the rule for a key of ``data`` that a named data set decides."""
     name = key.removeprefix("data.")
 
     def compute(look: Look) -> Any:
         named = NAMED.get(str(look("data.dataset_name")))
         if name == "val_split" and look("data.train"):
-            return None  # `data.validation` says what is held out
+            return None  # `data.validation` defines the held-out data
         return otherwise if named is None else named.keys.get(name, otherwise)
 
     given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
@@ -262,9 +262,9 @@ def _num_validation(look: Look) -> Any:
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
-    """Return how many GPUs are for the policy and generation, and how many of them are set aside for generation.
+    """Return the number of GPUs for policy and generation, and how many of them are reserved for generation.
 
-    None if it is not said.
+    None if the configuration does not say.
     """
     nodes, gpus = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     if not isinstance(nodes, int) or not isinstance(gpus, int):
@@ -280,13 +280,13 @@ def _gpus(look: Look) -> tuple[int, int] | None:
 
 
 def _processes_of_others(look: Look) -> int:
-    """Return how many processes are for models beside the policy."""
+    """Return the number of processes for models beside the policy."""
     given = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
     return sum(num for num in given if isinstance(num, int))
 
 
 def _processes_of_teachers(look: Look) -> Any:
-    """As NeMo-RL has it: so many for each teacher that is loaded."""
+    """Return the number of teacher processes as in NeMo-RL: the same number for each loaded teacher."""
     key = "on_policy_distillation"
     names = look(f"{key}.teacher_model_by_agent_name")
     if not (isinstance(names, dict) and look(f"{key}.enabled") and look(f"{key}.non_colocated_teachers.enabled")):
@@ -299,7 +299,7 @@ def _processes_of_teachers(look: Look) -> Any:
 
 
 def _gpus_of_reward_models(look: Look) -> int:
-    """Return how many GPUs of a single node are set aside for reward models."""
+    """Return the number of a single node's GPUs that are reserved for reward models."""
     env = look("env")
     of_sets = (each for key in ("data.train", "data.validation") for each in look(key) or () if isinstance(each, dict))
     names = {look("data.environment"), *(each.get("env_name") for each in of_sets)}
@@ -313,13 +313,13 @@ def _gpus_of_reward_models(look: Look) -> int:
 
 
 def _trainers(look: Look) -> Any:
-    """As NeMo-RL has it: a trainer on every GPU that is not set aside for generation."""
+    """Return the number of trainers as in NeMo-RL: one for every GPU that is not reserved for generation."""
     gpus = _gpus(look)
     return max(1, gpus[0] - gpus[1]) if gpus else 1
 
 
 def _rollouts(look: Look) -> Any:
-    """As many engines of vLLM as the GPUs for generation are enough for; one of those that need none."""
+    """Return the number of vLLM engines that fit on the GPUs for generation; 1 for engines without GPUs."""
     gpus = _gpus(look)
     each = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
     if gpus is None or not each or look("policy.generation.backend") != "vllm":
@@ -328,14 +328,15 @@ def _rollouts(look: Look) -> Any:
 
 
 def _launch(look: Look) -> Any:
-    """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
+    """Return ``all``, or the processes on the first of several nodes: ranks and engines are numbered through the
+    nodes."""
     nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
     sizes, of_others = (nodes, here, trainers, rollouts), _processes_of_others(look)
     if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
         return "all"
     shared = look(f"{_COLOCATED}.enabled") is not False
-    with_engines = max(1, -(-(nodes * here - of_others) // here))  # they are where the policy is
+    with_engines = max(1, -(-(nodes * here - of_others) // here))  # engines are on the policy's nodes
     each = max(1, -(-rollouts // with_engines)) if shared else 0
     return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
 
@@ -348,7 +349,7 @@ def _metric_name(look: Look) -> Any:
 
 
 def _validates(look: Look) -> bool:
-    """Tell whether the algorithm's section has the run validate at any step."""
+    """Tell whether the algorithm's section makes the run validate at any step."""
     section, never = look("algorithm"), (None, False, 0)
     when = (look(f"{section}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
     return any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
@@ -378,7 +379,7 @@ _AS_THE_POLICY = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of other models that follow the policy's."""
+"""Keys of other models that default to the policy's values."""
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
@@ -414,7 +415,7 @@ DERIVED = (
     _of_dataset("data.subset", None),
     Derived(
         key="env",
-        text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, as `data.dataset_name` says, else none",
+        text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, depending on `data.dataset_name`, else none",
         compute=_env,
     ),
     Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
@@ -426,30 +427,30 @@ DERIVED = (
     Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
-        text="null where `data` says otherwise what is held out, else 256",
+        text="null if `data` holds out validation problems in another way, else 256",
         compute=_num_validation,
     ),
     Derived(
         key=f"{_PROCESSES_OF}.teacher",
-        text="where `on_policy_distillation.non_colocated_teachers` is enabled the GPUs of its `default_teacher_cfg`, "
+        text="with `on_policy_distillation.non_colocated_teachers` enabled, the GPUs of its `default_teacher_cfg` "
         "for each teacher; else 0",
         compute=_processes_of_teachers,
     ),
     Derived(
         key="cluster.trainers",
-        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, the "
-        "`resources` of a reward model, or `cluster.processes_of` set aside",
+        text="one for each GPU of the cluster, except those reserved by `policy.generation.colocated.resources`, the "
+        "`resources` of a reward model, or `cluster.processes_of`",
         compute=_trainers,
     ),
     Derived(
         key="cluster.rollouts",
-        text="with vLLM as many as there are GPUs for generation, by `tensor_parallel_size` times "
+        text="with vLLM, the number of GPUs for generation divided by `tensor_parallel_size` times "
         "`pipeline_parallel_size`; else 1",
         compute=_rollouts,
     ),
     Derived(
         key="cluster.launch",
-        text="all; of several nodes the share of the first",
+        text="all; with several nodes, the processes of the first",
         compute=_launch,
     ),
     Derived(
@@ -459,7 +460,7 @@ DERIVED = (
     ),
     Derived(
         key="checkpointing.metric_name",
-        text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; of training where nothing is validated",
+        text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; the training metric if there is no validation",
         compute=_metric_name,
     ),
     Derived(
@@ -468,4 +469,4 @@ DERIVED = (
         compute=_higher_is_better,
     ),
 )
-"""In the order in which they are filled in."""
+"""The rules, in the order in which they are applied."""

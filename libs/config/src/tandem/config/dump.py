@@ -1,4 +1,4 @@
-"""Write a configuration as YAML for people and JSON for the wire, and compare two on resume."""
+"""Configurations as YAML for people and JSON for the wire, and their comparison on resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_MODEL = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.virtual_pipeline_model_parallel_size",
 )
-"""How trainers hold a model: keys of its section."""
+"""Keys of a model section that only affect how trainers hold the model."""
 
 FREE_ON_RESUME = (
     "eval",
@@ -111,12 +111,12 @@ FREE_ON_RESUME = (
     "cluster",
     "refit",
 )
-"""Keys, or whole sections, that a resumed run may change: what it learns from does not depend on them. A change of
-`cluster.trainers`, or of how trainers share a model, changes only the order of floating-point sums."""
+"""Keys, or whole sections, that a resumed run may change, since learning does not depend on them. A change of
+`cluster.trainers`, or of parallel sizes, only reorders floating-point sums."""
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested dictionaries with the keys a user writes.
+    """Return the configuration as nested dictionaries with the user's keys.
 
     The sections of other algorithms are left out.
     """
@@ -137,13 +137,13 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
-    from omegaconf import OmegaConf  # late: services, which read no YAML, import this module too
+    from omegaconf import OmegaConf  # imported late, since services import this module and read no YAML
 
     return OmegaConf.to_yaml(OmegaConf.create(escaped(to_plain(config))), resolve=False)
 
 
 def escaped(node: Any) -> Any:
-    """Protect text that merely looks like an interpolation."""
+    """Escape text that only looks like an interpolation."""
     match node:
         case dict():
             return {key: escaped(value) for key, value in node.items()}
@@ -157,12 +157,12 @@ def escaped(node: Any) -> Any:
 
 
 def config_to_json(config: Config) -> bytes:
-    """Encode a configuration for the wire; `config_from_json` gives back an equal one."""
+    """Encode a configuration for the wire; `config_from_json` restores it."""
     return msgspec.json.encode(with_names(config))
 
 
 def config_from_json(encoded: bytes) -> Config:
-    """Decode what `config_to_json` made. Raises `ConfigError` if it is not that."""
+    """Decode a configuration from `config_to_json`. Raises `ConfigError` for anything else."""
     try:
         return with_folders(msgspec.json.decode(encoded, type=Config))
     except msgspec.MsgspecError as error:
@@ -170,23 +170,23 @@ def config_from_json(encoded: bytes) -> Config:
 
 
 def resume_differences(old: Config, new: Config) -> list[str]:
-    """Return the paths of the keys that differ and that a resumed run may not change, in the schema's order."""
+    """Return the paths of differing keys that a resumed run may not change, in the schema's order."""
     return differences(old, new, besides=FREE_ON_RESUME)
 
 
 def differences(old: Config, new: Config, *, besides: Iterable[str]) -> list[str]:
-    """Return the paths of the keys that differ, besides some keys or whole sections, in the schema's order."""
+    """Return the paths of differing keys, except some keys or whole sections, in the schema's order."""
     return differing(_without(old, besides), _without(new, besides))
 
 
 def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the paths of the keys that differ between plain configurations, in the schema's order."""
+    """Return the paths of differing keys of plain configurations, in the schema's order."""
     before, after = _leaves(old), _leaves(new)
     return [key for key in dict.fromkeys([*before, *after]) if before.get(key, ...) != after.get(key, ...)]
 
 
 def fingerprint(config: Config) -> str:
-    """Return a hash that is equal for two configurations exactly where `resume_differences` finds none."""
+    """Return a hash that is equal for two configurations if and only if `resume_differences` finds none."""
     return hashlib.sha256(msgspec.json.encode(_without(config, FREE_ON_RESUME), order="deterministic")).hexdigest()
 
 

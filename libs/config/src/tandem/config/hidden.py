@@ -1,8 +1,8 @@
 """Find the problems of a configuration that another problem hides.
 
-A configuration is looked through in steps: references, data sets, names and types, what is not built, rules. A step
-needs what the one before it returns. So keys that are wrong are left out, and the rest is looked through again, until
-nothing more is found. What another step then says about a key that was left out, or because it was, is not repeated.
+A configuration is checked in stages: references, data sets, names and types, unbuilt features, rules. Each stage
+needs the result of the one before. So the wrong keys are removed and the rest is checked again, until no new problem
+appears. A problem that a later stage finds with a removed key, or because of its removal, is not reported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KEY = re.compile(r"[\w.\[\]-]+")
 
 
 class Refused(NamedTuple):
-    """Why settings make no configuration that can run."""
+    """The reasons why settings make no valid configuration."""
 
     unsupported: str | None
-    """The line that lists what is switched on and not built, if anything is."""
+    """The line that lists enabled features that are not built; None if there are none."""
     problems: tuple[Invalid, ...]
 
 
@@ -32,7 +32,7 @@ Look = Callable[[dict[str, Any]], Config | Refused]
 
 
 def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused:
-    """Return what was found in settings, and what that hid from `look`."""
+    """Return the problems found in settings, and those that they hid from `look`."""
     unsupported, problems = found
     told = _words([], unsupported)
     shown = [each for each in problems if not _repeats(each, told)] if unsupported else [*problems]
@@ -80,7 +80,7 @@ def _names(key: str) -> set[str]:
 
 
 def _without(node: Any, parts: Sequence[str]) -> Any:
-    """Return a copy of settings without a key; the same settings where they do not have it."""
+    """Return a copy of settings without a key; the settings themselves if they lack it."""
     head, *rest = parts
     if isinstance(node, dict) and head in node:
         if not rest:

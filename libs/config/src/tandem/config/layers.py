@@ -1,4 +1,4 @@
-"""Merge configuration files and overrides, remembering where each key came from."""
+"""Merge configuration files and overrides, remembering the origin of each key."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from tandem.config.checks.paths import why_no_path
 COMMAND_LINE = "command line"
 
 OVERRIDE = "_override_"
-"""In a mapping, true says that it replaces the inherited one; it is no key of its own."""
+"""Key that marks a mapping as replacing the inherited one; not a key of the section."""
 
 MAX_PATH_SHOWN = 200
-"""Characters of a path that an error shows."""
+"""Most characters of a path in an error."""
 
 Plain = dict[str, Any]
 """What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
-_TOO_DEEP = "mappings or lists within each other are too many"
+_TOO_DEEP = "mappings or lists are nested too deeply"
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One file, or one override, and the keys it sets."""
+    """A file or an override, and the keys that it sets."""
 
     source: str
-    """Its name in errors: the file's path, or ``command line``."""
+    """Name in errors: the file's path, or ``command line``."""
     settings: Plain
 
 
 class Layers(msgspec.Struct, frozen=True, kw_only=True):
-    """All layers in order of rising precedence."""
+    """All layers, in order of increasing precedence."""
 
     main: str
-    """Name of the file the user gave; blamed for what no layer sets."""
+    """Name of the user's file; the source of problems with keys that no layer sets."""
     layers: tuple[Layer, ...]
     merged: Plain
 
     def source_of(self, key: str) -> str:
-        """Return the name of the layer that had the last word on `key`."""
+        """Return the name of the topmost layer that sets `key`."""
         parts = key_parts(key)
         for layer in reversed(self.layers):
             if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
@@ -54,12 +54,12 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
         return self.main
 
     def is_set(self, key: str) -> bool:
-        """Say whether any layer sets `key`."""
+        """Tell whether any layer sets `key`."""
         return _sets(self.merged, key_parts(key))
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
-    """Read a file, everything it inherits from, and the overrides.
+    """Read a file, the files that it inherits from, and the overrides.
 
     Raises `ConfigError` for a file that is missing, is not YAML or inherits from itself, and for an override that is
     not ``key=value``.
@@ -72,7 +72,7 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
 
 
 def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
-    """Return settings with ``key=value`` overrides on top of them. Raises `ConfigError` for what is none."""
+    """Return settings with ``key=value`` overrides on top. Raises `ConfigError` for anything else."""
     layers, merged = [*settings.layers], settings.merged
     for override in overrides:
         parts, value = _parse_override(override)
@@ -86,7 +86,7 @@ def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
 def merge(base: Plain, over: Plain) -> Plain:
     """Return `base` with `over` on top: mappings are merged key by key, anything else is replaced.
 
-    A mapping with ``_override_: true`` is replaced whole, too, as in NeMo-RL.
+    A mapping with ``_override_: true`` also replaces the inherited one, as in NeMo-RL.
     """
     result = dict(base)
     for key, value in over.items():
@@ -123,7 +123,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 
 def _check_markers(path: Path, node: Plain, key: str) -> None:
-    """Raise `ConfigError` for a mapping that does not say clearly whether it replaces the inherited one."""
+    """Raise `ConfigError` for an ``_override_`` that is neither true nor false."""
     for name, value in node.items():
         inner = f"{key}.{name}" if key else str(name)
         if name == OVERRIDE and not isinstance(value, bool):
@@ -133,7 +133,7 @@ def _check_markers(path: Path, node: Plain, key: str) -> None:
 
 
 def _read_file(path: Path) -> Plain:
-    from omegaconf import OmegaConf  # late: services, which read no files of it, import this package too
+    from omegaconf import OmegaConf  # imported late, since services import this package and read no files
     from omegaconf.errors import OmegaConfBaseException
 
     kind = irregular(path)
@@ -153,7 +153,7 @@ def _read_file(path: Path) -> Plain:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot be read: it does not hold YAML text") from None
     except OSError as error:
-        if error.strerror is None:  # of OmegaConf: the file holds a number, say
+        if error.strerror is None:  # raised by OmegaConf for a scalar, for example
             raise ConfigError(f"{path}: expected a mapping at the top, got a scalar") from None
         raise ConfigError(f"{shortened(path)}: cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -172,7 +172,7 @@ def shortened(path: Path) -> str:
 
 
 def nearest_file(path: Path) -> str:
-    """Return ``; did you mean 'x'?`` for the YAML file nearest to one that is not there, or an empty string."""
+    """Return ``; did you mean 'x'?`` for the YAML file nearest to a missing one, or an empty string."""
     if why_no_path(path) is not None or path.exists():
         return ""
     folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
@@ -233,7 +233,7 @@ def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
 
 
 def _replaces(node: Any, parts: Sequence[str]) -> bool:
-    """Whether the settings `node` have a mapping on the path `parts` that replaces the inherited one."""
+    """Tell whether the settings `node` have a replacing mapping on the path `parts`."""
     for part in parts:
         node = node.get(part) if isinstance(node, Mapping) else None
         if isinstance(node, Mapping) and node.get(OVERRIDE, False):
@@ -242,11 +242,11 @@ def _replaces(node: Any, parts: Sequence[str]) -> bool:
 
 
 def _sets(node: Any, parts: Sequence[str]) -> bool:
-    """Whether the settings `node` give a value to the path `parts`, or to a whole of which it is a part."""
+    """Tell whether the settings `node` set the path `parts` or a value that contains it."""
     for part in parts:
         if isinstance(node, Mapping):
             if part == "0" and part not in node:
-                continue  # a single entry, written without the list around it
+                continue  # a single entry, written without its list
             if part not in node:
                 return False
             node = node[part]

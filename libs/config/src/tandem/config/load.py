@@ -33,29 +33,29 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "div": operator.truediv,
     "max": max,
 }
-"""What ``${name:a,b}`` computes of two numbers, as in NeMo-RL: of integers an integer, but for ``div``."""
+"""Functions of two numbers in ``${name:a,b}``, as in NeMo-RL; integers give an integer, except with ``div``."""
 
 
 Written = Callable[[str], tuple[str, str]]
 
 _DERIVED = frozenset(rule.key for rule in DERIVED)
-"""Keys that, where nobody set them, are wrong only because others are."""
+"""Derived keys. Unless a user has set them, their problems follow from those of other keys."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = True) -> Config:
     """Read a configuration file with ``key=value`` overrides.
 
-    Inheritance (``defaults:``), interpolation (``${...}``) and overrides work as in NeMo-RL; ``docs/configuration.md``
-    describes them. Raises `ConfigError`, lines that begin with the file (or ``command line``) and the key, and,
-    if it is `to_run`, `NotSupportedYet` where something is switched on that is not built.
+    Inheritance (``defaults:``), interpolation (``${...}``) and overrides work as in NeMo-RL; see
+    ``docs/configuration.md``. Raises `ConfigError` with lines that begin with the file (or ``command line``) and the
+    key. If the configuration is `to_run`, raises `NotSupportedYet` for an enabled feature that is not built.
     """
     return _build(read_layers(Path(path), overrides), to_run=to_run)
 
 
 def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration of an evaluation: that of a run, or NeMo-RL's form (``evals/*.yaml``).
+    """Read the configuration of an evaluation: that of a run, or one in NeMo-RL's form (``evals/*.yaml``).
 
-    Raises what `load_config` raises.
+    Raises the errors of `load_config`.
     """
     layers = read_layers(Path(path), overrides)
     if not is_nemo_eval(layers.merged):
@@ -77,14 +77,14 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
-    """Make a configuration from a mapping as `load_config` makes it from a file; errors begin with `source`."""
+    """Make a configuration from a mapping, like `load_config` from a file; errors begin with `source`."""
     return build(layers_of(settings, source))
 
 
 def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "config") -> Layers:
-    """Return what a program gave as the lowest of layers: a file, a mapping, or a configuration that is made.
+    """Return the lowest layer, given as a file, a mapping or a finished configuration.
 
-    `source` is what errors call what is no file.
+    `source` is the name in errors if it is not a file.
     """
     if isinstance(given, str | Path):
         return read_layers(Path(given), ())
@@ -93,31 +93,30 @@ def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "con
 
 
 def laid_over(layers: Layers, settings: Mapping[str, Any], source: str) -> Layers:
-    """Return layers with one more on top of them, which errors call `source`."""
+    """Return layers with one more on top, named `source` in errors."""
     top = Layer(source=source, settings=dict(settings))
     return Layers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
 
 
 def build(layers: Layers, *, to_run: bool = True) -> Config:
-    """Make a configuration of layers. Raises what `load_config` raises."""
+    """Make a configuration from layers. Raises the errors of `load_config`."""
     return _build(layers, to_run=to_run)
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration that was made from that of an earlier run."""
+    """A configuration derived from that of an earlier run."""
 
     config: Config
     keys: tuple[str, ...]
-    """Those whose values overrides have changed, in the schema's order."""
+    """Keys that got new values from the overrides, in the schema's order."""
 
 
 def change_config(
     earlier: Config, settings: Mapping[str, Any], overrides: Sequence[str], source: str = "configuration"
 ) -> Changed:
-    """Change a configuration that is resolved: by `settings`, which are ours, and then by the user's overrides.
+    """Change a resolved configuration, first by Tandem's own `settings`, then by the user's overrides.
 
-    What followed from other keys follows from what they are now. Raises `ConfigError`; what no override says is said to
-    be in `source`.
+    Derived keys are derived again. Raises `ConfigError`; a key that no override sets has `source` as its file.
     """
     plain = merge(escaped(_unfilled(earlier)), dict(settings))
     layers = overridden(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), overrides)
@@ -131,7 +130,7 @@ def change_config(
 
 
 def changed_keys(earlier: Config, later: Config) -> list[str]:
-    """Return the keys that differ, without those that follow from others which do."""
+    """Return the keys that differ, without those derived from others that differ."""
     return differing(_unfilled(earlier), _unfilled(later))
 
 
@@ -140,7 +139,7 @@ def _unfilled(config: Config) -> dict[str, Any]:
 
 
 def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> Config:
-    """Make a configuration; `written` returns which file says a key, and by what name, where that is not `layers`."""
+    """Make a configuration; `written` returns the file and the name of a key where they are not those in `layers`."""
     look = functools.partial(_look_through, to_run=to_run)
     found = look(layers.merged)
     if isinstance(found, Config):
@@ -158,9 +157,9 @@ def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> C
 
 
 def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
-    """Return the configuration that settings make, or else what the first of the steps has found that finds anything.
+    """Return the configuration of settings, or else the problems of the first stage that finds any.
 
-    What is not supported yet hides nothing.
+    Features that are not supported yet hide no other problem.
     """
     unsupported = None
     try:
@@ -175,8 +174,8 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
 
 
 def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace every ``${...}``; a key that is not set but has a plain default may be referred to. Raises `Invalid`."""
-    from omegaconf import OmegaConf  # late, as in `layers`
+    """Replace every ``${...}``, which may also refer to an unset key with a plain default. Raises `Invalid`."""
+    from omegaconf import OmegaConf  # imported late, as in `layers`
     from omegaconf.errors import OmegaConfBaseException
 
     for name, function in RESOLVERS.items():
@@ -188,17 +187,17 @@ def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
         whole = OmegaConf.create(merge(_defaults(config_type()), tree))
         resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
-        # What a resolver raised is told within a sentence of OmegaConf's.
+        # OmegaConf wraps a resolver's error in a sentence of its own.
         reason = re.sub(r"\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]).strip('"')
         raise Invalid(error.full_key or "", f"cannot be resolved: {reason}") from None
     except RecursionError:
-        raise Invalid("", "mappings or lists within each other are too many") from None
+        raise Invalid("", "mappings or lists are nested too deeply") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
     return interpolated
 
 
 def _without_variables(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys of the top level that are no sections, and that interpolations read."""
+    """Remove top-level keys that are not sections and that interpolations read."""
     sections = {field.encode_name for field in config_type().fields}
     variables = {key for key in tree if key not in sections and not isinstance(tree[key], dict)}
     named = set(re.findall(r"\$\{(\w+)\}", repr(given))) if variables else set()
@@ -206,7 +205,7 @@ def _without_variables(tree: dict[str, Any], given: dict[str, Any]) -> dict[str,
 
 
 def _is_literal(node: Any) -> bool:
-    """Tell whether OmegaConf would return this as it is: YAML's own types, and no text that means anything to it."""
+    """Tell whether OmegaConf would return a value unchanged: YAML's own types, and no text with a meaning to it."""
     if type(node) is dict:
         return all(type(key) is str and _is_literal(value) for key, value in node.items())
     if type(node) is list:
@@ -217,7 +216,7 @@ def _is_literal(node: Any) -> bool:
 
 
 def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -> Any:
-    """Return what ``${name:a,b}`` is."""
+    """Return the value of ``${name:a,b}``."""
     are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in arguments)
     if len(arguments) != 2 or not are_numbers:
         given = ", ".join(shown(each) for each in arguments)
@@ -228,7 +227,7 @@ def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -
 
 
 def _defaults(described: StructType) -> dict[str, Any]:
-    """Return the defaults of a struct's scalar fields, and those of the structs within."""
+    """Return the defaults of a struct's scalar fields, and those of its inner structs."""
     defaults: dict[str, Any] = {}
     for field in described.fields:
         if isinstance(field.type, StructType):
@@ -239,7 +238,7 @@ def _defaults(described: StructType) -> dict[str, Any]:
 
 
 def _restricted(resolved: Any, tree: Any) -> Any:
-    """Return `resolved` without the keys that only the defaults brought in."""
+    """Return `resolved` without the keys that only the defaults added."""
     if isinstance(resolved, dict) and isinstance(tree, dict):
         return {key: _restricted(resolved[key], value) for key, value in tree.items()}
     return resolved

@@ -1,4 +1,4 @@
-"""Complete what is handed on to Megatron-Core, and check it against Megatron-Core's own classes."""
+"""Complete the arguments for Megatron-Core, and check them against its own classes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tandem.config.schema import MODELS, Config, MegatronCfg, Model
 
 
 def fit_megatron(config: Config, *, to_run: bool) -> Config:
-    """Return the configuration with arguments for Megatron-Core of the types that it wants, where it is enabled.
+    """Return the configuration with Megatron-Core's arguments converted to their types, where it is enabled.
 
-    Raises `Invalid` for an argument that it does not take, and, where it is not installed, if the configuration is
-    `to_run`; names and types go unchecked there otherwise.
+    Raises `Invalid` for an unknown argument. If Megatron-Core is not installed, raises it for a configuration
+    `to_run`, and otherwise leaves names and types unchecked.
     """
     return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
 
 
 def unfit_megatron(config: Config) -> Config:
-    """Return the configuration without what `fit_megatron` took from other keys."""
+    """Return the configuration without the values that `fit_megatron` took from other keys."""
     return _each_model(config, _unfit)
 
 
 def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> Config:
-    """Return the configuration with another section for Megatron-Core in each of its models."""
+    """Return the configuration with the Megatron-Core section of each model changed."""
     changed = {}
     for name in MODELS:
         model: Model | None = getattr(config, name)
@@ -47,11 +47,11 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
     if to_run and not is_installed():
         raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {install_command('megatron')}")
     if to_run and package_folder("transformer_engine") is None:
-        for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
+        for name in ("fp8", "fp4"):  # Megatron-Core would silently train without it
             if megatron.forwarded.get(name) is not None:
                 value = megatron.forwarded[name]
                 raise Invalid(f"{key}.{name}", f"{value} needs Transformer Engine, which is not installed here")
-    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # switches all of its kernels off
+    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
         raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
     defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
     clip_grad = megatron.optimizer.get("clip_grad")
@@ -82,7 +82,7 @@ def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
         key = f"{prefix}.{name}"
         with problems.collected():
             if name in RESERVED[section]:
-                raise Invalid(key, f"not for here: {RESERVED[section][name]}")
+                raise Invalid(key, f"cannot be set here: {RESERVED[section][name]}")
             if known and name not in known:
                 raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
             fitted[name] = conform(value, known[name], key) if known else value
@@ -91,5 +91,5 @@ def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(section: str) -> list[str]:
-    """Return the keys of a section that the schema knows itself."""
+    """Return the keys of a section that the schema itself declares."""
     return [] if section else [field.encode_name for field in msgspec.structs.fields(MegatronCfg)]

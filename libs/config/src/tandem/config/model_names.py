@@ -1,6 +1,6 @@
-"""The models that a configuration names, wherever it names one.
+"""All model names in a configuration.
 
-In memory they are folders; in the written form of a configuration those of the Hub's cache are names with commits
+In memory they are folders. In a configuration's written form, folders of the Hub's cache become names with commits
 (`tandem.config.models.hub`).
 """
 
@@ -18,32 +18,33 @@ from tandem.config.schema.policy import Tokenizer
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 Change = Callable[[str, str, msgspec.Struct], str]
-"""From the key of a model's name, the name, and the section that has it, to another name."""
+"""A function from the key of a model's name, the name, and its section to a new name."""
 
 _TEACHERS = "teacher_model_by_agent_name"
-"""A key whose values are names of models."""
+"""Key with model names as values."""
 
 
 def change_model_names(config: Config, change: Change) -> Config:
-    """Return a configuration with the names of its models changed; the same object where none is."""
+    """Return a configuration with its model names changed; the same object if none changes."""
     return _changed(config, change, "")
 
 
 def with_names(config: Config) -> Config:
-    """Return the written form of a configuration: commits of the Hub by name, wherever this node keeps them."""
+    """Return the written form of a configuration: commits of the Hub by name, independent of the node's cache
+    folder."""
     return change_model_names(config, lambda _, name, __: str(hub.name_in_cache(name) or name))
 
 
 def with_folders(config: Config) -> Config:
-    """Return the form in memory of a written configuration: commits of the Hub by their folders in this node's cache.
+    """Return the in-memory form of a written configuration: commits of the Hub as folders in this node's cache.
 
-    They need not be there yet.
+    The folders need not exist yet.
     """
     return change_model_names(config, lambda _, name, __: _folder(name))
 
 
 def is_used(config: Config, key: str) -> bool:
-    """Tell whether a run reads the model that is named at a key."""
+    """Tell whether a run reads the model named at a key."""
     section, _, rest = key.partition(".")
     match section:
         case "policy":
@@ -57,9 +58,9 @@ def is_used(config: Config, key: str) -> bool:
 
 
 def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
-    """Fetch what this node's cache lacks of the models that a configuration has from the Hub.
+    """Fetch the configuration's models from the Hub that this node's cache lacks.
 
-    Returns the keys of those that were fetched. Raises `ModelError`, which names the key.
+    Returns the keys of the fetched models. Raises `ModelError`, which names the key.
     """
     fetched: list[str] = []
 

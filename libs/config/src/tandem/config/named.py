@@ -1,4 +1,4 @@
-"""Data sets known by a name, most of them NeMo-RL's: what they hold, and where they are."""
+"""Named data sets, most of them NeMo-RL's: their contents and origins."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Literal
 import msgspec
 
 Holds = Literal["problems", "conversations", "preferences"]
-"""What a data set has: questions with answers, whole conversations, or prompts with a better and a worse response."""
+"""Contents of a data set: questions with answers, whole conversations, or prompts with a better and a worse
+response."""
 
 
 class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
-    """One such data set."""
+    """A data set known by name."""
 
     holds: Holds
     path: str = ""
-    """Name on the Hub; empty for files of one's own."""
+    """Name on the Hub; empty for the user's own files."""
     keys: MappingProxyType[str, str] = MappingProxyType({})
-    """Defaults of keys of the section ``data``."""
+    """Defaults of keys in the section ``data``."""
     answer_after: str = ""
-    """What the reference answer follows in its field, if it is not all of it."""
+    """Marker after which the reference answer begins within its field; empty if it is the whole field."""
 
 
 def _named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
@@ -61,17 +62,17 @@ NAMED = {
     "HelpSteer3": _named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
     "Tulu3Preference": _named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
 }
-"""By ``data.dataset_name``. NeMo-RL downloads Open Assistant's trees, which are in a file of one's own here. It
-validates DeepScaler on AIME 2024; here some of its own problems are held out."""
+"""Named data sets, by ``data.dataset_name``. NeMo-RL downloads the trees of Open Assistant; here they are a local
+file. It validates DeepScaler on AIME 2024; here some of DeepScaler's own problems are held out."""
 
 MULTIPLE_CHOICE = "multichoice_qa_processor"
-"""NeMo-RL's ``processor`` of questions with choices."""
+"""NeMo-RL's ``processor`` for multiple-choice questions."""
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-"""How the names of files of problems end."""
+"""Suffixes of problem files."""
 
 
 def is_local(dataset_name: str) -> bool:
-    """Say whether a data set is read from ``data.train_data_path``."""
+    """Tell whether a data set is read from ``data.train_data_path``."""
     named = NAMED.get(dataset_name)
     return named is not None and not named.path

@@ -1,7 +1,7 @@
 """NeMo-RL's configurations of evaluations (``evals/*.yaml``), in Tandem's shape.
 
-They have ``generation`` and ``tokenizer`` at the top, where a run has them within ``policy``, and a data set that is
-nothing but held out.
+Their top level has ``generation`` and ``tokenizer``, which a run has in ``policy``, and a data set that is used only
+for validation.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tandem.config.problem import Invalid
 from tandem.config.shapes import EVERY_ONE
 
 _OF_NO_USE = ("num_prompts_per_step", "model_name")
-"""Keys of ``generation``: all prompts are sent at once, and the model is told elsewhere."""
+"""Ignored keys of ``generation``: all prompts are sent at once, and the model is named elsewhere."""
 _VALIDATION = "val_"
 _FILES = (".jsonl", ".jsonl.gz", ".json", ".csv")
 _DATA_OF_NO_USE = ("shuffle", "num_workers", "processor", "_override_")
-"""Keys of ``data`` that change nothing here: every problem is evaluated, in its order."""
+"""Ignored keys of ``data``: every problem is evaluated, in its order."""
 
 
 class HubDataset(msgspec.Struct, frozen=True):
-    """A data set of evaluations that NeMo-RL knows by a name."""
+    """A data set for evaluations that NeMo-RL knows by name."""
 
     path: str
     split: str
@@ -38,13 +38,13 @@ HUB = {
     "aime2024": HubDataset("HuggingFaceH4/aime_2024", "train"),
     "math500": HubDataset("HuggingFaceH4/MATH-500", "test"),
 }
-"""By name, in lower case."""
+"""Known data sets, by name in lower case."""
 NOT_BUILT = ("aime2025", "bfcl_multiturn", "gpqa", "gpqa_diamond", "math", "mmlu", "mmlu_pro", "mmau")
-"""Those that need several splits, files of a web server, or an environment that Tandem does not have."""
+"""Data sets that need several splits, files of a web server, or an environment that Tandem does not have."""
 
 
 def is_nemo_eval(tree: Mapping[str, Any]) -> bool:
-    """Tell whether settings have NeMo-RL's form of an evaluation: no other has ``generation`` at the top."""
+    """Tell whether settings are an evaluation in NeMo-RL's form: only that has ``generation`` at the top."""
     return "generation" in tree
 
 
@@ -87,7 +87,7 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def original_key(key: str) -> str:
-    """Return what a key of `translated` settings is called where it was written."""
+    """Return the original name of a key of `translated` settings."""
     if key == "policy.model_name":
         return "generation.model_name"
     return re.sub(r"^policy\.(?=(generation|tokenizer)\b)", "", key)
@@ -101,19 +101,19 @@ def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _environment(entry: Any) -> Any:
-    """Return an environment without what only says that it is the one that Tandem has."""
+    """Return an environment without the key that names the only implementation."""
     if isinstance(entry, dict) and entry.get("math_verify_impl") == "hf_math_verify":
         return {key: value for key, value in entry.items() if key != "math_verify_impl"}
     return entry
 
 
 def _data(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Say where the problems lie, all of which are held out."""
+    """Return the data section for these problems, all of which are held out."""
     data = dict(given)
     for key in _DATA_OF_NO_USE:
         data.pop(key, None)
     if (repeat := data.pop("repeat", None)) not in (None, 1):
-        raise Invalid("data.repeat", f"{repeat!r}: say how many samples to draw by eval.num_tests_per_prompt")
+        raise Invalid("data.repeat", f"{repeat!r}: set the number of samples in eval.num_tests_per_prompt instead")
     name = data.pop("dataset_name", None)
     if not isinstance(name, str):
         raise Invalid("data.dataset_name", "required, but not set: expected text")
@@ -135,7 +135,7 @@ def _data(given: Mapping[str, Any]) -> dict[str, Any]:
         listed = ", ".join(HUB)
         raise Invalid(
             "data.dataset_name",
-            f"{name!r} is not known: {listed}, a local file of problems ({', '.join(_FILES)}) or the name of a data "
-            f"set on the Hub, such as HuggingFaceH4/MATH-500, are{nearest(name, HUB)}",
+            f"{name!r} is unknown: expected {listed}, a local file of problems ({', '.join(_FILES)}) or the name of a "
+            f"data set on the Hub, such as HuggingFaceH4/MATH-500{nearest(name, HUB)}",
         )
     return {**data, "dataset_name": name, "val_split": split or "test"}

@@ -1,4 +1,4 @@
-"""Notices to the user: keys that have no effect, or another one than they say."""
+"""Notices to the user: keys without effect, or with another effect than they suggest."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _OF_TRANSFORMER_ENGINE = {
     "attention_backend": "auto",
     "tp_comm_overlap": False,
 }
-"""Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with the values that ask for nothing."""
+"""Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with their neutral values."""
 
 
 _FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
-"""Sections in which a key has another's value where it is not set."""
+"""Sections in which some keys follow other keys by default."""
 
 
 def notices(config: Config) -> list[str]:
-    """Return a line for each."""
+    """Return all notices about a configuration, a line each."""
     return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
 
 
 def _other_algorithms(config: Config) -> Iterator[str]:
-    """Sections that another algorithm reads."""
+    """Yield the sections that only another algorithm reads."""
     for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
         section = getattr(config, name)
         if name in (*SECTIONS[config.algorithm], config.declaration.loss_section) or section is None:
@@ -53,7 +53,7 @@ def _other_algorithms(config: Config) -> Iterator[str]:
 
 
 def _backends(config: Config) -> Iterator[str]:
-    """Megatron-Core wins, and brings its own optimizer and schedule."""
+    """Yield the keys that are overridden by Megatron-Core with its own optimizer and schedule."""
     policy = config.policy
     if not policy.megatron_cfg.enabled:
         if policy.megatron_cfg.env_vars:
@@ -71,7 +71,7 @@ def _backends(config: Config) -> Iterator[str]:
 
 
 def _sequences(config: Config) -> Iterator[str]:
-    """Sequence parallelism splits what tensor-parallel ranks would each have whole."""
+    """Yield sequence parallelism without tensor-parallel ranks to split sequences over."""
     policy = config.policy
     if policy.megatron_cfg.enabled:
         section, split, ranks = _MEGATRON, policy.megatron_cfg.sequence_parallel, "tensor_model_parallel_size"
@@ -84,7 +84,7 @@ def _sequences(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """Megatron-Core trains no experts on whole sequences that several tensor-parallel ranks have."""
+    """Yield disabled sequence parallelism where Megatron-Core's experts require it on tensor-parallel ranks."""
     megatron = config.policy.megatron_cfg
     ranks = megatron.tensor_model_parallel_size
     if megatron.enabled and ranks > 1 and not megatron.sequence_parallel and model_sizes(config.policy).num_experts:
@@ -93,14 +93,14 @@ def _experts(config: Config) -> Iterator[str]:
 
 
 def _megatron(config: Config) -> Iterator[str]:
-    """Arguments of Megatron-Core that something else decides."""
+    """Yield the arguments of Megatron-Core that other settings override."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not megatron.enabled:
         return
     if megatron.converter_type is not None:
         yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
     if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
-        why = "micro-batches are of different lengths"
+        why = "micro-batches have different lengths"
         yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {why}"
     bf16 = megatron.optimizer.get("bf16")
     if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
@@ -116,13 +116,13 @@ def _megatron(config: Config) -> Iterator[str]:
 
 
 def _adapters(config: Config) -> Iterator[str]:
-    """What NeMo-RL computes adapters with, and names that all layers together win over."""
+    """Yield NeMo-RL's options for adapters that are not used here, and target modules where all layers are chosen."""
     policy = config.policy
     if policy.adapters is None:
         return
     if policy.megatron_cfg.enabled:
         if policy.megatron_cfg.peft.a2a_experimental:
-            yield _vain(f"{_MEGATRON}.peft.a2a_experimental", True, "between ranks travels what is small already")
+            yield _vain(f"{_MEGATRON}.peft.a2a_experimental", True, "ranks exchange only small tensors already")
         return
     lora, key = policy.dtensor_cfg.lora_cfg, "policy.dtensor_cfg.lora_cfg"
     if lora.use_triton:
@@ -134,12 +134,12 @@ def _adapters(config: Config) -> Iterator[str]:
 
 
 def _data_parallel(config: Config) -> Iterator[str]:
-    """NeMo-RL's files set keys of Megatron's FSDP, and an average where Tandem divides a sum once."""
+    """Yield the keys of Megatron's FSDP in NeMo-RL's files, and averaging, since Tandem divides a sum once."""
     given = config.policy.megatron_cfg.distributed_data_parallel_config
     if not config.policy.megatron_cfg.enabled:
         return
     if given.get("average_in_collective"):
-        yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, the loss is a mean already")
+        yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, since the loss is already a mean")
     if given.get("overlap_param_gather"):
         yield _vain(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
     strategy = given.get("data_parallel_sharding_strategy")
@@ -148,7 +148,7 @@ def _data_parallel(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    """Settings of one way to treat rewards, where another is chosen."""
+    """Yield the settings of reward options that are not chosen."""
     if not config.declaration.rolls_out:
         return
     section = config.rollout_section
@@ -167,7 +167,7 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _reward_model(config: Config) -> Iterator[str]:
-    """NeMo-RL's reward models are held like models in training."""
+    """Yield the options of reward models that make sense only for models in training."""
     for chosen, entry in config.reward_models.items():
         key, scores = f"env.{chosen}", "it scores batches of one shape"
         for name in ("sequence_packing", "dynamic_batching"):
@@ -178,20 +178,20 @@ def _reward_model(config: Config) -> Iterator[str]:
         gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
         if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
             why = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
-            where = "a reward model is where its rollout process is"
+            where = "a reward model runs beside its rollout process"
             yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{why}; {where}")
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
-    """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
+    """Yield uncorrected asynchronous training, and options of asynchronous training that is off."""
     if not config.declaration.rolls_out:
         return
     asynchronous, key = config.rollout_section.asynchronous, f"{config.algorithm}.async_grpo"
     if config.max_trajectory_age_steps:
         if not config.loss_fn.use_importance_sampling_correction:
             yield (
-                "loss_fn.use_importance_sampling_correction is false: samples of older weights count as though the "
-                f"newest had made them ({key}.max_trajectory_age_steps: {asynchronous.max_trajectory_age_steps})"
+                "loss_fn.use_importance_sampling_correction is false: samples of older weights are treated like "
+                f"those of the newest ({key}.max_trajectory_age_steps: {asynchronous.max_trajectory_age_steps})"
             )
         if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
             why = f"{key}.in_flight_weight_updates is false"
@@ -205,7 +205,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
 
 
 def _of_vllm(config: Config) -> Iterator[str]:
-    """Arguments of vLLM's that are taken, and not handed on."""
+    """Yield the arguments of vLLM that are accepted but not passed to it."""
     generation = config.policy.generation
     for name, why in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
         if name in generation.vllm_kwargs:
@@ -213,13 +213,13 @@ def _of_vllm(config: Config) -> Iterator[str]:
 
 
 USUAL_PEAK_TIMES_WIDTH = 0.46
-"""Peak learning rate of Adam times the model's hidden size, in pretraining. No law of a paper: it is 6e-4 at 768, the
-smallest of the eight models in table 2.1 of "Language Models are Few-Shot Learners" (Brown et al. 2020). The same
-product of the others is 0.31 to 0.74, so that it holds within a factor of 1.6 over this range of sizes."""
+"""Adam's peak learning rate times the hidden size, in pretraining. A rule of thumb: 6e-4 at 768, the smallest of the
+eight models in table 2.1 of "Language Models are Few-Shot Learners" (Brown et al. 2020). The others' products are
+0.31 to 0.74, so it holds within a factor of 1.6 over these sizes."""
 FAR_ABOVE, OF_ADAPTERS = 5.0, 10.0
-"""Times that rate which no model bears for long, and times as much that LoRA adapters bear."""
+"""Multiple of that rate which destroys any model in time, and a further factor for LoRA adapters."""
 LOWEST_RATE = 1e-9
-"""Learning rate of Adam below which float32 weights of usual size (0.02) stay the same for most of their updates."""
+"""Lowest useful learning rate of Adam: below it, most updates leave float32 weights of usual size (0.02) unchanged."""
 
 
 def most_learning_rate(config: Config) -> float | None:
@@ -250,53 +250,51 @@ def about_learning_rate(config: Config) -> Iterator[str]:
 
 
 def _seed(config: Config) -> Iterator[str]:
-    """NeMo-RL draws what it holds out of some data sets."""
+    """Yield the seed of the data, which NeMo-RL uses to hold out part of some data sets."""
     if config.data.seed is not None:
         why = f"prompts decide what is held out, {config.algorithm}.seed the order"
         yield _vain("data.seed", config.data.seed, why)
 
 
 class _Moot(msgspec.Struct, frozen=True):
-    """A key that NeMo-RL's files set, and that something else decides here."""
+    """A key in NeMo-RL's files that something else decides here."""
 
     key: str
     off: tuple[Any, ...]
-    """Values that ask for nothing."""
+    """Neutral values."""
     why: str
 
 
-_STEPPING = "the optimizer's state is on the device only while a step is trained, where generation takes turns with it"
-_ALL_SAVED = "a checkpoint has the optimizer's state, so that a resumed run goes on as though it had not ended"
+_STEPPING = "with colocated generation, the optimizer's state is on the device only during a training step"
+_ALL_SAVED = "a checkpoint always has the optimizer's state, so that a run resumes exactly"
 _FREE_PORTS = "the system chooses free ports"
 _MOOT = (
     _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
     _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
     _Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
-    _Moot("cluster.segment_size", (None,), "what starts the nodes chooses them (docs/clusters.md)"),
+    _Moot("cluster.segment_size", (None,), "the launcher of the nodes chooses them (docs/clusters.md)"),
     _Moot("cluster.master_port_range_low", (None,), _FREE_PORTS),
     _Moot("cluster.master_port_range_high", (None,), _FREE_PORTS),
     _Moot("policy.generation.port_range_low", (None,), _FREE_PORTS),
     _Moot("policy.generation.port_range_high", (None,), _FREE_PORTS),
-    _Moot(
-        "data_plane.enabled", (None, False), "samples go from the engine that made them straight to trainers, always"
-    ),
+    _Moot("data_plane.enabled", (None, False), "samples always go straight from engines to trainers"),
     _Moot("policy.logprob_chunk_size", (None,), "policy.logprob_batch_size decides"),
     _Moot("policy.offload_optimizer_for_logprob", (False,), _STEPPING),
-    _Moot("policy.refit_buffer_size_gb", (None,), "weights go where they are used, by buffers of a few MB"),
+    _Moot("policy.refit_buffer_size_gb", (None,), "weights go straight to engines, through buffers of a few MB"),
     _Moot("policy.dtensor_cfg._v2", (True,), "there is one DTensor backend"),
     _Moot("policy.dtensor_cfg.automodel_kwargs", ({},), "transformers loads models"),
     _Moot("policy.dtensor_cfg.moe_parallelizer", (None, {}), "transformers loads models"),
     _Moot("policy.dtensor_cfg.clear_cache_every_n_steps", (None,), "torch's own cache is left alone within a step"),
-    _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it changes nothing but memory"),
+    _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it only changes the use of memory"),
     _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
     _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
     _Moot("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
-    _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "metrics of steps say nothing of experts"),
+    _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "step metrics do not cover experts"),
     _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
     _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
     _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
     _Moot("policy.generation.vllm_cfg.use_deep_gemm", (False,), "vLLM chooses its kernels"),
-    _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines have the environment that the run is started in"),
+    _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines inherit the environment of the run"),
     _Moot("policy.generation.vllm_cfg.distributed_executor_backend", (None,), "rollout processes start their workers"),
     _Moot(
         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
@@ -306,14 +304,14 @@ _MOOT = (
     _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
     _Moot("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
     _Moot("policy.generation.vllm_cfg.max_num_seqs", (None,), "policy.generation.vllm_kwargs.max_num_seqs decides"),
-    _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "each of an agent's prompts is its own"),
+    _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "an agent's prompts are independent"),
     _Moot("policy.generation.vllm_cfg.enable_thinking", (None,), "policy.tokenizer.chat_template_kwargs decides"),
 )
-"""In the order in which they are listed."""
+"""Keys without effect, in the order of the notices."""
 
 
 def _left_to_others(config: Config) -> Iterator[str]:
-    """What NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
+    """Yield the keys that NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
     for row in _MOOT:
         section, _, rest = row.key.partition(".generation.")
         if rest and not (config.generates and section == "policy"):
@@ -328,13 +326,13 @@ def _left_to_others(config: Config) -> Iterator[str]:
 
 
 def _puzzle(config: Config) -> Iterator[str]:
-    """NeMo-RL's file inherits another dataset, which its script for the puzzle never reads."""
+    """Yield a notice about the puzzle: NeMo-RL's file inherits another dataset, which its script never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
         yield "data.dataset_name is sliding_puzzle, because env has sliding_puzzle_game"
 
 
 def _nodes(config: Config) -> Iterator[str]:
-    """Processes of other nodes must reach this one."""
+    """Yield a loopback address that processes of other nodes could not reach."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
         others = "the other node" if cluster.num_nodes == 2 else f"the other {cluster.num_nodes - 1} nodes"

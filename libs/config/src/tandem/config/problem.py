@@ -1,4 +1,4 @@
-"""A problem with one key, before it is known which file is to blame."""
+"""A problem with one key, before its file is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 MAX_SHOWN = 80
-"""Characters of a value that an error shows."""
+"""Most characters of a value in an error."""
 
 
 class Invalid(Exception):
@@ -17,33 +17,33 @@ class Invalid(Exception):
         self.key = key
         self.text = text
         self.all: tuple[Invalid, ...] = (self, *more)
-        """This one and those found beside it."""
+        """This problem and those found with it."""
         super().__init__(f"{key}: {text}")
 
 
 class Problems:
-    """Collects what is wrong, so that a user hears of all of it at once."""
+    """A collector of problems, so that all are reported at once."""
 
     def __init__(self) -> None:
         self.found: list[Invalid] = []
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Note the `Invalid` that the block raises, and go on after it."""
+        """Catch the `Invalid` that the block raises, and continue after it."""
         try:
             yield
         except Invalid as problem:
             self.found += problem.all
 
     def complain(self) -> None:
-        """Raise `Invalid` with everything found, if that is anything."""
+        """Raise `Invalid` with everything found, unless nothing was."""
         if self.found:
             first, *others = self.found
             raise Invalid(first.key, first.text, tuple(others))
 
 
 def shown(value: object) -> str:
-    """Show a value as YAML would write it, on one line, shortened if it is long."""
+    """Return a value as in YAML, on one line, shortened if it is long."""
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join(text.splitlines())
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -1,7 +1,7 @@
-"""Bring NeMo-RL's looser shapes into the schema's, before defaults are filled in.
+"""Convert NeMo-RL's looser shapes to the schema's, before defaults are filled in.
 
-One scheduler becomes a list, Megatron-Core's own keys are gathered in one place, metrics get our names, and what says
-indirectly which algorithm or environment is meant says it by its key.
+A single scheduler becomes a list, Megatron-Core's own keys are collected in one place, metrics get Tandem's names,
+and indirect choices of an algorithm or environment become explicit keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ELSEWHERE = (
 """Environments of NeMo-RL that are not built."""
 
 EVERY_ONE = 1_000_000
-"""Validation problems: as many as there are."""
+"""Number of validation problems that means all of them."""
 
 _ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
 _OF_BOTH_DISTILLATIONS = (
@@ -47,7 +47,7 @@ _OF_BOTH_DISTILLATIONS = (
 
 
 def reshape(tree: dict[str, Any]) -> None:
-    """Change the settings in place. Of what has another type nothing is read: `conform` complains."""
+    """Change the settings in place. Values of another type are left for `conform` to report."""
     _name_off_policy_distillation(tree)
     for name in MODELS:
         model = tree.get(name)
@@ -71,7 +71,7 @@ def reshape_model(model: dict[str, Any]) -> None:
     if isinstance(megatron, dict):
         others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
         is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
-        if is_usual and "activation_checkpointing" in megatron:  # which alone decides in NeMo-RL's files
+        if is_usual and "activation_checkpointing" in megatron:  # the key that decides in NeMo-RL's files
             del megatron["recompute_granularity"]
         (described,) = struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
@@ -81,9 +81,9 @@ def reshape_model(model: dict[str, Any]) -> None:
 
 
 def choose_environment(tree: dict[str, Any]) -> None:
-    """Let NeMo Gym decide where it is asked for, and the puzzle's environment where nothing else does.
+    """Choose NeMo Gym if it is requested, and the puzzle's environment if nothing else is.
 
-    NeMo-RL's file of the puzzle inherits another, and its data set.
+    NeMo-RL's file of the puzzle inherits another file with its data set.
     """
     env, data = tree.get("env"), tree.get("data")
     if not isinstance(env, dict) or not isinstance(data, dict):
@@ -98,7 +98,7 @@ def choose_environment(tree: dict[str, Any]) -> None:
 
 
 def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
-    """Distillation over recorded text has the section of the other, and a list of teachers; no other file has one."""
+    """Rename the section of distillation over recorded text, which NeMo-RL marks only by a list of teachers."""
     written, meant = DISTILLATION.name, OFF_POLICY_DISTILLATION.name
     teachers, given = tree.get("teachers"), tree.get(written)
     if tree.get("algorithm") != written or not isinstance(teachers, list) or not teachers:
@@ -115,20 +115,20 @@ def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
     tree[meant] = own | _section(tree, meant)
     if "num_prompts_per_step" in given:
         policy.setdefault("train_global_batch_size", given["num_prompts_per_step"])
-    if "reverse_kl" in loss:  # and not by `kl_type`, which is inherited
+    if "reverse_kl" in loss:  # `kl_type` is inherited and does not apply
         loss["kl_type"] = "reverse" if loss["reverse_kl"] else "forward"
     if len(teachers) == 1 and isinstance(teachers[0], dict) and teachers[0].get("projection_matrix_path") is None:
         tree |= {"teacher": teachers[0], "teachers": None}
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of settings, made if there is none; of another type, one that is not theirs."""
+    """Return a section of settings, created if missing; a separate empty one if it has another type."""
     section = tree.setdefault(name, {})
     return section if isinstance(section, dict) else {}
 
 
 def _reshape_validation(section: dict[str, Any]) -> None:
-    """Say in our words that validation never is, or is on everything there is."""
+    """Convert NeMo-RL's values for no validation, and for validation on everything."""
     if section.get("val_period") == -1:
         section["val_period"] = 0
     if "max_val_samples" in section and section["max_val_samples"] is None:
@@ -138,7 +138,7 @@ def _reshape_validation(section: dict[str, Any]) -> None:
 
 
 def _metric(name: str) -> str:
-    """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
+    """Return Tandem's name of a metric; NeMo-RL's may begin with ``train:`` or ``val:``."""
     where, colon, metric = name.rpartition(":")
     metric = re.sub(r"^validation-default_", "val_", metric)
     metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)
@@ -149,7 +149,7 @@ def _metric(name: str) -> str:
 
 
 def _reshape_environments(env: dict[str, Any]) -> None:
-    """Keep what is said of environments that are not built as it is, in ``cfg``."""
+    """Keep the settings of environments that are not built unchanged, in ``cfg``."""
     env.pop("should_log_nemo_gym_responses", None)
     for name in ELSEWHERE:
         entry = env.get(name)

@@ -1,4 +1,4 @@
-"""Decide how many threads a process computes with, and in what order its sums are taken."""
+"""Threads of a process, and the order of its sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 
 _MOST_A_CORE = 16
-"""Threads of one process: more than one may be of use where the configuration is written for a larger machine."""
+"""Most threads of one process per core; more than one may be useful if the configuration is for a larger machine."""
 
 
 def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None:
@@ -17,7 +17,7 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
 
     The count is fixed for the run because floating-point sums depend on it.
     """
-    import torch  # here, so that processes without torch can import this package
+    import torch  # imported late, so that processes without torch can import this package
 
     refuse_threads(config)
     sum_reproducibly()
@@ -25,10 +25,10 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
 
 
 def sum_reproducibly() -> None:
-    """Have MKL add in an order that does not depend on where its operands lie in memory; before its first product.
+    """Make MKL's order of addition independent of its operands' memory addresses; call before its first product.
 
-    On AMD's processors it does otherwise: a resumed run, whose tensors lie elsewhere, would differ in its last bits.
-    Costs nothing that was measurable. What the user has set stays.
+    On AMD's processors it is not by default: a resumed run has its tensors elsewhere, and would differ in its last
+    bits. The cost is not measurable. A value set by the user is kept.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO")
 
@@ -44,10 +44,10 @@ def refuse_threads(config: Config) -> None:
 
 
 def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores: int) -> int:
-    """Return ``cluster.threads_per_process``; if it is null, this process's share of the cores, or of each its workers.
+    """Return ``cluster.threads_per_process``, or else the cores per process, or per worker of an engine.
 
-    Training and generation take turns in synchronous mode, so each may use the whole machine; processes of one kind
-    work at the same time and share it. How many there are is known where the coordinator launches them.
+    In synchronous mode training and generation take turns, so each may use the whole machine. Processes of one kind
+    work at the same time and share it. Their number is known if the coordinator launches them.
     """
     cluster = config.cluster
     if cluster.threads_per_process is not None:

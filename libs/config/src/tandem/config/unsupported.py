@@ -1,6 +1,6 @@
-"""Keys that are known but not supported yet: refused where they are switched on.
+"""Keys that are known but not supported yet: refused if they are switched on.
 
-Building one of these means deleting its row.
+To build one of these, delete its row.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _has(section: str) -> Asks:
 
 
 def _trains_with(section: str, *, megatron: bool) -> Asks:
-    """Whether a model is trained with Megatron-Core, or with DTensor."""
+    """Return a test whether a model is trained with Megatron-Core, or else with DTensor."""
     return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
 
 
@@ -64,7 +64,7 @@ _PARALLEL = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of a teacher on Megatron-Core that must be what they are of the policy where the same ranks hold both."""
+"""Keys of a teacher on Megatron-Core that must equal the policy's if the same ranks hold both."""
 
 
 def _adapts(config: Config) -> bool:
@@ -72,13 +72,13 @@ def _adapts(config: Config) -> bool:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One key that is known but not built."""
+    """A key that is known but not built."""
 
     key: str
     off: tuple[Any, ...]
-    """The values that leave it switched off."""
+    """Values that leave it switched off."""
     read: Asks = _always
-    """Whether the run would read the key at all."""
+    """Test whether the run would read the key at all."""
 
 
 _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
@@ -88,7 +88,7 @@ _VLLM_CFG = "policy.generation.vllm_cfg"
 
 
 def _of_a_model(section: str) -> tuple[Row, ...]:
-    """Return the rows of every section that holds a model."""
+    """Return the rows for every model section."""
     there, dtensor, megatron = (
         _has(section),
         _trains_with(section, megatron=False),
@@ -108,7 +108,7 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
 
 
 def _of_the_policy_alone(section: str) -> tuple[Row, ...]:
-    """Return the rows of what the policy can have, and a model beside it cannot."""
+    """Return the rows for features that only the policy can have."""
     return (
         Row(f"{section}.router_replay.enabled", (False,), _has(section)),
         Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
@@ -145,7 +145,7 @@ NOT_SUPPORTED_YET = (
     Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
     Row("logger.swanlab_enabled", (False,)),
 )
-"""Refused, in the order in which an error lists them."""
+"""Refused keys, in the order in which an error lists them."""
 
 _DATA_SETS = (
     "avqa",
@@ -158,19 +158,19 @@ _DATA_SETS = (
     "audiomcq",
     "NemoGymDataset",
 )
-"""Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
+"""NeMo-RL's data sets with images, video and audio, or for an environment that is not built."""
 _PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor")
-"""Its functions that make of rows what is not built."""
+"""NeMo-RL's functions that convert rows for features that are not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
-"""Fields whose name in Python is another."""
+"""Names of fields in Python, where they differ from the key."""
 
 NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
-"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
+"""Keys accepted with a notice, since a run without them gives the same result. NeMo-RL's base files switch them on."""
 
 
 def refusal(config: Config) -> str | None:
-    """Return the line that lists everything switched on but not built, or None."""
+    """Return the line that lists all enabled features that are not built; None if there are none."""
     found = [
         row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
         for row in _switched_on(config, NOT_SUPPORTED_YET)
@@ -180,7 +180,7 @@ def refusal(config: Config) -> str | None:
 
 
 def _of_teachers(config: Config) -> Iterator[str]:
-    """Yield what is said of teachers that the run needs, and is not built."""
+    """Yield teacher settings that the run needs and that are not built."""
     if not _distils(config):
         return
     for index, teacher in enumerate(config.teachers or ()):
@@ -195,7 +195,7 @@ def _of_teachers(config: Config) -> Iterator[str]:
 
 
 def _of_engines(config: Config) -> Iterator[str]:
-    """Yield what vLLM would do by further ranks, or by another model, of which refits know nothing."""
+    """Yield vLLM settings that add ranks or models unknown to refits."""
     if not _vllm(config):
         return
     vllm = config.policy.generation.vllm_cfg
@@ -210,7 +210,7 @@ def _of_engines(config: Config) -> Iterator[str]:
 
 
 def _not_built_here(config: Config) -> Iterator[str]:
-    """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
+    """Yield environments, data sets and processors of NeMo-RL that the run needs and that are not built."""
     yield from _of_engines(config)
     for chosen in config.environments:
         entry = config.env.get(chosen)
@@ -243,7 +243,7 @@ def _switched_on(config: Config, rows: tuple[Row, ...]) -> list[Row]:
 
 
 def value_at(config: Config, key: str) -> Any:
-    """Return the value at a key; None if a section on the way there is null."""
+    """Return the value at a key; None if a section on the way is null."""
     node: Any = config
     for part in key.split("."):
         if node is None:

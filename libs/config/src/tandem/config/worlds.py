@@ -1,8 +1,8 @@
-"""Which models each trainer holds: what the policy's processes do, or the one that it is there for.
+"""Model groups: the models that each trainer holds.
 
-Trainers are numbered through, the policy's first, then those of every model that ``cluster.processes_of`` gives some.
-Each of these groups is a world of its own: its processes divide models and batches among themselves as they would if
-there were no others. What passes between worlds is the business of `tandem.trainer.exchange`.
+Trainers are numbered consecutively: first the policy's, then those of every model that has processes in
+``cluster.processes_of``. Each of these groups is independent: its processes divide models and batches among
+themselves as if there were no others. `tandem.trainer.exchange` moves data between groups.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import msgspec
 
 from tandem.config.schema.columns import Model
 
-if TYPE_CHECKING:  # so that the configuration's own checks may import this module
+if TYPE_CHECKING:  # the configuration's own checks may import this module
     from tandem.config.schema import Config
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes that hold the same models, and no other process holds these."""
+    """A model group: the processes that hold the same models, which no other process holds."""
 
     models: tuple[Model, ...]
-    """The first says how many replicas there are."""
+    """Models of the group; the first determines the number of replicas."""
     first: int
-    """Index of the first of its trainers."""
+    """Index of its first trainer."""
     size: int
 
     @property
     def name(self) -> Model:
-        """What it is called: by its first model."""
+        """Name of the group: its first model."""
         return self.models[0]
 
     @property
@@ -39,12 +39,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_policy(self) -> bool:
-        """Whether its weights are what engines get."""
+        """Whether engines get its weights."""
         return self.name == "policy"
 
 
 def worlds_of(config: Config) -> tuple[World, ...]:
-    """Return the worlds of a run, the policy's first."""
+    """Return the model groups of a run, the policy's first."""
     sizes = config.processes_of
     ends = itertools.accumulate(sizes.values())
     rest = tuple(model for model in config.declaration.holds(config) if model == "policy" or model not in sizes)
@@ -55,5 +55,5 @@ def worlds_of(config: Config) -> tuple[World, ...]:
 
 
 def world_at(config: Config, index: int) -> World:
-    """Return the world of a trainer."""
+    """Return the model group of a trainer."""
     return next(world for world in worlds_of(config) if index in world.trainers)

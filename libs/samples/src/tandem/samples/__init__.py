@@ -1,1 +1,1 @@
-"""Samples: their tokens, their arrays, the store that gives them out, and the record on disk"""
+"""Samples: tokens, arrays, the store that serves them, and the rollout log on disk."""

@@ -1,4 +1,4 @@
-"""Render chat templates, which are programs of others, within limits of time, memory and text."""
+"""Render chat templates, which are third-party programs, within limits of time, memory and text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 from tandem.common.errors import ConfigError
 
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: each message has a ``role`` and its ``content``."""
+"""A conversation: messages with a ``role`` and ``content``."""
 
 DEADLINE_S = 10.0
-"""Seconds that one conversation may take. Most take less than a thousandth, the first a tenth."""
+"""Time limit of one conversation, in seconds. Most take less than a millisecond, the first takes 0.1 s."""
 _MAX_MEMORY = 1 << 30
-"""Bytes that one conversation may take, beyond what the process has."""
+"""Memory limit of one conversation, in bytes beyond what the process has."""
 _MAX_TEXT = 1 << 26
-"""Characters that a template may make of one conversation."""
+"""Text limit of one rendered conversation, in characters."""
 _MAX_ROLES = 8
-"""Messages whose roles an error lists."""
+"""Most messages of which an error lists the roles."""
 
 
 class _TooSlow(Exception):
@@ -34,7 +34,7 @@ class _TooSlow(Exception):
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer, which is in the folder `where` and configured at `key`."""
+    """A Hugging Face tokenizer's chat template, from the folder `where` and configured at `key`."""
 
     def __init__(self, hugging_face: Any, where: str, key: str) -> None:
         self._hugging_face = hugging_face
@@ -42,13 +42,13 @@ class ChatTemplate:
 
     @property
     def words(self) -> frozenset[str]:
-        """The words in it, among which are the names of all variables that it reads."""
+        """The words in it, which include the names of all variables that it reads."""
         template = self._hugging_face.chat_template
         return frozenset(re.findall(r"\w+", template if isinstance(template, str) else " ".join(template.values())))
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that it may read and that are nobody else's to set."""
+        """Variables that a conversation may set for it."""
         taken = inspect.signature(self._hugging_face.apply_chat_template).parameters
         return self.words - taken.keys() - {"messages"}
 
@@ -59,11 +59,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation as text; `variables` are more for the template.
+        """Return a conversation as text; `variables` are further ones for the template.
 
-        Raises `ConfigError` if the template is broken or refuses it.
+        Raises `ConfigError` if the template is broken or refuses the conversation.
         """
-        import jinja2  # noqa: F401  # before the time is taken; it is the library's, and slow to import
+        import jinja2  # noqa: F401  # the library's slow import should not count towards the time limit
 
         try:
             with _deadline(DEADLINE_S):
@@ -91,10 +91,10 @@ def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @contextlib.contextmanager
 def memory_limit() -> Iterator[None]:
-    """Have allocations fail that are far beyond what the process has.
+    """Make allocations fail that are far beyond what the process has.
 
-    This is for a process that does nothing else meanwhile: others of its threads would be refused memory as well. Where
-    the system does not say what a process has, there is no limit.
+    For a process that does nothing else meanwhile, since its other threads would be refused memory too. There is no
+    limit if the system does not report the process's memory.
     """
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -115,7 +115,7 @@ def memory_limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `_TooSlow` in what runs for longer. Only the main thread can be interrupted; others are not."""
+    """Raise `_TooSlow` after this time. Only the main thread can be interrupted; in other threads there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,12 +125,12 @@ def _deadline(seconds: float) -> Iterator[None]:
 
     handler = signal.signal(signal.SIGALRM, interrupt)
     begun = time.monotonic()
-    # Again and again: where it is raised first it may be lost, as in an object's end.
+    # Repeat the signal: the first exception may be lost, for example in an object's finalizer.
     others, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if others:  # a timer that somebody else has set goes on
+        if others:  # a timer set elsewhere continues
             signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - begun), 0.001), interval)

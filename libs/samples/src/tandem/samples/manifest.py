@@ -1,11 +1,11 @@
-"""Checkpoint manifests: what was written to each file, so that damage is noticed and named.
+"""Checkpoint manifests: digests of all files, so that damage is noticed and named.
 
-Of a safetensors file the header and each tensor have a digest, of any other file all its bytes. Whoever writes tensors
-takes their digests in memory, before they are files. A reader looks at names, sizes, headers and small files first
-(`check_files`), which costs next to nothing, and reads the tensors (`check_tensors`) beside whatever it loads: several
-readers share them, so that each byte is looked at once.
+A safetensors file has a digest of its header and of each tensor, any other file one of all its bytes. A writer takes
+the digests of tensors in memory, before they are files. A reader first checks names, sizes, headers and small files
+(`check_files`), which is nearly free. It checks the tensors (`check_tensors`) while it loads; several readers share
+them, so that each byte is read once.
 
-No torch here: the coordinator looks for a checkpoint that is whole by itself.
+Torch is not imported here: the coordinator itself looks for a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from tandem.common.errors import DamagedCheckpoint
 from tandem.config.schema.columns import MODELS
 
 NAME = "manifest.json"
-"""Of the file in a checkpoint's folder."""
+"""Name of the manifest in a checkpoint's folder."""
 FORMAT = 1
-"""Counts up when the meaning of a manifest changes."""
+"""Format number, raised when the meaning of a manifest changes."""
 DAMAGED = "is damaged"
-"""What an error says of a file, after its path: the coordinator knows by it what to offer."""
+"""Words after the path in an error about a damaged file, by which the coordinator recognises it."""
 _PARTS = "manifest-*.json"
 _SAFETENSORS = ".safetensors"
 _LISTED = (_SAFETENSORS, ".json")
-"""A file of these kinds that no manifest lists would be read by somebody."""
+"""Suffixes of files that would be read even if no manifest lists them."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What was written to one file."""
+    """Contents of a file as written."""
 
     size: int
     digest: str
-    """Of the header of a safetensors file, and of all bytes of any other."""
+    """Digest of the header of a safetensors file, or of all bytes of any other."""
     tensors: dict[str, str] = {}
     """Digest of each tensor of a safetensors file."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``manifest.json`` says of a checkpoint."""
+    """Contents of a checkpoint's ``manifest.json``."""
 
     format: int = FORMAT
     run_id: str
     step: int
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     configuration: str
     """Hash of all that a resumed run may not change (`tandem.config.dump.fingerprint`)."""
     files: dict[str, FileRecord]
-    """By path within the checkpoint's folder."""
+    """Files by path within the checkpoint's folder."""
 
 
 class _Range(NamedTuple):
-    """Where a tensor lies in a file."""
+    """Position of a tensor in a file."""
 
     path: Path
     tensor: str
@@ -70,12 +70,12 @@ class _Range(NamedTuple):
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the digest of bytes that lie one after the other."""
+    """Return the digest of contiguous bytes."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def describe(path: Path, tensors: Mapping[str, str] | None = None) -> FileRecord:
-    """Return the record of a file that has been written; of a safetensors file, the digests of its `tensors` are known.
+    """Return the record of a written file; for a safetensors file, the digests of its `tensors` are given.
 
     Raises `OSError`.
     """
@@ -86,14 +86,14 @@ def describe(path: Path, tensors: Mapping[str, str] | None = None) -> FileRecord
 
 
 def write_part(folder: Path, writer: int, files: Mapping[str, FileRecord]) -> Path:
-    """Write what one process has written, for `take_parts`; return the file, which is not yet synced."""
+    """Write the records of one process's files, for `take_parts`; return the path, which is not synced yet."""
     path = folder / f"manifest-{writer:05d}.json"
     path.write_bytes(msgspec.json.encode(files))
     return path
 
 
 def take_parts(folder: Path) -> dict[str, FileRecord]:
-    """Return what all processes have written, and delete their own accounts of it. Raises `OSError`."""
+    """Collect the records of all processes' files, and delete the parts. Raises `OSError`."""
     found: dict[str, FileRecord] = {}
     for part in sorted(folder.glob(_PARTS)):
         found |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileRecord])
@@ -102,7 +102,7 @@ def take_parts(folder: Path) -> dict[str, FileRecord]:
 
 
 def read(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if an earlier release, which had none, wrote it.
+    """Return the manifest of a checkpoint; None if it is from an earlier release without manifests.
 
     Raises `DamagedCheckpoint`.
     """
@@ -119,7 +119,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def of_model(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint that a model's folder is in, and the manifest of that folder alone; None if it is in none.
+    """Return the checkpoint that holds a model's folder, and the manifest of that folder alone; None without one.
 
     Raises `DamagedCheckpoint`.
     """
@@ -129,13 +129,13 @@ def of_model(folder: Path) -> tuple[Path, Manifest] | None:
 
 
 def only(manifest: Manifest, subfolder: str) -> Manifest:
-    """Return the manifest without the files outside of a folder of the checkpoint."""
+    """Return the manifest with only the files in a folder of the checkpoint."""
     files = {name: record for name, record in manifest.files.items() if name.startswith(f"{subfolder}/")}
     return msgspec.structs.replace(manifest, files=files)
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Compare names, sizes, headers and small files with what was written. Raises `DamagedCheckpoint`."""
+    """Compare names, sizes, headers and small files with the manifest. Raises `DamagedCheckpoint`."""
     for name, record in files.items():
         path = folder / name
         try:
@@ -153,7 +153,7 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
     for parent in {(folder / name).parent for name in files} - {folder}:
         for path in sorted(parent.iterdir()):
             if path.suffix in _LISTED and str(path.relative_to(folder)) not in files:
-                raise DamagedCheckpoint(f"{path.parent} {DAMAGED}: {path.name} is no file of this checkpoint")
+                raise DamagedCheckpoint(f"{path.parent} {DAMAGED}: {path.name} is not a file of this checkpoint")
 
 
 def check_tensors(
@@ -163,21 +163,22 @@ def check_tensors(
     reader: int = 0,
     num_readers: int = 1,
 ) -> None:
-    """Read the tensors of files that `check_files` found right, and compare them with what was written.
+    """Read the tensors of files that passed `check_files`, and compare them with the manifest.
 
     Args:
-        folder: of the checkpoint.
-        files: by path within the folder.
-        reader: number of this one among those that share the tensors.
-        num_readers: how many they are.
+        folder: folder of the checkpoint.
+        files: records by path within the folder.
+        reader: index of this reader among those that share the tensors.
+        num_readers: number of readers.
 
     Raises:
         DamagedCheckpoint: names the file and the tensor.
     """
     for path, group in _by_file(_share(list(_ranges(folder, files)), reader, num_readers)):
         try:
-            # Mapped, as safetensors reads it: without a copy, and with few calls, so that whoever loads meanwhile is
-            # seldom asked for the interpreter's lock.
+            # Map the file as safetensors does: no copies and few calls, so that this thread seldom competes with the
+            # loading
+            # one for the interpreter's lock.
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -191,7 +192,7 @@ def check_tensors(
 
 
 def _header(path: Path) -> bytes:
-    """Return the header of a safetensors file with its length before it. Raises what reading a broken file raises."""
+    """Return the header of a safetensors file, with its length before it. Raises any error of reading a broken file."""
     with path.open("rb") as file:
         prefix = file.read(8)
         (length,) = struct.unpack("<Q", prefix)
@@ -201,7 +202,7 @@ def _header(path: Path) -> bytes:
 
 
 def _ranges(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[_Range]:
-    """Yield where all tensors are, in the order in which they lie."""
+    """Yield the positions of all tensors, in file order."""
     for name, record in sorted(files.items()):
         if not record.tensors:
             continue
@@ -213,7 +214,7 @@ def _ranges(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[_Range]:
 
 
 def _share(ranges: list[_Range], reader: int, num_readers: int) -> Iterator[_Range]:
-    """Yield the tensors of one reader: those whose middle lies in its share of all bytes."""
+    """Yield the tensors of one reader: those with their middle in its part of all bytes."""
     total, before = sum(each.num_bytes for each in ranges), 0
     for each in ranges:
         middle = before + each.num_bytes / 2

@@ -1,10 +1,10 @@
-"""The experts that an engine has sent tokens to, as a column of samples; trainers send them there too.
+"""Experts chosen by the engine, as a column of samples; trainers send tokens to the same experts.
 
-Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370). A column has of each token the experts of every layer of
-the model. In layers without experts, and of tokens that no engine has computed, such as the last of a sample, nothing
-is known; there the trainer's own routers choose.
+Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370). For each token, the column has the experts of every
+layer of the model. They are unknown in layers without experts, and for tokens that no engine has computed, such as
+the last of a sample; there the trainer's own routers choose.
 
-Shapes: ``T`` tokens, ``L`` layers, ``K`` experts a token; ``X`` bytes that have ``L * K`` numbers of experts.
+Shapes: ``T`` tokens, ``L`` layers, ``K`` experts per token; ``X`` bytes that encode ``L * K`` expert numbers.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from tandem.config.schema.columns import Model
 
 COLUMN = "routed_experts_TX"
-"""Of samples, and of what a rank trains on."""
+"""Name of the column, in samples and in the batches of a rank."""
 DTYPE = "uint8"
-"""Of the column, whatever the numbers in it have."""
+"""Element type of the column, regardless of the size of expert numbers."""
 FILL = 2**8 - 1
-"""Of the column, a byte of what is not known."""
+"""Byte of the column where experts are unknown."""
 Bytes = NDArray[np.uint8]
 
 
 class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
-    """What the column of a model is made of."""
+    """The format of a model's column."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an expert's number."""
+        """Element type of expert numbers."""
         return np.dtype(f"u{self.bytes_of_expert}")
 
     @property
     def unknown(self) -> int:
-        """What stands where nothing is known."""
+        """Number for an unknown expert."""
         return int(np.iinfo(self.dtype).max)
 
     def nothing(self, num_tokens: int) -> Bytes:
-        """Return the column of tokens of which nothing is known."""
+        """Return the column of tokens with unknown experts."""
         return np.full((num_tokens, self.num_bytes), FILL, dtype=np.uint8)
 
     def encode(self, experts_TLK: NDArray[Any]) -> Bytes:
-        """Return a column; negative numbers are unknown."""
+        """Return the column for these experts; negative numbers are unknown."""
         known_TLK = np.where(experts_TLK < 0, self.unknown, experts_TLK).astype(self.dtype)
         return known_TLK.reshape(len(known_TLK), -1).view(np.uint8)
 
@@ -62,10 +62,10 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
         return known_TE.astype(np.int16).reshape(-1, self.num_layers, self.top_k)
 
     def of_sequence(self, said: Iterable[Bytes], num_tokens: int) -> Bytes:
-        """Return the column of a sequence from what the engine has said of it, response after response.
+        """Return the column of a sequence from the engine's routing of each response in turn.
 
-        Each of `said` is of the tokens from the first one on. Who knows a token first says where it went: what was
-        drawn next was drawn from that.
+        Each entry of `said` covers the tokens from the first on. The first entry that knows a token is used for it,
+        since later tokens were generated from that routing.
         """
         whole_TX, num_known = self.nothing(num_tokens), 0
         for experts_TX in said:
@@ -74,7 +74,7 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
         return whole_TX
 
     def check(self, experts_TX: Bytes) -> None:
-        """Raise `WireError` unless a column can be one of this model."""
+        """Raise `WireError` unless a column fits this model."""
         if experts_TX.shape[1] != self.num_bytes:
             raise WireError(f"{COLUMN}: {experts_TX.shape[1]} bytes a token, must be {self.num_bytes}")
         experts_TLK = self.decode(experts_TX)
@@ -92,20 +92,20 @@ def as_trained_on(recorded: Batch, experts: RoutedExperts | None) -> Batch:
     if experts is None:
         return recorded.only(SAMPLES)
     if COLUMN not in recorded.columns:
-        raise SamplesError("samples of the record do not say where their tokens went: policy.router_replay was off")
+        raise SamplesError("the rollout log has no routed experts: policy.router_replay was off")
     return recorded
 
 
 def experts_in(model: Mapping[str, Any]) -> RoutedExperts | None:
-    """Return what a ``config.json`` says of a model's experts; None where it has none."""
+    """Return the column format for a model's ``config.json``; None for a model without experts."""
     sizes = expert_sizes(model)
     return None if sizes is None else RoutedExperts(**msgspec.structs.asdict(sizes))
 
 
 def replayed_experts(config: Config, model_name: Model = "policy") -> RoutedExperts | None:
-    """Return what samples say of the experts of one of a run's models; None where it replays nothing.
+    """Return the column format for one of a run's models; None if it replays nothing.
 
-    The reference is the policy before any training, and has its experts. Raises `ConfigError` where they are not known.
+    The reference is the policy before any training, and has its experts. Raises `ConfigError` if they are not known.
     """
     policy = config.policy
     if not policy.router_replay.enabled or model_name not in ("policy", "reference"):
@@ -113,8 +113,8 @@ def replayed_experts(config: Config, model_name: Model = "policy") -> RoutedExpe
     model = model_config(policy)
     if model is None:
         raise ConfigError(
-            f"policy.router_replay.enabled: true, but {policy.model_name} is not on this machine, where its "
-            "config.json would say what experts it has"
+            f"policy.router_replay.enabled: true, but {policy.model_name} is not on this machine, so that its experts "
+            "are not known"
         )
     experts = experts_in(model)
     assert experts is not None, "the configuration's checks refuse it"

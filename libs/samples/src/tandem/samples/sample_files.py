@@ -14,16 +14,16 @@ from typing import NamedTuple
 from tandem.common.messages import Purpose
 
 FOLDER = "samples"
-"""Of the record within the run folder."""
+"""Folder of the rollout log within the run folder."""
 UNFINISHED = "unfinished"
-"""Of what is not trained on yet, within the folder of the record."""
+"""Subfolder for samples that are not trained on yet."""
 LOGPROBS = "logprobs"
-"""Of the log-probabilities that trainers computed of the samples, within the folder of the record."""
+"""Subfolder for trainers' log-probabilities of the samples."""
 PURPOSES: tuple[Purpose, ...] = ("train", "validate")
 SHARD, STREAM = ".parquet", ".arrows"
-"""What the names of shards end with, and those of unfinished files."""
+"""Suffixes of shards and of unfinished files."""
 _KINDS: Mapping[Purpose, str] = {"train": "step", "validate": "validation"}
-"""What the names of files begin with: of the samples that a step trained on, and of those that it was validated by."""
+"""Prefixes of files: with the samples of a training step, and with those of its validation."""
 _OF_KIND = {kind: purpose for purpose, kind in _KINDS.items()}
 _NAME = re.compile(
     r"\.?(?P<kind>step|validation)-(?P<step>\d{8,})\.(?P<rollout>[^.]+)(\.[0-9a-f]+)?\.(parquet|arrows)(\.[0-9a-f]+)?"
@@ -31,7 +31,7 @@ _NAME = re.compile(
 
 
 class RecordFile(NamedTuple):
-    """What the name of a file of the record says."""
+    """A file of the rollout log, with the parts of its name."""
 
     path: Path
     step: int
@@ -40,12 +40,12 @@ class RecordFile(NamedTuple):
 
 
 def files(folder: Path, suffix: str = "", purpose: Purpose = "train") -> list[RecordFile]:
-    """Return the files of the record in a folder, by name: all of a purpose, its shards, or its unfinished ones."""
+    """Return the files of the rollout log in a folder, by name: all for a purpose, or those with a suffix."""
     return _named(sorted(folder.glob(f"{_KINDS[purpose]}-*{suffix}")))
 
 
 def half_written(folder: Path) -> list[RecordFile]:
-    """Return the shards of a record, for any purpose, that are being written, or were when their writer was killed."""
+    """Return shards, for any purpose, that are being written, or were when their writer was killed."""
     return _named(sorted((folder / UNFINISHED).glob(".*-*")))
 
 
@@ -59,15 +59,15 @@ def _named(paths: Iterable[Path]) -> list[RecordFile]:
 
 
 def shard_path(folder: Path, step: int, rollout: str, purpose: Purpose = "train") -> Path:
-    """Return where the shard of a rollout's samples of a step lies."""
+    """Return the path of the shard with a rollout's samples of a step."""
     return folder / f"{_KINDS[purpose]}-{step:08d}.{rollout}{SHARD}"
 
 
 def temporary_path(shard: Path) -> Path:
-    """Return where a shard is written before it gets its name."""
+    """Return the path at which a shard is written before it gets its name."""
     return shard.parent / UNFINISHED / f".{shard.name}.{secrets.token_hex(4)}"
 
 
 def unfinished_path(folder: Path, step: int, rollout: str, purpose: Purpose = "train") -> Path:
-    """Return the path of a new unfinished file in the folder of the record."""
+    """Return the path of a new unfinished file in the rollout log."""
     return folder / UNFINISHED / f"{_KINDS[purpose]}-{step:08d}.{rollout}.{secrets.token_hex(4)}{STREAM}"

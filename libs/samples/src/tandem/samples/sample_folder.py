@@ -1,9 +1,8 @@
-"""The folder of the record of samples: how much of it is kept, and what in it no longer counts.
+"""The folder of the rollout log: how much of it is kept, and which files are obsolete.
 
-Rollouts and trainers write the files (`tandem.samples.sample_record`). The coordinator deletes them: the oldest steps,
-where there are more bytes than ``logger.samples`` says, and what is left over of a step that is recorded. When a run is
-resumed, what lies there of the steps that are to come is put aside, to be trained on again
-(`tandem.coordinator.loop.kept_samples`).
+Rollouts and trainers write the files (`tandem.samples.sample_record`). The coordinator deletes them: the oldest
+steps, if the limit in ``logger.samples`` is exceeded, and leftovers of recorded steps. When a run is resumed, files
+of the steps to come are put aside, to be trained on again (`tandem.coordinator.loop.kept_samples`).
 """
 
 from __future__ import annotations
@@ -29,41 +28,41 @@ from tandem.samples.sample_files import (
 )
 
 _ASIDE = "before-resume-"
-"""Of a folder of what had been there when the run was resumed, within that of the record; a number follows."""
+"""Prefix of the folders with files from before the run was resumed; a number follows."""
 _LIMITS = "limits.json"
 _Kind = Purpose | Literal["logprobs"]
 _LATEST = 8
-"""Steps back that files of log-probabilities are looked for: trainers write them when they get to it."""
+"""Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
 
 
 class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts of the files that were put aside together."""
+    """Limits on the validity of files that were put aside together."""
 
     newest_proven: int | None
-    """The newest weights that engines were proven to hold, where that is looked at: what was made with newer ones
-    counts only if a step was trained on it."""
+    """Newest weights that engines were verified to hold, if they are verified; samples of newer weights are valid
+    only if a step was trained on them."""
     quarantined: dict[str, tuple[int, ...]] = {}
-    """Versions that an engine was found not to hold at first; likewise."""
+    """Versions that an engine was found not to hold at first, with the same effect."""
     below: int | None = None
-    """Nothing counts that was made with this version, or later ones: the run has others of that number."""
+    """Version from which on samples are invalid, because the run has made others with these numbers."""
 
 
 class SampleFolder:
-    """The files of one run's record. What the disk says to it never stops the run."""
+    """The files of one run's rollout log. Disk errors never stop the run."""
 
     def __init__(self, logger: Logger, trainers: Sequence[str] = ()) -> None:
-        """Look at what is there; `trainers` are those that write log-probabilities."""
+        """List the existing files; `trainers` are those that write log-probabilities."""
         self.path = (Path(logger.log_dir) / FOLDER).absolute()
         self._trainers = trainers
         self._most = logger.samples * 1e9 if isinstance(logger.samples, float) else None
         self._files: dict[tuple[int, _Kind], dict[Path, int]] = {}
-        """Of each step, with their bytes; of shards that are written together, the first has those of all."""
+        """Files of each step, with their bytes; of shards that are written together, the first has the bytes of all."""
         self._awaited: list[int] = []
-        """Steps whose log-probabilities have not been seen."""
+        """Steps without log-probabilities so far."""
         self._look()
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
-        """Take note that a step is recorded whole; delete what is left over of it, and what is too old to be kept."""
+        """Note that a step is fully recorded; delete its leftovers, and steps beyond the limit."""
         shards = [shard_path(self.path, step, rollout, purpose) for rollout in rollouts]
         self._files[step, purpose] = dict.fromkeys(shards, 0) | dict.fromkeys(shards[:1], num_bytes)
         self._delete_leftovers({(step, purpose)})
@@ -73,13 +72,13 @@ class SampleFolder:
             self._delete_oldest(step, self._most)
 
     def put_aside_after(self, step: int, limits: KeptLimits) -> None:
-        """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`.
+        """Move the files of all steps after `step` to a folder of their own. Raises `OSError`.
 
-        What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted,
-        and so are shards that were being written when the run was killed, and of later steps what is made again
-        whatever is kept: validation samples, and trainers' log-probabilities.
+        Unfinished files of earlier steps, which will not be trained on again, are deleted. So are shards that were
+        being written when the run was killed. Of later steps, validation samples and trainers' log-probabilities are
+        deleted, since they are always made again.
         """
-        self._look()  # rollouts may have gone on until now
+        self._look()  # rollouts may have written until now
         for file in [*half_written(self.path), *half_written(self.path / LOGPROBS)]:
             _delete(file.path)
         self._delete_leftovers({(file.step, file.purpose) for file in self._all() if file.step <= step})
@@ -100,7 +99,7 @@ class SampleFolder:
             of_step[file.path.rename(aside / file.path.name)] = of_step.pop(file.path, 0)
 
     def drop_from(self, version: int) -> None:
-        """Note that nothing that was put aside counts which was made with this version of the weights or later ones."""
+        """Invalidate all files that were put aside for this version of the weights and later ones."""
         for aside in self.aside():
             with contextlib.suppress(OSError):
                 limits = read_limits(aside)
@@ -108,11 +107,11 @@ class SampleFolder:
                 write_limits(aside, msgspec.structs.replace(limits, below=below))
 
     def aside(self) -> list[Path]:
-        """Return the folders of what was put aside, the newest first."""
+        """Return the folders of files that were put aside, the newest first."""
         return sorted((path for path in self.path.glob(f"{_ASIDE}*") if _number(path)), key=_number, reverse=True)
 
     def _look(self) -> None:
-        """Take note of all that is there."""
+        """List all existing files."""
         self._files.clear()
         for file in self._all():
             self._add(file, file.purpose)
@@ -130,7 +129,7 @@ class SampleFolder:
             self._files.setdefault((file.step, kind), {})[file.path] = file.path.stat().st_size
 
     def _look_for_logprobs(self, step: int) -> None:
-        """Take note of log-probabilities that trainers have written since, beside the steps up to this one."""
+        """Look for new log-probabilities from trainers, for the latest steps up to this one."""
         self._awaited = [awaited for awaited in [*self._awaited, step] if step - _LATEST < awaited]
         for awaited in [*self._awaited]:
             paths = [shard_path(self.path / LOGPROBS, awaited, trainer) for trainer in self._trainers]
@@ -140,7 +139,7 @@ class SampleFolder:
                 self._awaited.remove(awaited)
 
     def _delete_oldest(self, newest: int, most: float) -> None:
-        """Delete the oldest steps, whole, until there are no more bytes than `most`, or no other than the newest."""
+        """Delete the oldest steps until at most `most` bytes, or only the newest step, are left."""
         total = sum(sum(of_step.values()) for of_step in self._files.values())
         for oldest in sorted({step for step, _ in self._files}):
             if total <= most or oldest >= newest:
@@ -150,12 +149,12 @@ class SampleFolder:
                 total -= sum(of_step.values())
                 for path in of_step:
                     _delete(path)
-            for trainer in self._trainers:  # it may have come since
+            for trainer in self._trainers:  # the file may be new
                 _delete(shard_path(self.path / LOGPROBS, oldest, trainer))
             self._delete_leftovers({(oldest, purpose) for purpose in PURPOSES})
 
     def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
-        """Delete what is there of these steps beside their shards."""
+        """Delete all files of these steps except their shards."""
         folders = (self.path / UNFINISHED, *self.aside())
         found = [file for folder in folders for purpose in PURPOSES for file in files(folder, purpose=purpose)]
         for file in [*found, *half_written(self.path)]:
@@ -169,7 +168,7 @@ class SampleFolder:
 
 
 def read_limits(aside: Path) -> KeptLimits:
-    """Return what counts of what was put aside. Raises `OSError`."""
+    """Return the validity limits of a folder of files put aside. Raises `OSError`."""
     try:
         return msgspec.json.decode((aside / _LIMITS).read_bytes(), type=KeptLimits)
     except msgspec.MsgspecError as error:
@@ -177,14 +176,14 @@ def read_limits(aside: Path) -> KeptLimits:
 
 
 def write_limits(aside: Path, limits: KeptLimits) -> None:
-    """Write what counts of what was put aside, whole or not at all. Raises `OSError`."""
+    """Write the validity limits of a folder of files put aside, atomically. Raises `OSError`."""
     temporary = aside / f".{_LIMITS}"
     temporary.write_bytes(msgspec.json.encode(limits))
     temporary.rename(aside / _LIMITS)
 
 
 def _number(aside: Path) -> int:
-    """Return the number of a folder of what was put aside; zero if it is none."""
+    """Return the number of a folder of files put aside; zero for any other folder."""
     number = aside.name.removeprefix(_ASIDE)
     return int(number) if number.isdecimal() else 0
 
@@ -195,7 +194,7 @@ def _delete(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file; zero if it is not there."""
+    """Return the bytes of a file; zero if it does not exist."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0

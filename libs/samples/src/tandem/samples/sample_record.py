@@ -1,16 +1,16 @@
-"""The record of samples: what a run trained on, as files that pandas reads.
+"""The rollout log: the samples that a run trained on, in files that pandas reads.
 
-    RUN/samples/step-00000012.rollout-0.parquet                      a shard: all that a step trained on of one rollout
-    RUN/samples/validation-00000010.rollout-0.parquet                the same of what a step was validated by
-    RUN/samples/logprobs/step-00000012.trainer-0.parquet             what the policy in training says of a step's tokens
-    RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
+    RUN/samples/step-00000012.rollout-0.parquet                      a shard: one rollout's samples of a training
+    step
+    RUN/samples/validation-00000010.rollout-0.parquet                the same for a step's validation
+    RUN/samples/logprobs/step-00000012.trainer-0.parquet             log-probabilities under the policy in training
+    RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       finished samples of a step not trained on yet
 
-A row is a sample. A shard gets its name when it is whole; it has a digest of all its bytes, and its pages have
-checksums for who reads a part. An unfinished file is an Arrow stream that only grows: however its writer ended, all
-that it had written as a whole can be read. Each file says in its metadata which run it is of, and nothing of another
-run is ever read as this one's.
+A row is a sample. A shard gets its name once it is complete. It has a digest of all its bytes, and its pages have
+checksums for partial reads. An unfinished file is an Arrow stream that only grows: whatever happens to its writer,
+all complete batches can be read. Each file names its run in its metadata, and files of another run are never read.
 
-No torch here: the coordinator reads the record by itself.
+Torch is not imported here: the coordinator itself reads the rollout log.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
 FORMAT = 5
-"""Counts up when the meaning of a column changes, or what a file must have."""
+"""Format number, raised when the meaning of a column or the requirements of a file change."""
 _EXPERTS = "routed_experts"
-"""Column of bytes, those of each token (`tandem.samples.routed_experts`); null where no routing is replayed."""
+"""Column of bytes with each token's experts (`tandem.samples.routed_experts`); null if no routing is replayed."""
 _RUN_ID, _FORMAT, _DIGEST = b"tandem.run_id", b"tandem.format", b"tandem.digest"
 _NO_DIGEST = b"digest-goes-here"
-"""What a shard has in the place of its digest when the digest is taken, of the same length."""
+"""Placeholder of the same length, in place of the digest while it is computed."""
 _UNREADABLE = OSError, pa.ArrowException, UnicodeDecodeError
-"""What Arrow raises for a file that is not there, is no such file, or is damaged."""
+"""Errors of Arrow for a file that is missing, has another format, or is damaged."""
 _ROW_GROUP = 128
-"""Samples that are read together: who looks at a few of a big shard reads no other's tokens."""
+"""Samples per row group, so that reading a few samples of a big shard does not read all tokens."""
 
 SCHEMA = pa.schema(
     [
@@ -84,14 +84,14 @@ SCHEMA = pa.schema(
         (_EXPERTS, pa.large_binary()),
     ]
 )
-"""The columns of every file of samples; ``docs/samples.md`` says what is in them."""
+"""Columns of every file of samples; ``docs/samples.md`` describes them."""
 _LOGPROBS = pa.schema(
     [
         *((name, pa.int64()) for name in ("step", "group", "sample", "branch")),
         ("logprobs", pa.list_(pa.float32())),
     ]
 )
-"""The columns of every file of log-probabilities: of each token of the sequence, NaN where the trainer has none."""
+"""Columns of every file of log-probabilities: one for each token of the sequence, NaN where the trainer has none."""
 _SCORED = SampleScored.__struct_fields__
 _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "components": dict,
@@ -103,35 +103,35 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
 _ARRAYS = {name.removesuffix("_T"): name for name in SAMPLES if name.endswith("_T")}
 """The array of a batch that a column has."""
 WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in (*_ARRAYS, _EXPERTS))
-"""The columns that have no number for each token."""
+"""Columns without a value for each token."""
 _FIELDS = {"reference_answer": "answer"}
-"""The field of a column that is called otherwise."""
+"""Fields of columns with other names."""
 
 
 class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """All that there is to know of one finished sample, from which its step can be trained on again."""
+    """All that is known of a finished sample; its step can be trained on again from it."""
 
     step: int
     rollout: str
-    """That made it."""
+    """Rollout that generated it."""
     command_id: int
-    """Of the order that it was made for."""
+    """Id of the command that it was generated for."""
     scored: SampleScored
     """With the text of the response."""
     arrays: Batch
     """Of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
-    """None where the sample was not trained on, as when dynamic sampling filters its group out."""
+    """Its advantage; None if the sample was not trained on, for example if dynamic sampling filtered out its group."""
     problem_id: str
     question: str
     answer: str
-    """The reference answer; empty where there is none."""
+    """Reference answer; empty if there is none."""
     prompt: str
-    """As the model saw it: decoded from its tokens, special ones included."""
+    """The prompt as the model saw it: decoded from its tokens, including special ones."""
     started_at: float
     """Unix time at which the rollout was asked for it."""
     finished_at: float
-    """Unix time at which its last reward was there."""
+    """Unix time of its last reward."""
 
 
 def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
@@ -140,10 +140,10 @@ def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
 
 
 def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train") -> list[RecordedSample]:
-    """Return the samples of a step, in the order of groups and samples; none if it has no shard.
+    """Return the samples of a step, ordered by group and sample; none if it has no shard.
 
-    Raises `SamplesError`, which names the file, for a shard that is damaged, is no shard, or is of a run other than
-    `run_id`, where that is given.
+    Raises `SamplesError`, which names the file, for a shard that is damaged, has another format, or belongs to a run
+    other than `run_id`, if that is given.
     """
     shards = [file.path for file in files(folder, SHARD, purpose) if file.step == step]
     samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
@@ -153,7 +153,7 @@ def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpo
 def read_shard(
     path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.Table:
-    """Return a shard's table, or some columns of it; the table whole is that which was written, to the bit.
+    """Return a shard's table, or some columns of it; the whole table is bitwise the one that was written.
 
     Raises `SamplesError`, as `read_step` does.
     """
@@ -162,20 +162,20 @@ def read_shard(
         source = path if content is None else pa.BufferReader(content)
         with pq.ParquetFile(source, page_checksum_verification=True) as file:
             digest = (file.metadata.metadata or {}).get(_DIGEST)
-            if content is not None and digest is not None:  # first: damage may be in what is checked next
+            if content is not None and digest is not None:  # checked first, since damage may affect the later checks
                 _check_digest(path, content, digest)
             _check(path, file.schema_arrow, run_id, schema)
             if digest is None:
-                raise SamplesError(f"{path} cannot be read as a record of samples: it has no digest")
+                raise SamplesError(f"{path} cannot be read as part of the rollout log: it has no digest")
             return file.read(columns=columns)
     except _UNREADABLE as error:
-        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+        raise SamplesError(f"{path} cannot be read as part of the rollout log: {_line(error)}") from error
 
 
 def read_rows(
     path: Path, rows: Sequence[int], run_id: str | None = None, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Return some rows of a shard, in this order, reading no more of it than the row groups that hold them.
+    """Return some rows of a shard, in this order, reading only the row groups that hold them.
 
     Raises `SamplesError`, as `read_step` does.
     """
@@ -194,19 +194,19 @@ def read_rows(
                 first += size
             return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
     except _UNREADABLE as error:
-        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+        raise SamplesError(f"{path} cannot be read as part of the rollout log: {_line(error)}") from error
 
 
 def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table, purpose: Purpose = "train") -> int:
-    """Write a rollout's samples of a step, in the place of any shard that it had; return the number of bytes.
+    """Write a rollout's samples of a step, replacing any existing shard; return the number of bytes.
 
-    The file has its name once it is whole, on disk. Raises `OSError`.
+    The file gets its name once it is complete and on disk. Raises `OSError`.
     """
     return _write_parquet(shard_path(folder, step, rollout, purpose), run_id, table)
 
 
 def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
-    """Write a file that has its name once it is whole, on disk; return the number of bytes. Raises `OSError`."""
+    """Write a file atomically, and sync it to disk; return the number of bytes. Raises `OSError`."""
     content = _parquet(table.replace_schema_metadata(_metadata(run_id)))
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -222,9 +222,9 @@ def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
 
 
 def _parquet(table: pa.Table) -> bytearray:
-    """Return a table as a file in Parquet's format that has the digest of its own bytes.
+    """Return a table as a Parquet file that contains the digest of its own bytes.
 
-    Parquet's checksums are of the contents of pages: a bit may flip in what lies between them and nobody complains.
+    Parquet's checksums cover only the contents of pages: a flipped bit between them would go unnoticed.
     """
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
@@ -240,7 +240,7 @@ def _check_digest(path: Path, content: bytes, digest: bytes) -> None:
     """Raise `SamplesError` unless the bytes of a shard are those that were written."""
     at = content.rfind(digest)
     if digest_of(content[:at] + _NO_DIGEST + content[at + len(_NO_DIGEST) :]).encode() != digest:
-        raise SamplesError(f"{path} cannot be read as a record of samples: its bytes are not those that were written")
+        raise SamplesError(f"{path} cannot be read as part of the rollout log: its bytes have changed")
 
 
 def write_logprobs(
@@ -252,7 +252,7 @@ def write_logprobs(
     lengths_S: Int32s,
     logprobs_T: Float32s,
 ) -> None:
-    """Write what a trainer's policy says of the tokens of its sequences; groups, samples and branches are `keys`.
+    """Write a trainer's log-probabilities of the tokens of its sequences; groups, samples and branches are `keys`.
 
     Raises `OSError`.
     """
@@ -267,10 +267,10 @@ def write_logprobs(
 
 
 def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
-    """Return what trainers say of the tokens of a step's samples, by group and place; nothing where it is not there.
+    """Return the trainers' log-probabilities of a step's samples, by group and index; empty if there are none.
 
-    Of each token of the sequence, or of all branches end to end, NaN where the trainer has none. Raises `SamplesError`,
-    as `read_step` does.
+    An array covers each token of the sequence, or of all branches end to end; NaN where the trainer has none. Raises
+    `SamplesError`, as `read_step` does.
     """
     found: dict[tuple[int, int], dict[int, Float32s]] = {}
     for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
@@ -283,13 +283,14 @@ def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tu
 
 
 class UnfinishedFile:
-    """An unfinished file as its one writer sees it. Every method raises `OSError`; then it is good for nothing more."""
+    """An unfinished file, as seen by its only writer. Every method raises `OSError`; the file is unusable after
+    that."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Begin the file."""
+        """Create the file."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb", buffering=0)  # what is written is the kernel's at once: a kill takes nothing back
+        self._file = path.open("xb", buffering=0)  # unbuffered, so that a killed process loses nothing
         self._write(SCHEMA.with_metadata(_metadata(run_id)).serialize())
 
     def append(self, samples: Sequence[RecordedSample]) -> None:
@@ -298,7 +299,7 @@ class UnfinishedFile:
             self._write(batch.serialize())
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, message: pa.Buffer) -> None:
@@ -308,19 +309,19 @@ class UnfinishedFile:
 
 
 def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
-    """Return what was written to an unfinished file, without what was cut off at its end.
+    """Return the contents of an unfinished file, without an incomplete batch at its end.
 
-    Raises `SamplesError` if it does not begin as such a file does, or is of a run other than `run_id`.
+    Raises `SamplesError` if the file does not begin like an unfinished one, or belongs to a run other than `run_id`.
     """
     try:
-        if not path.stat().st_size:  # its writer ended, or its disk was full, before it had begun
+        if not path.stat().st_size:  # the writer ended, or the disk was full, before the header was written
             return SCHEMA.empty_table()
-        with pa.OSFile(str(path)) as file:  # not mapped: elsewhere, it may be deleted meanwhile
+        with pa.OSFile(str(path)) as file:  # not mapped, since another process may delete it meanwhile
             stream = pa.ipc.open_stream(file)
             _check(path, stream.schema, run_id)
             return pa.Table.from_batches(_whole_batches(stream), stream.schema)
     except _UNREADABLE as error:
-        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+        raise SamplesError(f"{path} cannot be read as part of the rollout log: {_line(error)}") from error
 
 
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
@@ -338,7 +339,7 @@ def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
 
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:
-    """Return the samples of a table, in its order; without arrays' columns in the table their arrays are empty."""
+    """Return the samples of a table, in its order; if the table lacks the columns of arrays, the arrays are empty."""
     columns = {name: _values(table, name) for name in SCHEMA.names}
     return [
         RecordedSample(
@@ -366,29 +367,29 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
 
 
 def keys_of(table: pa.Table) -> list[SampleKey]:
-    """Return the key of each row: the order that the sample was made for, its group, and its place there."""
+    """Return the key of each row: the command id of the sample, its group, and its index there."""
     return [*zip(*(table[name].to_pylist() for name in ("command_id", "group", "sample")), strict=True)]
 
 
 def _value(sample: RecordedSample, column: str) -> Any:
-    """Return what a sample has in a column that is no array."""
+    """Return a sample's value in a column that is not an array."""
     if column == _EXPERTS:
         experts_TX = sample.arrays.columns.get(COLUMN)
         return None if experts_TX is None else experts_TX.tobytes()
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
     if column == "branches":
         return msgspec.to_builtins(value)
-    # Half of a character that is written as two, as an environment may say it, is no UTF-8.
+    # A lone surrogate, which an environment may return, cannot be encoded as UTF-8.
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
-    """Return what a row has of each token beside its arrays."""
+    """Return the per-token columns of a row beside its arrays."""
     return {} if experts is None else {COLUMN: np.frombuffer(experts, np.uint8).reshape(num_tokens, -1)}
 
 
 def _values(table: pa.Table, column: str) -> Sequence[Any]:
-    """Return a column row by row; arrays are views of all of it laid end to end."""
+    """Return a column row by row; arrays are views of one contiguous array."""
     if column == _EXPERTS and column not in table.column_names:
         return [None] * table.num_rows
     if column not in _ARRAYS:
@@ -414,7 +415,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _whole_batches(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield batches up to the first that is not there as a whole."""
+    """Yield batches up to the first incomplete one."""
     while True:
         try:
             yield stream.read_next_batch()
@@ -427,14 +428,14 @@ def _metadata(run_id: str) -> dict[bytes, bytes]:
 
 
 def _check(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = SCHEMA) -> None:
-    """Raise `SamplesError` unless a file is part of a record of samples, and of this run."""
+    """Raise `SamplesError` unless a file is part of a rollout log, and of this run."""
     metadata = schema.metadata or {}
     if _RUN_ID not in metadata or _FORMAT not in metadata:
-        raise SamplesError(f"{path} is no record of samples")
+        raise SamplesError(f"{path} is not part of a rollout log")
     if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(expected):
         said = metadata[_FORMAT].decode(errors="replace")
         raise SamplesError(
-            f"{path} has format {said} of the record of samples, this release reads format {FORMAT}: use the release "
+            f"{path} has format {said} of the rollout log, this release reads format {FORMAT}: use the release "
             "that wrote it"
         )
     found = metadata[_RUN_ID].decode(errors="replace")
@@ -443,5 +444,5 @@ def _check(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schem
 
 
 def _line(error: Exception) -> str:
-    """Return what a reader complains of, on one line."""
+    """Return a reader's error message on one line."""
     return getattr(error, "strerror", None) or str(error).split("\n")[0]

@@ -1,9 +1,9 @@
-"""The store of samples that trainers have yet to fetch, and the thread that gives them out.
+"""The store of samples for trainers to fetch, and the thread that serves them.
 
-Who has samples puts them in and takes them out when they are released: a rollout those that it makes, and the
-coordinator those of a record that is trained on again. Trainer ranks ask for them over a ROUTER socket of the store's
-own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for what is not here; it waits
-for nothing but the next request, a moment at a time, and ends when the store is closed.
+The owner puts samples in, and takes them out when they are released: a rollout its own, the coordinator those of a
+rollout log that is trained on again. Trainer ranks request them over the store's own ROUTER socket. Its thread
+consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for missing samples. It waits only for the
+next request, for short intervals, and ends when the store is closed.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class SampleStore:
         self._codec: Codec[FetchSamples] = Codec(FetchSamples)
         self._hub = Hub(f"tcp://{host}:*", new_key_pair(), trainers, max_bytes=_MAX_REQUEST_BYTES)
         self.at = self._hub.at
-        """Where trainers fetch."""
+        """Listener for trainers."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)
         self._thread.start()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples that are here."""
+        """Tokens of all samples in the store."""
         return self._num_tokens
 
     def give_after(self, await_record: Callable[[], object]) -> None:
-        """Call `await_record` before any samples are given out: it returns when those that are here are on disk."""
+        """Call `await_record`, which returns once all samples here are on disk, before any samples are served."""
         self._await_record = await_record
 
     def put(self, key: SampleKey, arrays: Batch) -> None:
@@ -77,7 +77,7 @@ class SampleStore:
             self._num_tokens += num_tokens
 
     def release(self, command_ids: Collection[int]) -> None:
-        """Forget the samples made for these orders."""
+        """Forget the samples made for these commands."""
         with self._lock:
             for command_id in command_ids:
                 for arrays in self._samples.pop(command_id, {}).values():
@@ -90,14 +90,14 @@ class SampleStore:
             self._num_tokens = 0
 
     def release_groups(self, command_id: int, groups: Collection[int]) -> None:
-        """Forget the samples of some groups of an order."""
+        """Forget the samples of some groups of a command."""
         with self._lock:
             samples = self._samples.get(command_id, {})
             for place in [place for place in samples if place[0] in groups]:
                 self._num_tokens -= len(samples.pop(place).token_ids_T)
 
     def close(self) -> None:
-        """Give out no more, and forget all."""
+        """Stop serving, and forget all samples."""
         self._is_closed.set()
         self._thread.join()
         self._samples.clear()
@@ -108,7 +108,7 @@ class SampleStore:
                 try:
                     request = self._codec.decode(frames).message
                 except WireError:
-                    continue  # no trainer's; who asks in earnest has a deadline
+                    continue  # not a trainer's request; a real trainer has a deadline and asks again
                 self._hub.send(peer, self._answer(request))
         self._hub.close()
 
@@ -121,9 +121,9 @@ class SampleStore:
 
     def _found(self, request: FetchSamples) -> Batch:
         if request.run_id != self._run_id:
-            raise SamplesError(f"it belongs to run {self._run_id}, and was asked by one of run {request.run_id[:100]}")
+            raise SamplesError(f"it belongs to run {self._run_id}, but the request is from run {request.run_id[:100]}")
         if not request.keys:
-            raise SamplesError("it was asked for nothing")
+            raise SamplesError("the request has no keys")
         samples = self._taken(request.keys)
         self._await_record()
         num_tokens = sum(len(arrays.token_ids_T) for arrays in samples)
@@ -136,7 +136,7 @@ class SampleStore:
             found = [self._samples.get(command_id, {}).get((group, sample)) for command_id, group, sample, _ in keys]
         taken = []
         for (command_id, group, sample, branch), arrays in zip(keys, found, strict=True):
-            what = f"sample {sample} of group {group} of order {command_id}"
+            what = f"sample {sample} of group {group} of command {command_id}"
             if arrays is None:
                 raise SamplesError(f"it does not have {what}")
             if branch >= len(arrays.lengths_S):

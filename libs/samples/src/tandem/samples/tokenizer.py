@@ -1,6 +1,6 @@
-"""Tokenizers: text to tokens and back, and the character-level one of a model made from scratch.
+"""Tokenizers: conversion of text to tokens and back, and the character-level tokenizer of a new model.
 
-transformers is imported where it is needed and no earlier: it takes half a second, and ``--help`` does not need it.
+Transformers is imported only where it is needed: that takes half a second, and ``--help`` does not need it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""What the user says follows the beginning-of-sequence token, and the answer follows that: there is nothing else to
-learn for a small model."""
+"""A minimal template: the user's text follows the beginning-of-sequence token, and the answer follows the text, so
+that a small model has nothing else to learn."""
 
 _KEY = "policy.tokenizer"
 _TURN = "what the assistant said"
-"""Stands for a turn of the assistant, whose tokens are known and whose text does not matter."""
+"""Placeholder for an assistant's turn, which has known tokens and an irrelevant text."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte in the vocabulary of a tokenizer whose other tokens are texts."""
+"""Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, reduced to what Tandem asks of it."""
+    """A Hugging Face tokenizer, reduced to what Tandem needs."""
 
     def __init__(
         self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None, key: str = _KEY
     ) -> None:
-        """`variables` are those of the chat template, unless who renders says otherwise; `key` is where it is set."""
+        """Wrap a tokenizer; `variables` are the chat template's defaults, `key` is the tokenizer's key."""
         self._hugging_face = hugging_face
         self._variables = dict(variables or {})
         self.where = where
-        """The folder that it comes from."""
+        """Folder that it comes from."""
         self._template = ChatTemplate(hugging_face, where, key)
         self._alphabet = _alphabet(hugging_face)
         self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def hugging_face(self) -> Any:
-        """The tokenizer of Transformers behind it, for libraries that take one."""
+        """The Transformers tokenizer behind it, for libraries that need one."""
         return self._hugging_face
 
     @property
@@ -78,7 +78,7 @@ class Tokenizer:
         return None if bos_id is None else int(bos_id)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Say which token is not the same in another tokenizer; None if all are."""
+        """Return a description of the first token that differs in another tokenizer; None if all agree."""
         own, others = self._hugging_face.get_vocab(), other._hugging_face.get_vocab()
         token = next((token for token in sorted({*own, *others}) if own.get(token) != others.get(token)), None)
         if token is None:
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """The token of padding, or what stands for it where there is none: the one that ends a response.
+        """The padding token, or else the end-of-sequence token.
 
         Raises `ModelError` if the tokenizer has neither.
         """
@@ -97,17 +97,17 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a conversation has a form of its own; without one it is the plain text of its messages."""
+        """Whether conversations have a format; without one they are the plain text of their messages."""
         return self._hugging_face.chat_template is not None
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the chat template can tell the model of tools."""
+        """Whether the chat template can present tools to the model."""
         return self.has_chat_template and "tools" in self._template.words
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of variables that a conversation may set for the chat template."""
+        """Variables that a conversation may set for the chat template."""
         return self._template.variables if self.has_chat_template else frozenset()
 
     def render_chat(
@@ -117,9 +117,9 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation as text, by the chat template, which can read more `variables`.
+        """Return a conversation as text by the chat template, with further `variables`.
 
-        Raises `ConfigError` if the template is broken, refuses the conversation, or does not come to an end.
+        Raises `ConfigError` if the template is broken, refuses the conversation, or does not terminate.
         """
         if not self.has_chat_template:
             return "".join(message["content"] for message in messages)
@@ -133,7 +133,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
+        """Return the tokens of a conversation. Raises the errors of `render_chat` and `encode`."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
 
     def encode_continuation(
@@ -141,22 +141,22 @@ class Tokenizer:
     ) -> list[int]:
         """Return the tokens between the end of an assistant's turn, `last_id`, and the beginning of its next one.
 
-        `messages` are what others say in between. They are rendered by the chat template behind a turn of the
-        assistant, and only what the template writes after that turn's content is tokenised: what went before stays as
-        it is, to the token. If the turn ended with the token that the template ends it with, that is not repeated.
-        Raises what `render_chat` and `encode` raise.
+        `messages` are those in between. The chat template renders them after a turn of the assistant. Only what the
+        template writes after that turn's content is tokenised, so that all earlier tokens stay unchanged. If the
+        turn already ended with the template's end token, that is not repeated. Raises the errors of `render_chat`
+        and `encode`.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         rendered = self.render_chat([*before, *messages], add_generation_prompt=True, variables=variables)
         _, turn, rest = rendered.partition(_TURN)
         if not turn:
             raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops earlier turns")
-        if last_id in self._special_ids:  # an ordinary token only happens to look like what follows
+        if last_id in self._special_ids:  # an ordinary token only looks like the end token by chance
             rest = rest.removeprefix(self.decode([last_id], skip_special_tokens=False))
         return self.encode(rest)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text, and none beside them unless the tokenizer is to put its own around it.
+        """Return the tokens of a text, with the tokenizer's own special tokens only if requested.
 
         Raises `DataError` for characters the tokenizer does not know.
         """
@@ -168,11 +168,11 @@ class Tokenizer:
 
     @property
     def knows_every_character(self) -> bool:
-        """Whether there is nothing that `unknown_characters` could find."""
+        """Whether every character has a token, so that `unknown_characters` finds none."""
         return self._alphabet is None
 
     def unknown_characters(self, text: str) -> str:
-        """Return the characters of a text for which there is no token, each once, in their order."""
+        """Return the characters of a text that have no token, each once, in order."""
         if self._alphabet is None or self._alphabet.issuperset(text):
             return ""
         return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
@@ -184,7 +184,7 @@ class Tokenizer:
     def decode(
         self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
     ) -> str:
-        """Return the text of tokens; special ones that are `kept` are not skipped."""
+        """Return the text of tokens; special tokens in `kept` are not skipped."""
         if kept and skip_special_tokens:
             tokens = [token for token in tokens if token in kept or token not in self._special_ids]
             skip_special_tokens = False
@@ -195,7 +195,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token spells, which may be a part of a character; nothing for an id that is no token."""
+        """Return the bytes of a token, which may be a part of a character; empty for an unknown id."""
         piece = self._hugging_face.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
@@ -217,7 +217,7 @@ class Tokenizer:
 
 
 def _decoder(hugging_face: Any) -> Any:
-    """Return how a tokenizer makes text of its tokens, as its file describes it; null if it does no more than join."""
+    """Return the description of a tokenizer's decoder from its file; null if it only joins tokens."""
     decoder = hugging_face.backend_tokenizer.decoder
     return None if decoder is None else json.loads(decoder.__getstate__())
 
@@ -244,17 +244,19 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
 
 
 def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
-    """Load ``policy.tokenizer``, from another `folder` where it is not there yet.
+    """Load ``policy.tokenizer``, from another `folder` if its own does not exist yet.
 
-    Raises `ModelError` if none is, and `ConfigError` if its chat template is given what it does not read.
+    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
+    read.
     """
     return load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
 
 
 def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:
-    """Load the tokenizer that a section, at `key`, describes, from another `folder` where it is not there yet.
+    """Load the tokenizer described by a section at `key`, from another `folder` if its own does not exist yet.
 
-    Raises `ModelError` if none is, and `ConfigError` if its chat template is given what it does not read.
+    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
+    read.
     """
     where = settings.name
     try:
@@ -276,9 +278,10 @@ def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None 
 
 
 def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
-    """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, and `ConfigError` for a template.
+    """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, or `ConfigError` for its
+    template.
 
-    Without a chat template, there would be nothing to tell the response from the prompt.
+    A chat template is required, since nothing else would separate the response from the prompt.
     """
     name = str(settings.model_name)
     described = settings.tokenizer or Settings(name=name)
@@ -291,12 +294,12 @@ def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
 
 
 def load_model_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer that lies beside a model's weights. Raises `ModelError` if there is none."""
+    """Load the tokenizer beside a model's weights. Raises `ModelError` if there is none."""
     return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
 
 
 def _read_tokenizer(folder: Path, where: str) -> Any:
-    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
+    # AutoTokenizer would import torch; every tokenizer that Tandem supports has the one file that this class reads.
     from transformers import PreTrainedTokenizerFast
 
     failure = f"cannot load a tokenizer from {where!r}: "
@@ -311,15 +314,15 @@ def _read_tokenizer(folder: Path, where: str) -> Any:
 
 
 def write_new_model(folder: Path, new_model: NewModel) -> None:
-    """Write ``config.json`` and a character-level tokenizer to `folder`, whole or not at all; the weights come later.
+    """Write ``config.json`` and a character-level tokenizer to `folder`, atomically; the weights come later.
 
     Every character of ``new_model.characters`` is one token, beside padding, beginning and end of sequence. The same
-    arguments write the same bytes. Raises `ConfigError` if transformers does not know the model type, and `ModelError`
-    if the folder cannot be written.
+    arguments write the same bytes. Raises `ConfigError` if Transformers does not know the model type, and
+    `ModelError` if the folder cannot be written.
     """
     characters = sorted(set(new_model.characters))
     vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *characters])}
-    # A name of its own: another attempt, here or on another host, may have left its folder behind when it was killed.
+    # A unique name, since another killed attempt, here or on another host, may have left its folder behind.
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
     made = [parent for parent in folder.parents if not parent.exists()]
     try:
@@ -329,18 +332,18 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
         temporary.rename(folder)
     except TandemError:
         raise
-    except Exception as error:  # tokenizers raises bare `Exception` on a full disk
+    except Exception as error:  # tokenizers raises a bare `Exception` on a full disk
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
-            with contextlib.suppress(OSError):  # it holds something, the model to begin with
+            with contextlib.suppress(OSError):  # the folder is not empty: it holds the model, for example
                 parent.rmdir()
 
 
 def check_new_model_type(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if transformers does not know the type of a new model with these settings."""
+    """Raise `ConfigError` if Transformers does not know the type of a new model with these settings."""
     model_type = settings.get("model_type")
     if model_type not in model_types():
         hint = nearest(str(model_type), model_types())
@@ -348,7 +351,7 @@ def check_new_model_type(settings: Mapping[str, Any]) -> None:
 
 
 def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
-    # Importing AutoConfig would import torch; the trainer, which has it, makes the model and finds what is amiss.
+    # Importing AutoConfig would import torch. The trainer has torch; it makes the model and finds other errors.
     check_new_model_type(settings)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(dict(settings) | {"vocab_size": vocab_size} | ids, indent=2) + "\n")
@@ -363,7 +366,7 @@ def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
     fast = Fast(models.WordLevel(vocab=dict(vocabulary), unk_token=_PAD))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     fast.decoder = decoders.Fuse()
-    # A plain text begins as a conversation does: the model has seen nothing else.
+    # A plain text begins like a conversation, since the model has seen nothing else.
     fast.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token=_PAD, bos_token=_BOS, eos_token=_EOS)
     wrapped.chat_template = _CHAT_TEMPLATE

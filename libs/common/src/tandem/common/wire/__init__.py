@@ -1,16 +1,15 @@
-"""The wire: ZeroMQ sockets, framing and heartbeats; beside `curve` nothing else imports zmq.
+"""The wire: ZeroMQ sockets, framing and heartbeats; only this package and `curve` import zmq.
 
-A message is two or more frames: the header (msgpack, one tagged union a link, see `tandem.common.messages`), the
-manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame an array. Arrays are sent from and
-received into their own memory: nothing copies them into msgpack and nothing is ever unpickled.
+A message is two or more frames: the header (msgpack; one tagged union per link, see `tandem.common.messages`), the
+manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame per array. Arrays are sent from
+and received into their own memory: they are not copied into msgpack, and nothing is ever unpickled.
 
-Every socket proves a key and hears those alone whom it knows by theirs (`tandem.common.keys`). All that crosses it is
-encrypted.
+Every socket proves a key and accepts only known keys (`tandem.common.keys`). All traffic is encrypted.
 
-The coordinator holds one ROUTER socket (`Hub`), every other process one DEALER (`Link`). A `Link` lives in a thread of
-its own, so that heartbeats flow while the process computes, and so that a process whose coordinator is gone ends within
-the heartbeat timeout whatever it is doing. Where the coordinator's `Welcome` has told it to, it waits longer: it says
-hello again over each new connection, and another coordinator of the run takes it up.
+The coordinator holds one ROUTER socket (`Hub`), every other process one DEALER (`Link`). A `Link` runs in a thread
+of its own, so that heartbeats flow while the process computes. If the coordinator is lost, the thread ends the
+process within the heartbeat timeout, whatever it is doing. If the coordinator's `Welcome` says so, it waits longer:
+it says hello over each new connection until another coordinator of the run readmits it.
 """
 
 from tandem.common.wire.callers import Callers

@@ -1,4 +1,4 @@
-"""Connections from one process to several that answer what they are asked."""
+"""Client connections from one process to several that answer its requests."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _AGAIN_S = 0.2
 
 
 class Callers:
-    """DEALER connections to several processes that answer what they are asked. Used by one thread.
+    """DEALER connections to several processes that answer requests. Used by one thread.
 
-    A connection that breaks is made again by itself, but what was on its way is lost: `receive` says whenever there is
-    a new one, and then is the time to ask, again.
+    A broken connection is restored automatically, but messages in flight are lost. `receive` reports each new
+    connection, upon which the caller sends its request again.
     """
 
     def __init__(self, listeners: Mapping[str, Listener], own: KeyPair, *, max_bytes: int) -> None:
-        """Begin to connect to these, given by name. Raises `WireError` for an address or a key that is none.
+        """Start to connect to listeners, given by name. Raises `WireError` for an invalid address or key.
 
-        `own` is proven to all of them. Who sends a frame of more than `max_bytes` loses the connection.
+        `own` authenticates this process to all of them. A peer that sends a frame of more than `max_bytes` is
+        disconnected.
         """
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._listeners = dict(listeners)
         self._refused: dict[str, float] = {}
-        """Those that did not accept the key, and when to try again: they may not have heard of it yet."""
+        """Listeners that refused the key, with the time of the next try: they may not have heard of the key yet."""
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._monitors: dict[zmq.Socket[bytes], str] = {}
@@ -44,7 +45,7 @@ class Callers:
             socket = self._sockets[name] = self._context.socket(zmq.DEALER)
             self._names[socket] = name
             socket.setsockopt(zmq.LINGER, 0)
-            # zmq's own heartbeats, which its threads answer whatever the process does: for hosts that vanish.
+            # ZeroMQ's own heartbeats, answered by its threads even in a busy process, detect hosts that vanish.
             socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -64,11 +65,11 @@ class Callers:
                 raise WireError(f"{name} cannot be reached at {listener.address!r}: {error.strerror}") from error
 
     def send(self, name: str, frames: Frames) -> None:
-        """Send to one of them."""
+        """Send frames to one of the processes."""
         self._sockets[name].send_multipart(frames, copy=False)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, Frames | None]]:
-        """Wait up to `timeout_s` for something to happen; yield by name what came, None for a new connection."""
+        """Wait up to `timeout_s` for an event; yield what each process sent, or None for a new connection."""
         for socket, _ in self._poller.poll(int(timeout_s * 1000)):
             if socket not in self._monitors:
                 yield self._names[socket], [frame.buffer for frame in socket.recv_multipart(copy=False)]
@@ -85,21 +86,21 @@ class Callers:
         self._try_again()
 
     def _try_again(self) -> None:
-        """Connect once more to those that did not accept the key: libzmq does not do so by itself."""
+        """Reconnect to listeners that refused the key: libzmq does not do so by itself."""
         now = time.monotonic()
         for name in [name for name, at in self._refused.items() if now >= at]:
             del self._refused[name]
             address = self._listeners[name].address
             with contextlib.suppress(zmq.ZMQError):
-                self._sockets[name].disconnect(address)  # or to connect there again would do nothing
+                self._sockets[name].disconnect(address)  # otherwise connecting there again would do nothing
             self._sockets[name].connect(address)
 
     def down_for(self, name: str) -> float:
-        """Return the seconds for which there has been no connection; zero while there is one."""
+        """Return the seconds without a connection; zero while there is one."""
         return max(0.0, time.monotonic() - self._down_since[name])
 
     def close(self) -> None:
-        """Close all connections, at once."""
+        """Close all connections at once."""
         for socket in self._sockets.values():
             socket.disable_monitor()
         for each in (*self._sockets.values(), *self._monitors):

@@ -1,4 +1,4 @@
-"""Messages as frames: how they are made, and what is refused when they are read."""
+"""Messages as frames: how they are encoded, decoded and checked."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Arrays = Mapping[str, NDArray[Any]]
 Frames = list[bytes | memoryview]
 
 _ARRAY_KINDS = "biuf"
-"""numpy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
+"""NumPy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message; the last two for text that is none and for bottomless nesting."""
+"""Errors of msgspec for malformed bytes; the last two are for invalid text and for excessive nesting."""
 
 _MOST_ARRAYS = 64
 _MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 16
-"""What no message comes near: a header has the layout of a model at most, or the prompts of a step."""
+"""Size limits far beyond any message: the largest headers hold a model's layout or the prompts of a step."""
 _WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
-"""How msgspec says what is wrong, and where."""
+"""The form of msgspec's error messages: what is wrong, and where."""
 
 
 class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):
-    """How to read one raw frame."""
+    """Name, dtype and shape of one raw frame."""
 
     name: Annotated[str, msgspec.Meta(max_length=100)]
     dtype: Annotated[str, msgspec.Meta(max_length=20)]
@@ -47,7 +47,7 @@ class Received(msgspec.Struct, Generic[Incoming], frozen=True):
 
 
 class AnyTag(msgspec.Struct):
-    """Reads the tag of any message, and which order it is or answers."""
+    """The tag of any message, with the id of the command that it is or answers."""
 
     type: str
     command_id: int | None = None
@@ -73,19 +73,20 @@ def encode(message: Message, arrays: Arrays | None = None) -> Frames:
 def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
     if array.dtype.kind not in _ARRAY_KINDS:
         raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
-    # Seen as bytes: a buffer of its own dtype could not be cast to them where the byte order is foreign. A zero-size
+    # View it as bytes: a buffer of a dtype with foreign byte order could not be cast to them. A zero-size array has no
+    # memory to view, so its frame is empty.
     # array has no memory to view; its frame is empty.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
 
 
 class Codec(Generic[Incoming]):
-    """Decodes the messages of one direction of one kind of link."""
+    """A decoder for the messages of one direction of one kind of link."""
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union)
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
-        """Return message and arrays. Raises `WireError` for anything that is not a message of this link."""
+        """Return a message and its arrays. Raises `WireError` for anything that is not a message of this link."""
         _check_sizes(frames)
         try:
             message = self._decoder.decode(frames[0])
@@ -104,20 +105,20 @@ class Codec(Generic[Incoming]):
 
 
 def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
-    """Refuse what is no message by its size, before any of it is read."""
+    """Raise `WireError` for frames of impossible number or size, before any is read."""
     if not frames:
         raise WireError("empty message")
     if len(frames) > 2 + _MOST_ARRAYS:
-        raise WireError(f"{len(frames)} frames, where a message has {_MOST_ARRAYS} arrays at most")
+        raise WireError(f"{len(frames)} frames, but a message has at most {_MOST_ARRAYS} arrays")
     for name, frame, most in zip(
         ("header", "list of arrays"), frames, (_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES), strict=False
     ):
         if len(frame) > most:
-            raise WireError(f"a {name} of {len(frame)} bytes, where {most} are the most")
+            raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {most}")
 
 
 def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
-    """Say what is wrong with a header: in which message and field, and of which order, as far as that can be read."""
+    """Return the error for a malformed header, with message, field and command as far as they can be read."""
     try:
         tag = tag_decoder.decode(frame)
     except UNDECODABLE:
@@ -133,7 +134,7 @@ def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
 def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
     try:
         dtype = np.dtype(header.dtype)
-    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses the text, and lets its parser's errors out
+    except (TypeError, ValueError, SyntaxError) as error:  # NumPy parses the text, and its parser's errors escape
         raise WireError(f"array {header.name!r} has unknown dtype {header.dtype!r}") from error
     if dtype.kind not in _ARRAY_KINDS or min(header.shape, default=0) < 0:
         raise WireError(f"array {header.name!r} of dtype {header.dtype!r} and shape {header.shape} may not travel")
@@ -141,14 +142,14 @@ def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
         raise WireError(f"array {header.name!r} should be {header.shape} {dtype}, but its frame has {len(frame)} bytes")
     try:
         array = np.frombuffer(frame, dtype=dtype).reshape(header.shape)
-    except (ValueError, OverflowError) as error:  # zero elements, or few, in dimensions beyond what numpy can count
+    except (ValueError, OverflowError) as error:  # the dimensions exceed what NumPy can count
         raise WireError(f"array {header.name!r} has an impossible shape {header.shape}") from error
-    array.flags.writeable = False  # the frame belongs to the message, which others may hold
+    array.flags.writeable = False  # the frame belongs to the message, which may have other holders
     return array
 
 
 class HelloProbe(msgspec.Struct, tag="Hello"):
-    """The part of a `Hello` that every version can read, whatever the fields after the first have become."""
+    """The fields of a `Hello` that every version can read, whatever the later fields have become."""
 
     protocol_version: int
     service: Any = "process"
@@ -157,7 +158,7 @@ class HelloProbe(msgspec.Struct, tag="Hello"):
 
 
 def check_version(frame: bytes | memoryview) -> None:
-    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is no `Hello`."""
+    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is not a `Hello`."""
     try:
         probe = msgspec.msgpack.decode(frame, type=HelloProbe)
     except UNDECODABLE as error:

@@ -1,4 +1,4 @@
-"""The ROUTER end of the wire: the coordinator's, and that of a rollout's samples."""
+"""The ROUTER end of the wire: the coordinator's socket, and that of a rollout's samples."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames
 
 MOST_BYTES_OF_REPLY = 1 << 28
-"""Of a frame on its way to a coordinator: the layouts of an engine are some dozens of megabytes at most."""
+"""Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""
 MOST_WAITING = 1000
-"""Messages of a connection."""
+"""Most received messages that wait on one connection."""
 
 
 class Peer(NamedTuple):
-    """Whoever is at the other end of a connection to a `Hub`."""
+    """The other end of a connection to a `Hub`."""
 
     identity: bytes
-    """Of its socket, which keeps it over all its connections, and tells it to nobody else."""
+    """Identity of its socket, the same on all of its connections, and known to no other process."""
     key: str
-    """Which it has proven."""
+    """The key that it has proven."""
 
 
 class Hub:
     """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
     def __init__(self, address: str, own: KeyPair, admitted: Admitted, *, max_bytes: int = MOST_BYTES_OF_REPLY) -> None:
-        """Bind. Raises `ConfigError` if the address is taken or is none.
+        """Bind the socket. Raises `ConfigError` if the address is taken or invalid.
 
         Args:
-            address: where to listen.
-            own: what it proves to whoever connects.
-            admitted: whom it hears.
-            max_bytes: whoever sends a frame of more loses its connection.
-
+            address: address to listen on.
+            own: key pair that clients verify.
+            admitted: keys of the clients to accept.
+            max_bytes: size limit of a frame; a client that sends a larger one is disconnected.
         """
         self._context = zmq.Context()
         self._admitted = admitted
@@ -49,12 +48,14 @@ class Hub:
         self._gatekeeper = curve.Gatekeeper(self._context, admitted, self._socket)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Who connects again has the same identity, and may do so while the connection before seems to be there: where
-        # something between has reset one end alone. Nobody else can take it over, since nobody else knows it.
+        # A reconnecting client keeps its identity. Its former connection may still look alive, if something between has
+        # reset
+        # only one end. No other client can take it over, since none knows the identity.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDTIMEO, 5000)
-        # What is sent is never dropped, nor does the loop wait for a slow receiver. Of what arrives, a connection may
-        # have so much waiting here; the rest waits in its own sender.
+        # Sent messages are never dropped, and a slow receiver never blocks the loop. Received messages wait here up to
+        # the
+        # limit per connection; the rest wait at their sender.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
@@ -66,15 +67,15 @@ class Hub:
             why = "the port is in use" if error.errno == zmq.EADDRINUSE else error.strerror
             raise ConfigError(f"cluster.address: cannot listen on {address!r}: {why}") from error
         self.at = Listener(address=self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public_key=own.public)
-        """What those who connect are to know."""
+        """Address and public key for clients."""
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address that it listens on."""
         return self.at.address
 
     def send(self, peer: Peer, frames: Frames) -> bool:
-        """Send to one peer; False if its connection is gone."""
+        """Send to one peer; return False if its connection is gone."""
         try:
             self._socket.send_multipart([peer.identity, *frames], copy=False)
         except zmq.ZMQError as error:
@@ -84,18 +85,18 @@ class Hub:
         return True
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Peer, Frames]]:
-        """Wait up to `timeout_s` for a first message, then yield all that have arrived from those who are admitted."""
+        """Wait up to `timeout_s` for a first message, then yield all that have arrived from admitted clients."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 peer = Peer(identity.bytes, curve.key_of(identity))
-                if peer.key in self._admitted:  # or it was shut out since it has connected
+                if peer.key in self._admitted:  # it may have been removed since the client connected
                     yield peer, [frame.buffer for frame in frames]
 
     def close(self) -> None:
-        """Close the socket, giving what was sent a second to leave."""
+        """Close the socket, giving sent messages a second to leave."""
         self._socket.close()
         self._context.term()
         self._gatekeeper.join()

@@ -38,7 +38,7 @@ Answer = TypeVar("Answer", Welcome, Enrolled)
 _MOST_BYTES_OF_ORDER = 1 << 30
 _AT_ONCE_S = 1.0
 _FAILURES, _FAILING_S = 5, 2.0
-"""So many handshakes may fail, and for so long: a coordinator that ends breaks off some as well."""
+"""Failed handshakes, and their duration, after which to give up; an ending coordinator breaks off some as well."""
 
 
 class _KeyRefused(TandemError):
@@ -46,30 +46,31 @@ class _KeyRefused(TandemError):
 
 
 class Link(Generic[Incoming]):
-    """A process's connection to its coordinator.
+    """The connection of a process to its coordinator.
 
-    `join` first; then `receive` from one thread, and `send` from any. Its own thread exchanges heartbeats and ends the
-    whole process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout, and no
-    other has taken its place within the orphan timeout: a process without coordinator has nothing to save, and its
-    memory has no name that could outlive it.
+    Call `join` first; then `receive` from one thread, and `send` from any. The link's own thread exchanges
+    heartbeats. It ends the whole process (exit code 70) if the coordinator is silent for longer than the heartbeat
+    timeout, and no other has replaced it within the orphan timeout. A process without a coordinator has nothing to
+    save, and its memory has no name that could outlive it.
     """
 
     def __init__(
         self, coordinator: str, service: ServiceKind, identity: str, incoming: Any, keys: MemberKeys, keys_of: str = ""
     ) -> None:
-        """Make a link that is not joined yet; `keys_of` says, for errors, where the keys are from."""
+        """Create a link that has not joined yet; `keys_of` names the source of the keys, for errors."""
         self._coordinator = coordinator
         self._service = service
         self._codec: Codec[Incoming] = Codec(incoming)
         self._keys, self._keys_of = keys, keys_of or "this process"
         self.own = curve.new_key_pair() if keys.is_joining else keys.own
-        """The keys of this process alone."""
+        """Key pair of this process alone."""
         self.trainers = Admitted()
-        """Keys of the run's trainers, as far as the coordinator has told them."""
+        """Keys of the run's trainers, as the coordinator last sent them."""
         self._context = zmq.Context()
         self._identity = identity
         self._dealer = self._new_dealer(identity, self.own)
-        # Between the process and the link's thread: one way each, since a socket is for one thread at a time.
+        # One pipe each way between the process and the link's thread, since a socket may be used by one thread at a
+        # time.
         self._incoming, self._arrived = self._pipe("arrived")
         self._queued, self._outgoing = self._pipe("queued")
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -81,10 +82,10 @@ class Link(Generic[Incoming]):
         self._phase = "joining"
 
     def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
-        """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
+        """Say hello until the coordinator answers; call `is_waiting` if it does not answer at once.
 
-        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses for now or
-        does not answer, `TandemError` if it refuses for good or proves to be another run's.
+        Raises `ConfigError` for an invalid address, `NotAdmitted` if the coordinator refuses for now or does not
+        answer, `TandemError` if it refuses for good or belongs to another run.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -98,7 +99,7 @@ class Link(Generic[Incoming]):
                 except _KeyRefused:
                     if not self._keys.is_joining:
                         raise
-                    # Of the key one coordinator has heard, which is gone; another goes on with the run.
+                    # The coordinator that registered the key is gone, and another one continues the run.
                     self._disconnect()
         except BaseException:
             self._close_sockets()
@@ -107,13 +108,14 @@ class Link(Generic[Incoming]):
         return welcome
 
     def _enrol(self, hello: Hello, deadline: float, timeout_s: float, is_waiting: Callable[[], None] | None) -> None:
-        """Have the coordinator hear the key of this process."""
+        """Register the key of this process with the coordinator."""
         with contextlib.closing(self._new_dealer(f"{self._identity}-joins", self._keys.own)) as dealer:
             said = msgspec.structs.replace(hello, enrols=self.own.public)
             self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
 
     def _disconnect(self) -> None:
-        """Have a socket whose key was refused connect anew: libzmq does not try again by itself."""
+        """Disconnect a socket after its key was refused, so that it can connect anew: libzmq does not retry by
+        itself."""
         with contextlib.suppress(zmq.ZMQError):
             self._dealer.disconnect(self._coordinator)
 
@@ -168,7 +170,7 @@ class Link(Generic[Incoming]):
         return dealer
 
     def set_phase(self, phase: str) -> None:
-        """Say what the process is doing; the next heartbeat carries it."""
+        """Set the process's phase, which the next heartbeat carries."""
         self._phase = phase
 
     def send(self, frames: Frames) -> None:
@@ -177,7 +179,7 @@ class Link(Generic[Incoming]):
             self._outgoing.send_multipart(frames, copy=False)
 
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
-        """Return the next message, or None after `timeout_s` or a `wake`. Heartbeats are not returned."""
+        """Return the next message other than heartbeats, or None after `timeout_s` or a `wake`."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._woken in ready:
             os.eventfd_read(self._woken)
@@ -187,7 +189,7 @@ class Link(Generic[Incoming]):
         return self._codec.decode([frame.buffer for frame in frames])
 
     def wake(self) -> None:
-        """Have `receive` return at once, from any thread."""
+        """Make `receive` return at once; may be called from any thread."""
         with self._sending:
             if self._woken >= 0:
                 os.eventfd_write(self._woken, 1)
@@ -197,7 +199,7 @@ class Link(Generic[Incoming]):
         if self._thread is None:
             return
         self.send(encode(Goodbye(reason=reason[:MAX_TEXT])))
-        self.send([b""])  # the end, for our own thread
+        self.send([b""])  # tells our own thread to end
         self._thread.join(timeout=SHUTDOWN_GRACE_S)
         self._thread = None
         self._incoming.close()
@@ -207,7 +209,7 @@ class Link(Generic[Incoming]):
         self._context.term()
 
     def _pipe(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Return the ends of a way between two threads: where messages come out, and where they go in."""
+        """Return the ends of a pipe between two threads: the output, then the input."""
         ends = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket in ends:
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -236,10 +238,10 @@ class Link(Generic[Incoming]):
 
 
 class _Handshake:
-    """Watches a socket connect, and says hello whenever it has: it need not wait for whoever will never speak to it.
+    """A watcher of a connecting socket, which says hello over each new connection.
 
-    libzmq tries again whatever goes wrong, but for a key that was refused. Who has heard a hello may be gone before it
-    answers, and another one come.
+    It gives up as soon as no answer can come. libzmq retries after any failure except a refused key. The coordinator
+    that received a hello may be gone before it answers, and be replaced by another.
     """
 
     def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str, hello: Frames) -> None:
@@ -259,9 +261,9 @@ class _Handshake:
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message or something to happen; say if there is a message.
+        """Wait for a message or a connection event; return whether there is a message.
 
-        Raises `TandemError` once it is known that there will be none.
+        Raises `TandemError` once it is known that no message will come.
         """
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         if self._monitor in ready:
@@ -269,7 +271,7 @@ class _Handshake:
         return self._dealer in ready
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._dealer.disable_monitor()
         self._monitor.close()
 
@@ -283,6 +285,6 @@ class _Handshake:
             self._failures.append(time.monotonic())
             if len(self._failures) >= _FAILURES and self._failures[-1] - self._failures[0] > _FAILING_S:
                 raise TandemError(
-                    f"who listens at {self._address} does not prove to be the coordinator that {self._keys_of} has the "
-                    "key of: it is another run's, or something else"
+                    f"the process that listens at {self._address} does not prove the coordinator's key that "
+                    f"{self._keys_of} has: it belongs to another run, or is something else"
                 )

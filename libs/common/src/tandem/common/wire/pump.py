@@ -1,4 +1,4 @@
-"""The thread of a `Link`: it beats while the process computes, and ends it with its coordinator."""
+"""The thread of a `Link`: heartbeats while the process computes, and its end with the coordinator."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tandem.common.wire.stalls import Stalls
 
 _EXIT_COORDINATOR_LOST = 70
 EXIT_NOT_ADMITTED, EXIT_AWAITED_ANEW = 75, 76
-"""Exit codes of a process that the run has no place for, perhaps only now, and of one that was told to go because the
-run goes on with another in its place."""
+"""Exit codes of a process that was rejected, and may retry, and of one that was told to end because another process
+continues the run in its place."""
 SHUTDOWN_GRACE_S = 5.0
-"""Seconds a process has to end by itself after `Shutdown` before its link ends it."""
+"""Seconds that a process has to end by itself after `Shutdown` before its link ends it."""
 
 _trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
 _shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
@@ -33,12 +33,13 @@ _refused_decoder = msgspec.msgpack.Decoder(Refused)
 
 
 def exit_code(shutdown: Shutdown) -> int:
-    """Return the exit code of a process that was told to go."""
+    """Return the exit code of a process that was told to end."""
     return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
 
 
 class Pump:
-    """Moves frames between the process and the socket, beats, and watches the coordinator: what runs in that thread."""
+    """The loop of a link's thread: moves frames between process and socket, sends heartbeats, watches the
+    coordinator."""
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class Pump:
         phase: Callable[[], str],
         trainers: Admitted,
     ) -> None:
-        """`hello` is said to any other coordinator of the run."""
+        """Prepare the loop; `hello` is said to any other coordinator of the run."""
         self._trainers = trainers
         self._trainer_keys = 0
-        """The number of what was last told of them."""
+        """Number of the newest `TrainerKeys` received."""
         self._dealer = dealer
         self._queued = queued
         self._arrived = arrived
@@ -62,7 +63,7 @@ class Pump:
         self._phase = phase
         self._last_seen = self._last_beat = time.monotonic()
         self._is_waiting = False
-        """For another coordinator."""
+        """Whether it waits for another coordinator."""
         self._end_by = math.inf
         self._end_code = 0
         self._monitor: zmq.Socket[bytes] | None = None
@@ -71,7 +72,7 @@ class Pump:
             self._monitor = dealer.get_monitor_socket(events, "inproc://connections")
 
     def run(self) -> None:
-        """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
+        """Consume both sides until the process closes the link; never wait longer than a heartbeat interval."""
         poller = zmq.Poller()
         for socket in (self._dealer, self._queued, self._monitor):
             if socket is not None:
@@ -102,7 +103,7 @@ class Pump:
         self._arrived.close()
 
     def _send(self, frames: Sequence[Any]) -> None:
-        """Send, or keep for the next connection; where there will be none, because the key was refused, drop it."""
+        """Send, or queue for the next connection; drop the frames if there will be none because the key was refused."""
         with contextlib.suppress(zmq.Again):
             self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
@@ -113,7 +114,7 @@ class Pump:
             self._send(encode(beat))
 
     def _watch(self, now: float) -> None:
-        """End the process that has no coordinator any more, or does not go when it is told to."""
+        """End the process if it has no coordinator any more, or does not end when told to."""
         silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
         if silent_s > patience_s + self._welcome.orphan_timeout_s:
             why = f"the coordinator was silent for {silent_s:.0f} s while {self._phase()}"
@@ -129,7 +130,7 @@ class Pump:
             self._end_process(why, self._end_code)
 
     def _forward_incoming(self, now: float) -> None:
-        """Hand one message to the process, but for what is about the connection alone."""
+        """Pass one message on to the process, unless it is about the connection alone."""
         frames = self._dealer.recv_multipart(copy=False)
         header = frames[0].buffer
         try:
@@ -154,27 +155,27 @@ class Pump:
                 case _:
                     pass
         except UNDECODABLE:
-            pass  # no message: `receive` says so, where somebody hears it
+            pass  # malformed: `receive` reports it to the process
         self._arrived.send_multipart(frames, copy=False)
 
     def _take_connection(self, event: int, now: float) -> None:
-        """Say hello over a connection that is new: it may be to another coordinator."""
+        """Say hello over a new connection: it may be to another coordinator."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._send(encode(self._hello))
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again by itself
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not retry by itself
             self._leave("another coordinator goes on with the run, and does not accept the key of this process", now)
 
     def _take_welcome(self, welcome: Welcome, now: float) -> None:
-        """Be a member of another coordinator, by the same name."""
+        """Rejoin the run under another coordinator, by the same name."""
         if (welcome.run_id, welcome.member) != (self._welcome.run_id, self._welcome.member):
-            self._leave(f"another coordinator takes it for {welcome.member} of run {welcome.run_id}", now)
+            self._leave(f"another coordinator takes this process for {welcome.member} of run {welcome.run_id}", now)
             return
-        self._trainer_keys = 0  # it counts from the beginning
+        self._trainer_keys = 0  # a new coordinator counts from the beginning
         self._trainers.replace(())
         self._say("taken up by another coordinator")
 
     def _leave(self, reason: str, now: float) -> None:
-        """Have the process go as if it had been told to."""
+        """Have the process end as if it had been told to."""
         if self._end_by == math.inf:
             shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)
             self._end_by, self._end_code = now + SHUTDOWN_GRACE_S, exit_code(shutdown)

@@ -1,4 +1,4 @@
-"""How long a process was kept from listening: it cannot say then that others were silent."""
+"""Stalls: times when a process could not listen, so that it must not call others silent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import time
 
 
 class Stalls:
-    """Of a thread that listens to others, how long it was kept from it.
+    """The time for which a listening thread was kept from listening.
 
-    Its process, or the whole machine, was stopped, or its disk did not answer.
+    Its process, or the whole machine, was stopped, or its disk did not respond.
     """
 
     def __init__(self) -> None:
         self._listened_at = time.monotonic()
 
     def until(self, now: float, usual_s: float) -> float:
-        """Return the seconds since the last call beyond the usual ones between two, to be taken off all silences."""
+        """Return the seconds since the last call in excess of `usual_s`, to be subtracted from every measured
+        silence."""
         stall_s = max(0.0, now - self._listened_at - usual_s)
         self._listened_at = now
         return stall_s

@@ -1,4 +1,4 @@
-"""Checks that no single key can fail: one function a rule, one module a topic."""
+"""Checks across several keys: one function per rule, one module per topic."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ RULES: tuple[Rule, ...] = (
     *router_replay.RULES,
     *numbers.RULES,
 )
-"""Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
+"""Rules for all algorithms, in the order of checking; those in the algorithm's declaration come last."""
 
 
 def broken_rules(config: Config) -> Problems:
-    """Return what the rules say that the configuration breaks, a line a key: the first often explains the others."""
+    """Return the problems that the rules find, one per key, in order: the first often explains the others."""
     problems = Problems()
     own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
     for rule in (*RULES, *own):
@@ -55,7 +55,7 @@ def broken_rules(config: Config) -> Problems:
             with problems.collected():
                 rule(config)
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
-            if not problems.found:  # else it counts on what an earlier rule has found broken
+            if not problems.found:  # otherwise it relied on a key that an earlier rule has found wrong
                 raise
     by_key: dict[str, Invalid] = {}
     for problem in problems.found:

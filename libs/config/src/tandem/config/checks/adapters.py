@@ -1,4 +1,4 @@
-"""Rules for low-rank adapters, whose settings both backends have under names of their own."""
+"""Rules for low-rank adapters, with different names of the settings in the two backends."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ DTENSOR, MEGATRON = "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"
 
 
 def restored_adapters_exist(config: Config) -> None:
-    """A folder to begin with is in PEFT's format."""
+    """Check that a folder of initial adapters is in PEFT's format."""
     adapters = config.policy.adapters
     if adapters is None or adapters.restore_from is None:
         return
     key = f"{MEGATRON if config.policy.megatron_cfg.enabled else DTENSOR}.restore_from"
     if not Path(adapters.restore_from, CONFIG).is_file():
-        raise Invalid(key, f"{shown(adapters.restore_from)} is no folder of adapters: it has no {CONFIG}")
+        raise Invalid(key, f"{shown(adapters.restore_from)} is not a folder of adapters: it has no {CONFIG}")
 
 
 def adapters_have_the_type_of_the_weights(config: Config) -> None:
-    """Megatron-Core's optimizer keeps what it steps in float32 beside parameters of another type."""
+    """Check that adapters have the weights' type: Megatron-Core's optimizer keeps float32 copies beside them."""
     policy, dtype = config.policy, config.policy.megatron_cfg.peft.lora_dtype
     if policy.megatron_cfg.enabled and policy.adapters and dtype not in (None, "None", policy.precision):
         raise Invalid(f"{MEGATRON}.lora_dtype", f"{shown(dtype)} is not policy.precision ({policy.precision})")
 
 
 def adapters_are_of_a_language_model(config: Config) -> None:
-    """A head that gives a number is new, and has to be trained whole."""
+    """Check that adapters belong to a language model: a scalar head is new and has to be trained in full."""
     policy = config.policy
     if policy.adapters and config.declaration.head_of("policy") != "vocabulary":
         key = f"{MEGATRON if policy.megatron_cfg.enabled else DTENSOR}.enabled"
-        raise Invalid(key, f"true, but {config.algorithm} trains a head: adapters leave it as it is")
+        raise Invalid(key, f"true, but {config.algorithm} trains a head, which adapters leave unchanged")
 
 
 def engines_can_merge_adapters(config: Config) -> None:
-    """Weights in float8 with block scales are made from those that come; there are none to add a product to."""
+    """Check the engine's precision: block-scaled float8 weights are quantised on arrival, so adapters cannot be
+    added."""
     policy = config.policy
     if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
-        what = "'fp8', where adapters are trained: engines merge them into bfloat16, float16 or float32"
+        what = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
         raise Invalid("policy.generation.vllm_cfg.precision", what)
 
 
 def megatron_has_adapters_of_the_family(config: Config) -> None:
-    """Latent attention has layers that no adapter is built for."""
+    """Check that Megatron-Core has adapters for the model: none are built for layers of latent attention."""
     policy, model = config.policy, model_config(config.policy) or {}
     if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
         known = ", ".join(MEGATRON_ADAPTERS)
-        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT}, whose attention is latent"
+        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT} with its latent attention"
         raise Invalid(f"{MEGATRON}.enabled", what)
 
 
 def routed_experts_have_no_adapters(config: Config) -> None:
-    """Nothing is left as it is that the configuration says has adapters.
+    """Check that no adapters of routed experts are configured, since they would be left out.
 
-    Trainers know which layers have experts, and refuse what fits those of some layers only.
+    Trainers know which layers have experts, and refuse patterns that match only some of them.
     """
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
     adapters, model = policy.adapters, model_config(policy)
@@ -72,7 +73,7 @@ def routed_experts_have_no_adapters(config: Config) -> None:
         named = [each for each in lora.target_modules if _ROUTED.search(each) and not lora.match_all_linear]
         if named:
             what = f"{shown(named[0])} names routed experts, and adapters of them are not built"
-            raise Invalid(f"{DTENSOR}.target_modules", f"{what}: those of a layer are one parameter, no linear layers")
+            raise Invalid(f"{DTENSOR}.target_modules", f"{what}: a layer's experts are one parameter")
         return
     experts = None if model is None else expert_sizes(model)
     layers = range(experts.num_layers) if experts is not None else ()
@@ -85,7 +86,7 @@ def routed_experts_have_no_adapters(config: Config) -> None:
 
 
 def all_layers_are_not_a_name(config: Config) -> None:
-    """PEFT has a word for them, which neither backend takes."""
+    """Check that target modules do not include PEFT's ``all-linear``, which neither backend accepts."""
     policy, adapters = config.policy, config.policy.adapters
     if adapters is None or "all-linear" not in adapters.target_modules:
         return
@@ -97,7 +98,7 @@ def all_layers_are_not_a_name(config: Config) -> None:
 
 
 def models_beside_the_policy_are_no_adapters(config: Config) -> None:
-    """A teacher is read whole, as is what a value model begins with."""
+    """Check that teachers and the initial value model are whole models, not adapters."""
     sections = dict(config.teacher_sections)
     if config.value is not None and "value" in config.declaration.holds(config):
         sections["value.model_name"] = config.value

@@ -1,4 +1,4 @@
-"""Rules for batch sizes: each must be a whole number of smaller batches."""
+"""Rules for batch sizes: each must be a multiple of the smaller ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.config.schema import Config, DynamicBatching, SequencePacking
 
 
 def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
-    """A rollout batch is a whole number of optimizer steps."""
+    """Check that a rollout batch is a whole number of optimizer steps."""
     section, name = config.rollout_section, config.algorithm
     prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
     batch = config.policy.train_global_batch_size
@@ -21,7 +21,8 @@ def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
 
 
 def a_global_batch_divides_into_micro_batches(config: Config) -> None:
-    """Each trainer takes an equal share of a global batch, in whole micro-batches, unless those are so many tokens."""
+    """Check that each trainer gets an equal shard of a global batch, in whole micro-batches, unless those go by
+    tokens."""
     if _token_limits(config):
         return
     _divides(
@@ -34,7 +35,7 @@ def a_global_batch_divides_into_micro_batches(config: Config) -> None:
 
 
 def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
-    """The same for the batches that algorithms over data sets validate on."""
+    """Check the same for the validation batches of algorithms over data sets."""
     if _token_limits(config):
         return
     section = config.data_set_section
@@ -50,7 +51,7 @@ def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
 
 
 def rows_are_padded_or_packed(config: Config) -> None:
-    """A micro-batch by tokens has rows of one kind."""
+    """Check that rows are either padded or packed when micro-batches go by tokens."""
     if len(_token_limits(config)) > 1:
         raise Invalid(
             "policy.dynamic_batching.enabled",
@@ -59,7 +60,7 @@ def rows_are_padded_or_packed(config: Config) -> None:
 
 
 def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
-    """No sequence, and of those that belong together none, is split over micro-batches."""
+    """Check that micro-batches are long enough: sequences of one sample are not split over several."""
     length, words = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
     if config.sequences_per_sample > 1:
         length, words = config.sequences_per_sample * length, f"a {config.declaration.unit} of {words}"
@@ -71,7 +72,7 @@ def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
 
 
 def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
-    """Return the sections that make micro-batches of so many tokens."""
+    """Return the enabled sections that limit micro-batches by tokens."""
     limits: dict[str, SequencePacking | DynamicBatching] = {
         "sequence_packing": config.policy.sequence_packing,
         "dynamic_batching": config.policy.dynamic_batching,

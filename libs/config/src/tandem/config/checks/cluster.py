@@ -1,4 +1,4 @@
-"""Rules for processes: how many, on which hosts, and how their silence is noticed."""
+"""Rules for processes: their number, their hosts, and heartbeats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tandem.config.schema import Config
 
 
 def there_are_rollouts(config: Config) -> None:
-    """Something must generate."""
+    """Check that there is at least one rollout."""
     if config.cluster.rollouts == 0:
         raise Invalid("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
 
 
 def generation_fits_its_gpus(config: Config) -> None:
-    """GPUs that are set aside for generation are part of the cluster's, leave some to training, and are enough."""
+    """Check that the GPUs reserved for generation exist, suffice, and leave some for training."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -31,7 +31,7 @@ def generation_fits_its_gpus(config: Config) -> None:
         key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
         other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
     if other not in (None, fitting):
-        rule = f"where cluster.num_nodes is {cluster.num_nodes}, it is {fitting} or null"
+        rule = f"with cluster.num_nodes {cluster.num_nodes} it must be {fitting} or null"
         raise Invalid(prefix + other_key, f"{other}, but {rule}")
     if set_aside is None:
         return
@@ -47,7 +47,7 @@ def generation_fits_its_gpus(config: Config) -> None:
 
 
 def the_launch_fits_the_cluster(config: Config) -> None:
-    """The coordinator launches no more processes than it waits for."""
+    """Check that the coordinator does not launch more processes than it expects."""
     launch = config.cluster.launch
     if isinstance(launch, str):
         return
@@ -60,21 +60,21 @@ def the_launch_fits_the_cluster(config: Config) -> None:
 
 
 def there_is_room_for_the_rollouts(config: Config) -> None:
-    """Those that are waited for may join."""
+    """Check that all expected rollouts may join."""
     most, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
     if most is not None and most < rollouts:
         raise Invalid("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
 
 
 def the_address_can_be_bound(config: Config) -> None:
-    """ZeroMQ takes ``tcp://host:port``, or ``*`` for any free port."""
+    """Check that the address is ``tcp://host:port``, or has ``*`` for any free port."""
     match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
     if not match or (match[1] != "*" and not 0 < int(match[1]) < 65536):
         raise Invalid("cluster.address", f"{shown(config.cluster.address)} is not tcp://host:port or tcp://host:*")
 
 
 def silence_outlasts_a_heartbeat(config: Config) -> None:
-    """One late heartbeat is not yet a lost process."""
+    """Check that one late heartbeat does not count as a lost process."""
     interval, timeout = config.cluster.heartbeat_interval_s, config.cluster.heartbeat_timeout_s
     if timeout < 2 * interval:
         raise Invalid(

@@ -19,16 +19,16 @@ from tandem.config.schema.reward_model import REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
-"""Those that answer a response, so that one turn is never enough."""
+"""Environments that reply to a response, so that one turn is never enough."""
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
 
 PYTHON_REWARDS = "python_rewards"
-"""The environment that `tandem.train` sets: functions of the program that calls it."""
+"""The environment set by `tandem.train`: functions of the calling program."""
 
 
 def lengths_fit(config: Config) -> None:
-    """Neither prompt nor response may be longer than a whole sequence."""
+    """Check that neither prompts nor responses may exceed a whole sequence."""
     longest = config.policy.max_total_sequence_length
     lengths = [("data.max_input_seq_length", config.data.max_input_seq_length)]
     if config.declaration.rolls_out:
@@ -39,7 +39,7 @@ def lengths_fit(config: Config) -> None:
 
 
 def the_task_is_named(config: Config) -> None:
-    """reasoning-gym makes problems by task; no other dataset has one."""
+    """Check that reasoning-gym, which generates problems by task, has a task, and no other dataset does."""
     if config.data.dataset_name == "reasoning_gym":
         if config.data.task is None:
             raise Invalid("data.task", "required where data.dataset_name is reasoning_gym, such as chain_sum")
@@ -48,7 +48,7 @@ def the_task_is_named(config: Config) -> None:
 
 
 def the_file_is_named(config: Config) -> None:
-    """JSONL problems come from a file; one to train on is not needed where nothing is."""
+    """Check that JSONL problems have a file; a training file is not needed if nothing is trained."""
     name = config.data.dataset_name
     is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
     if is_local(name) and config.data.train_data_path is None and is_needed:
@@ -56,7 +56,7 @@ def the_file_is_named(config: Config) -> None:
 
 
 def several_validation_files_have_names(config: Config) -> None:
-    """Each is validated by itself, with metrics of that name; only where validation is a loss."""
+    """Check that several validation files are named, since each has its own metrics, and that validation is a loss."""
     key, paths = "data.val_data_paths", config.data.val_data_paths
     if not paths:
         return
@@ -65,37 +65,37 @@ def several_validation_files_have_names(config: Config) -> None:
     if config.data.val_data_path is not None:
         raise Invalid(key, "data.val_data_path is given too")
     if not is_local(config.data.dataset_name):
-        raise Invalid(key, f"only files are validated on apart, and data.dataset_name is {config.data.dataset_name}")
+        raise Invalid(key, f"only files are validated separately, and data.dataset_name is {config.data.dataset_name}")
     for name in paths:
         if not re.fullmatch(r"[\w.-]+", name):
-            raise Invalid(key, f"{shown(name)} is no name for a metric: letters, digits, '_', '.' and '-' are")
+            raise Invalid(key, f"{shown(name)} is not a valid metric name: use letters, digits, '_', '.' and '-'")
 
 
 def listed_sets_are_read(config: Config) -> None:
-    """Sets in a list are files or on the Hub, and nothing beside them says what is validated on."""
+    """Check that listed sets are files or on the Hub, and that no other key names a validation set."""
     data = config.data
     for side in ("train", "validation"):
         for index, each in enumerate(getattr(data, side)):
             key = f"data.{side}[{index}]"
             name = str(each.dataset_name)
             if name in GENERATED:
-                raise Invalid(f"{key}.dataset_name", f"{name} makes its problems: set data.dataset_name alone")
+                raise Invalid(f"{key}.dataset_name", f"{name} generates its problems: set data.dataset_name alone")
             if is_local(name) and each.data_path is None:
                 raise Invalid(f"{key}.data_path", f"required where dataset_name is {name}")
             if side == "validation" and each.weight is not None:
-                raise Invalid(f"{key}.weight", "only sets that are trained on are drawn from")
+                raise Invalid(f"{key}.weight", "only training sets have a weight")
     if data.validation and not data.train:
-        raise Invalid("data.validation", "data.train is not given: what is trained on is listed, too")
+        raise Invalid("data.validation", "data.train is not given: list the training sets too")
     for key in ("val_data_path", "val_data_paths", "val_split"):
         if data.train and getattr(data, key) is not None:
             raise Invalid(f"data.{key}", "data.train is given: set data.validation")
 
 
 def the_dataset_fits_the_algorithm(config: Config) -> None:
-    """Not every algorithm learns from everything."""
+    """Check that the algorithm can learn from the dataset."""
     name = config.data.dataset_name
     named = NAMED.get(name)
-    if named is None or name == "jsonl":  # rows say by themselves what they are
+    if named is None or name == "jsonl":  # the rows of a JSONL file say what they are
         return
     fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
     if config.algorithm not in fitting:
@@ -103,7 +103,7 @@ def the_dataset_fits_the_algorithm(config: Config) -> None:
 
 
 def worse_solutions_are_written(config: Config) -> None:
-    """A problem that is made has one solution; preferences need a worse one beside it."""
+    """Check for a template of worse solutions: preferences need one, and a generated problem has only the right one."""
     data = config.data
     if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
         what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
@@ -111,7 +111,7 @@ def worse_solutions_are_written(config: Config) -> None:
 
 
 def margins_are_read(config: Config) -> None:
-    """What compares pairs by the policy's own probabilities has no use for them."""
+    """Check that margins are given only to a reward model: losses over the policy's own probabilities ignore them."""
     reads = config.declaration.learns_preferences and REWARDS in config.declaration.columns
     if config.data.margin_key is not None and not reads:
         raise Invalid(
@@ -121,16 +121,16 @@ def margins_are_read(config: Config) -> None:
 
 
 def the_system_message_is_given_once(config: Config) -> None:
-    """As text or as a file."""
+    """Check that the system message is given as text or as a file, not both."""
     if config.data.system_prompt is not None and config.data.system_prompt_file is not None:
         raise Invalid("data.system_prompt", "data.system_prompt_file is given too")
 
 
 def environments_are_known(config: Config) -> None:
-    """An environment is built in, or says what it is."""
+    """Check that each environment is built in or fully described."""
     for name, entry in config.env.items():
         if entry.persistent and entry.command is None:
-            raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
+            raise Invalid(f"env.{name}.persistent", f"only agents' programs persist: set env.{name}.command")
         if entry.model_name is not None and not entry.is_reward_model:
             raise Invalid(f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself")
         if entry.is_agent:
@@ -150,20 +150,20 @@ def environments_are_known(config: Config) -> None:
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
         if name == PYTHON_REWARDS and entry.is_own:
-            raise Invalid(f"env.{name}.class", "the name is that of functions given to tandem.train: choose another")
+            raise Invalid(f"env.{name}.class", "the name is for functions given to tandem.train: choose another")
         if entry.max_failures is not None and on_error(name, entry) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
 
 
 def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
-    """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
+    """Return what happens to a sample if scoring it fails; a failure in the user's own code ends the run by default."""
     if entry.judge is not None or entry.is_reward_model:
-        return entry.on_error or "drop"  # it is not the response's doing
+        return entry.on_error or "drop"  # the response is not at fault
     return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
 
 
 def _check_agent(name: str, entry: Environment) -> None:
-    """An agent is a program or a server, and no class."""
+    """Raise `Invalid` unless an agent is either a program or a server, without a class."""
     if entry.command is not None and entry.url is not None:
         raise Invalid(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
     key = f"env.{name}.{'url' if entry.command is None else 'command'}"
@@ -181,7 +181,7 @@ def _check_url(key: str, url: str) -> None:
 
 
 def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) -> None:
-    """A judge is asked somewhere, and its answer has a number."""
+    """Raise `Invalid` unless a judge has an endpoint, and its answer a number."""
     key = f"env.{name}.judge"
     if entry.class_path is not None:
         raise Invalid(key, f"env.{name}.class is given too: a judge scores by itself")
@@ -195,7 +195,7 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
     else:
         _check_url(f"{key}.base_url", judge.base_url)
         if judge.model is None:
-            raise Invalid(key, "has a base_url, and no model")
+            raise Invalid(key, "has a base_url but no model")
     if judge.highest_score <= judge.lowest_score:
         raise Invalid(f"{key}.highest_score", f"{judge.highest_score:g} is not more than {key}.lowest_score")
     try:
@@ -203,7 +203,7 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
     except re.error as error:
         raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)}: {error}") from None
     if not groups:
-        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group, which would be the score")
+        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group to capture the score")
     try:
         fields = {field.partition("[")[0] for _, field, *_ in string.Formatter().parse(judge.prompt) if field}
     except ValueError as error:
@@ -213,7 +213,7 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
 
 
 def samples_are_scored(config: Config) -> None:
-    """Each data set has an environment, and one that can score it."""
+    """Check that each data set has an environment that can score it."""
     chosen, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
         raise Invalid("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
@@ -243,7 +243,7 @@ def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str
 
 
 def sets_are_drawn_from(config: Config) -> None:
-    """What says how much of each data set there is in a step comes out even."""
+    """Check that the numbers of prompts from several data sets fill a step evenly."""
     data, key = config.data, "data.num_prompts_per_dataloader"
     num_prompts = data.num_prompts_per_dataloader
     if not data.use_multiple_dataloader:
@@ -253,7 +253,7 @@ def sets_are_drawn_from(config: Config) -> None:
     if len(data.train) < 2:
         raise Invalid("data.use_multiple_dataloader", "needs several data sets in data.train")
     if any(each.weight is not None for each in data.train):
-        raise Invalid("data.use_multiple_dataloader", "each set has its turn, and a set of data.train has a weight")
+        raise Invalid("data.use_multiple_dataloader", "sets take turns, but a set of data.train has a weight")
     if data.chooser is not None:
         check_dotted_path("data.custom_dataloader", data.chooser)
         return
@@ -261,18 +261,18 @@ def sets_are_drawn_from(config: Config) -> None:
         raise Invalid(key, "required with data.use_multiple_dataloader")
     per_step = config.rollout_section.num_prompts_per_step
     if per_step % num_prompts:
-        raise Invalid(key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is no multiple of {num_prompts}")
+        raise Invalid(key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is not a multiple of {num_prompts}")
 
 
 def conversations_have_turns(config: Config) -> None:
-    """An environment that answers must be listened to."""
+    """Check that there is more than one turn if the environment replies."""
     for chosen in config.environments:
         if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
             continue
         if config.rollout_section.max_rollout_turns == 1:
             raise Invalid(
                 f"{config.algorithm}.max_rollout_turns",
-                f"1, but {chosen} answers, and the policy needs a turn after that",
+                f"1, but {chosen} replies, and the policy needs another turn after that",
             )
 
 

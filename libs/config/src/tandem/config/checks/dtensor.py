@@ -13,7 +13,7 @@ _PLAN = "policy.dtensor_cfg.custom_parallel_plan"
 
 
 def ranks_share_heads(config: Config) -> None:
-    """There is a plan for the model's architecture, and each rank gets whole heads, as many as the others."""
+    """Check that the architecture has a plan, and that each rank gets the same number of whole heads."""
     settings = config.policy.dtensor_cfg
     ranks = settings.tensor_parallel_size
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
@@ -31,7 +31,7 @@ def ranks_share_heads(config: Config) -> None:
 
 
 def a_plan_has_ranks(config: Config) -> None:
-    """A tensor-parallel plan that no rank would follow is a mistake."""
+    """Check that a tensor-parallel plan has more than one rank to follow it."""
     settings = config.policy.dtensor_cfg
     plan = settings.custom_parallel_plan
     if config.policy.megatron_cfg.enabled or plan is None:

@@ -11,11 +11,13 @@ from tandem.config.schema import Config
 
 
 def vllm_takes_its_arguments(config: Config) -> None:
-    """Names are checked where vLLM is installed: its engine would refuse them once everything has started."""
+    """Check vLLM's arguments by name if vLLM is installed: its engine would refuse them only after everything has
+    started."""
     generation = config.policy.generation
     if generation.backend != "vllm":
         return
-    given = {name: value for name, value in generation.vllm_kwargs.items() if name not in NOT_BUILT}  # said elsewhere
+    # What is not built is reported elsewhere.
+    given = {name: value for name, value in generation.vllm_kwargs.items() if name not in NOT_BUILT}
     found = complaint(given)
     if found is not None:
         raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
@@ -28,7 +30,7 @@ def vllm_takes_its_arguments(config: Config) -> None:
 
 
 def vllm_can_be_refitted(config: Config) -> None:
-    """Weights are written in place in the families whose parameters are known, as far as it is known here which one."""
+    """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
     model_type = (model_config(config.policy) or {}).get("model_type")
     if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED):
         raise Invalid(
@@ -38,14 +40,14 @@ def vllm_can_be_refitted(config: Config) -> None:
 
 
 def prompts_move_where_engines_are_async(config: Config) -> None:
-    """Prompts that move change what an engine computes together, and with it the last bits of a run."""
+    """Check that prompts move between engines only if these are asynchronous: moves change the last bits of a run."""
     generation = config.policy.generation
     if generation.generation_timeout is not None and not generation.is_async:
         raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
 def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
-    """All samples of a group come from one engine, which keeps them until they are trained on."""
+    """Check that an engine can store all samples of a group, which it keeps until they are trained on."""
     most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
     longest = config.policy.max_total_sequence_length
     if most < num_samples * longest:
@@ -57,7 +59,7 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
 
 
 def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
-    """What takes turns with training cannot go on beside it."""
+    """Check that asynchronous training has engines on devices of their own: colocated engines cannot run beside it."""
     if config.max_trajectory_age_steps and config.takes_turns:
         raise Invalid(
             f"{config.algorithm}.async_grpo.enabled",

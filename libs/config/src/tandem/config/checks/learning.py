@@ -1,4 +1,4 @@
-"""Rules of what algorithms that roll out learn: rewards and advantages."""
+"""Rules for rewards and advantages, in algorithms that roll out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.config.schema import Config
 
 
 def leaving_one_out_leaves_one(config: Config) -> None:
-    """The leave-one-out baseline of a group of one is the mean of nothing."""
+    """Check that groups have at least two samples for the leave-one-out baseline."""
     estimator = config.grpo.adv_estimator
     leaves_out = estimator.name not in ("reinforce_plus_plus", "opd") and estimator.use_leave_one_out_baseline
     if leaves_out and config.grpo.num_generations_per_prompt < 2:
@@ -19,7 +19,7 @@ def leaving_one_out_leaves_one(config: Config) -> None:
 
 
 def samples_differ(config: Config) -> None:
-    """GRPO compares the samples of a group, so they must be drawn, not taken greedily."""
+    """Check that samples are drawn at random, not greedily: GRPO compares the samples of a group."""
     if config.policy.generation.temperature == 0 and not config.evaluates:
         title = config.declaration.title
         raise Invalid(
@@ -28,7 +28,7 @@ def samples_differ(config: Config) -> None:
 
 
 def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
-    """The rewards of a group of one never differ."""
+    """Check that groups have at least two samples for dynamic sampling: the rewards of one never differ."""
     section, name = config.rollout_section, config.algorithm
     if section.use_dynamic_sampling and section.num_generations_per_prompt < 2:
         raise Invalid(
@@ -38,7 +38,7 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
 
 
 def components_have_no_length(config: Config) -> None:
-    """What is shaped is the sum, and GDPO does not look at it."""
+    """Check that GDPO runs without reward shaping, which changes only the sum of the components."""
     if config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
         raise Invalid(
             "grpo.reward_shaping.enabled",
@@ -47,7 +47,7 @@ def components_have_no_length(config: Config) -> None:
 
 
 def rewards_can_be_shaped(config: Config) -> None:
-    """Shaping needs to know which lengths it is about."""
+    """Check that reward shaping has the lengths that it needs."""
     shaping, key = config.rollout_section.reward_shaping, f"{config.algorithm}.reward_shaping"
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
@@ -60,7 +60,7 @@ def rewards_can_be_shaped(config: Config) -> None:
 
 
 def rewards_can_be_scaled(config: Config) -> None:
-    """An interval has two ends."""
+    """Check that the interval of reward scaling is not empty."""
     scaling, key = config.rollout_section.reward_scaling, f"{config.algorithm}.reward_scaling"
     if scaling.enabled and scaling.source_max <= scaling.source_min:
         raise Invalid(
@@ -70,7 +70,7 @@ def rewards_can_be_scaled(config: Config) -> None:
 
 
 def advantages_have_bounds(config: Config) -> None:
-    """One bound is not beyond the other."""
+    """Check that the lower bound of advantages is below the upper one."""
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low >= high:
         raise Invalid("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")

@@ -1,4 +1,4 @@
-"""Rules of the loss: options that contradict each other."""
+"""Rules for the loss: options that contradict each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tandem.config.schema.columns import BUILT_IN, TAKEN, Column
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Two options of ``loss_fn`` that cannot both have such values."""
+    """Two options of ``loss_fn`` with values that exclude each other."""
 
     key: str
-    """Set to something other than false or null ..."""
+    """The option which, if neither false nor null, needs the other."""
     other: str
-    """... it needs this key ..."""
+    """The other option."""
     needed: bool | None
-    """... to be that."""
+    """The value that the other option must have."""
     why: str
 
 
@@ -44,7 +44,7 @@ _HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampl
 
 
 def the_loss_is_named(config: Config) -> None:
-    """Arguments are those of a class of the user's."""
+    """Check that loss arguments come with a custom loss class."""
     loss = config.loss_fn
     if loss.class_path is not None:
         check_dotted_path("loss_fn.class", loss.class_path)
@@ -53,21 +53,22 @@ def the_loss_is_named(config: Config) -> None:
 
 
 def columns_have_a_source(config: Config) -> None:
-    """What is built in comes from one place; engines, the coordinator and scores are those of rollouts."""
+    """Check that each loss input has a source that exists; engines, coordinator and environments exist only in
+    rollouts."""
     loss, key = config.loss_fn, "loss_fn.columns"
     if loss.columns and loss.class_path is None:
         raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
     for name, column in loss.columns.items():
         known = BUILT_IN.get(name)
         if known is not None and column != LossColumn(source=known.source):
-            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and it has no other fill")
+            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and its fill is fixed")
         if known is None and column.source in ("engine", "coordinator", "trainer"):
             names = [each.name for each in BUILT_IN.values() if each.source == column.source]
-            which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
+            which = f"{column.source} has {', '.join(names)}, but no {name}{nearest(name, names)}"
             raise Invalid(f"{key}.{name}.source", which)
         if known is None and (not name.isidentifier() or name in TAKEN):
             raise Invalid(key, f"{shown(name)} cannot be the name of a column")
-        missing = {"value": "no value model", "teacher": "no teacher", "trainer": "nothing that trainers make"}.get(
+        missing = {"value": "no value model", "teacher": "no teacher", "trainer": "no columns from trainers"}.get(
             column.source
         )
         if missing is not None and column.source not in {each.source for each in _declared(config)}:
@@ -77,13 +78,13 @@ def columns_have_a_source(config: Config) -> None:
 
 
 def _declared(config: Config) -> Iterator[Column]:
-    """Yield what the algorithm's own losses read."""
+    """Yield the loss inputs that the algorithm's own losses read."""
     declared = (column for training in config.declaration.trainings for column in training.columns)
     return (column for column in declared if column.is_read(config, config.num_optimizer_steps))
 
 
 def options_agree(config: Config) -> None:
-    """The options make one loss."""
+    """Check that the loss options do not contradict each other."""
     for conflict in _CONFLICTS:
         value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
         if value and other != conflict.needed:
@@ -94,7 +95,7 @@ def options_agree(config: Config) -> None:
 
 
 def importance_weights_have_bounds(config: Config) -> None:
-    """A way to truncate weights goes with the bounds that it needs, and bounds with a way."""
+    """Check that truncated importance weights have the bounds that they need, and that bounds have a use."""
     loss = config.loss_fn
     kind = loss.truncated_importance_sampling_type
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
@@ -113,7 +114,7 @@ def importance_weights_have_bounds(config: Config) -> None:
 
 
 def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
-    """Of the estimators only Reinforce++, and PPO's, have rewards by token."""
+    """Check that a KL penalty in the reward has an estimator with token rewards: Reinforce++ or PPO's."""
     if not config.loss_fn.use_kl_in_reward:
         return
     estimator = config.rollout_section.group_estimator
@@ -128,7 +129,7 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
 
 
 def forced_ratios_are_true(config: Config) -> None:
-    """After one optimizer step the policy in training is no longer the one before."""
+    """Check that a ratio is forced only with one optimizer step: after it, the policy differs from the one before."""
     batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
     if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
         name, times = config.algorithm, f", and it passes over it {passes} times" if passes > 1 else ""
@@ -143,7 +144,7 @@ RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
 
 
 def the_reference_is_read_or_skipped(config: Config) -> None:
-    """NeMo-RL lets a run leave out what nothing reads; what the loss reads cannot be left out."""
+    """Check that the reference's log-probabilities are skipped only if the loss does not read them, as in NeMo-RL."""
     penalty, name = config.loss_fn.reference_policy_kl_penalty, config.algorithm
     if getattr(config, name).skip_reference_policy_logprobs_calculation and penalty > 0:
         raise Invalid(

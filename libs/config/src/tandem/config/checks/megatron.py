@@ -16,7 +16,7 @@ OPTIMIZERS = ("adam", "sgd")
 
 
 def the_architecture_is_megatrons(config: Config) -> None:
-    """Megatron-Core has the layers of some families, where a ``config.json`` says on this machine which it is."""
+    """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
     model_type = (model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *MEGATRON):
         known = ", ".join(MEGATRON)
@@ -24,7 +24,7 @@ def the_architecture_is_megatrons(config: Config) -> None:
 
 
 def rates_are_in_order(config: Config) -> None:
-    """The learning rate starts and ends no higher than its highest."""
+    """Check that the learning rate neither starts nor ends above its maximum."""
     megatron = config.policy.megatron_cfg
     highest = megatron.optimizer.get("lr")
     if highest is None:
@@ -39,7 +39,7 @@ def rates_are_in_order(config: Config) -> None:
 
 
 def the_decay_outlasts_the_warmup(config: Config) -> None:
-    """The steps of the decay are counted from the first step, those of the warm-up among them."""
+    """Check that the decay ends after the warm-up; both are counted from the first step."""
     scheduler = config.policy.megatron_cfg.scheduler
     if scheduler.lr_decay_iters is not None and scheduler.lr_decay_iters <= scheduler.lr_warmup_iters:
         raise Invalid(
@@ -51,7 +51,7 @@ def the_decay_outlasts_the_warmup(config: Config) -> None:
 
 
 def a_constant_weight_decay_is_constant(config: Config) -> None:
-    """Megatron-Core's schedule stops on two different ends of what does not change."""
+    """Check that a constant weight decay has equal ends, which Megatron-Core's schedule asserts."""
     scheduler = config.policy.megatron_cfg.scheduler
     decay = config.policy.megatron_cfg.optimizer.get("weight_decay", 0.01)
     start = decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
@@ -64,7 +64,7 @@ def a_constant_weight_decay_is_constant(config: Config) -> None:
 
 
 def stages_are_interleaved_over_several_ranks(config: Config) -> None:
-    """Virtual stages are stretches of layers of each of several pipeline ranks."""
+    """Check that virtual stages come with several pipeline ranks: they interleave the layers of these."""
     megatron = config.policy.megatron_cfg
     virtual = megatron.virtual_pipeline_model_parallel_size
     if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
@@ -75,26 +75,26 @@ def stages_are_interleaved_over_several_ranks(config: Config) -> None:
 
 
 def stages_speak_one_type(config: Config) -> None:
-    """A stage reads what it receives as `pipeline_dtype`, whatever the other one sent."""
+    """Check that `pipeline_dtype` is the policy's precision: a stage reads what it receives as that type."""
     dtype = config.policy.megatron_cfg.pipeline_dtype
     if dtype not in (None, config.policy.precision):
         raise Invalid(f"{KEY}.pipeline_dtype", f"{dtype} is not policy.precision ({config.policy.precision}), nor null")
 
 
 def the_optimizer_keeps_the_precision(config: Config) -> None:
-    """float16 needs a loss scale, which nothing here has; `bf16` follows the policy."""
+    """Check that the optimizer follows the policy's precision: float16 would need a loss scale, which is not built."""
     if config.policy.megatron_cfg.optimizer.get("fp16"):
         raise Invalid(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
 
 
 def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
-    """By name; and whose state can be saved; and what only its precision-aware one keeps in fewer bits."""
+    """Check the optimizer's name, whether its state can be saved, and options that only the precision-aware one has."""
     given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
     name = given.get("optimizer", "adam")
     if name not in OPTIMIZERS:
         raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
     if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
-        raise Invalid(f"{key}.optimizer_cpu_offload", "true, but that state cannot be saved (checkpointing.enabled)")
+        raise Invalid(f"{key}.optimizer_cpu_offload", "true, but its state cannot be saved (checkpointing.enabled)")
     aware = "use_precision_aware_optimizer"
     if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
         raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
@@ -104,7 +104,7 @@ def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
 
 
 def the_optimizer_shards(config: Config) -> None:
-    """Megatron's FSDP lays parameters out in a way that the weight plane does not know."""
+    """Check that Megatron's FSDP is off: the weight plane does not know its layout of parameters."""
     given = config.policy.megatron_cfg.distributed_data_parallel_config
     for name in ("use_custom_fsdp", "use_megatron_fsdp"):
         if given.get(name):
@@ -115,7 +115,7 @@ def the_optimizer_shards(config: Config) -> None:
 
 
 def recomputation_is_whole(config: Config) -> None:
-    """What `recompute_granularity` needs beside it, by Megatron-Core's own rules."""
+    """Check that `recompute_granularity` has the options that Megatron-Core requires with it."""
     given = config.policy.megatron_cfg.forwarded
     granularity, layers = given.get("recompute_granularity"), given.get("recompute_num_layers")
     if granularity is None:
@@ -131,11 +131,11 @@ def recomputation_is_whole(config: Config) -> None:
 
 
 def environment_variables_are_texts(config: Config) -> None:
-    """By names that a shell would take; numbers are written out."""
+    """Check that environment variables have valid names, and text or numbers as values."""
     problems = Problems()
     for name, value in (config.policy.megatron_cfg.env_vars or {}).items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            problems.found.append(Invalid(f"{KEY}.env_vars", f"{shown(name)} is no name of an environment variable"))
+            problems.found.append(Invalid(f"{KEY}.env_vars", f"{shown(name)} is not a valid name of a variable"))
         elif isinstance(value, bool) or not isinstance(value, str | int | float):
             problems.found.append(Invalid(f"{KEY}.env_vars.{name}", f"expected text or a number, got {shown(value)}"))
         elif "\0" in str(value):
@@ -144,7 +144,7 @@ def environment_variables_are_texts(config: Config) -> None:
 
 
 def _enabled(rule: Rule) -> Rule:
-    """Return a rule that holds only where Megatron-Core trains."""
+    """Return a rule that applies only if Megatron-Core trains."""
 
     def checked(config: Config) -> None:
         if config.policy.megatron_cfg.enabled:

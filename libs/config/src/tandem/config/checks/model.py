@@ -14,7 +14,7 @@ from tandem.config.schema import Config
 
 
 def a_backend_is_enabled(config: Config) -> None:
-    """Megatron-Core wins over FSDP2, but one of them must train."""
+    """Check that a backend is enabled; if both are, Megatron-Core takes precedence over FSDP2."""
     if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
         raise Invalid(
             "policy.dtensor_cfg.enabled", "false, and policy.megatron_cfg.enabled is false too: nothing can train"
@@ -22,13 +22,13 @@ def a_backend_is_enabled(config: Config) -> None:
 
 
 def an_optimizer_is_named(config: Config) -> None:
-    """Only Megatron-Core brings an optimizer of its own."""
+    """Check that an optimizer is named, unless Megatron-Core brings its own."""
     if config.policy.optimizer is None and not config.policy.megatron_cfg.enabled:
         raise Invalid("policy.optimizer", "null, but policy.dtensor_cfg needs an optimizer")
 
 
 def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
-    """Their names and arguments, where they are classes of torch."""
+    """Check the names and arguments of optimizer and schedules, as far as they are torch classes."""
     policy, problems = config.policy, Problems()
     if policy.megatron_cfg.enabled:
         return
@@ -43,7 +43,7 @@ def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
 
 
 def schedules_have_milestones_between(config: Config) -> None:
-    """Schedules follow each other at the milestones, as in `torch.optim.lr_scheduler.SequentialLR`."""
+    """Check the milestones between consecutive schedules, as in `torch.optim.lr_scheduler.SequentialLR`."""
     entries = config.policy.scheduler
     for index, entry in enumerate(entries):
         if (entry.name is None) == (entry.milestones is None):
@@ -63,7 +63,7 @@ def schedules_have_milestones_between(config: Config) -> None:
 
 
 def the_new_model_is_described(config: Config) -> None:
-    """A new model needs an architecture, and each character one token."""
+    """Check that a new model has an architecture, and that its characters are distinct."""
     new = config.policy.new_model
     if new is None:
         return
@@ -71,16 +71,16 @@ def the_new_model_is_described(config: Config) -> None:
         raise Invalid("policy.new_model.config.model_type", "required: the Hugging Face model type, such as qwen3")
     doubled = sorted({character for character in new.characters if new.characters.count(character) > 1})
     if doubled:
-        raise Invalid("policy.new_model.characters", f"{shown(doubled[0])} is there more than once")
+        raise Invalid("policy.new_model.characters", f"{shown(doubled[0])} appears more than once")
 
 
 def the_new_model_has_fields_of_its_type(config: Config) -> None:
-    """transformers takes any field, and makes nothing of one that is misspelt."""
+    """Check the fields of a new model: Transformers accepts any name and ignores a misspelt one."""
     new = config.policy.new_model
     if new is None:
         return
     model_type = new.config["model_type"]
-    fields = model_fields(model_type)  # none of a type that does not exist: making the model says so
+    fields = model_fields(model_type)  # empty for an unknown type, which is reported when the model is made
     unknown = next((field for field in new.config if fields and field not in fields), None)
     if unknown is not None:
         raise Invalid(
@@ -90,7 +90,7 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
 
 
 def overrides_are_fields_of_the_model(config: Config) -> None:
-    """transformers takes any field, and makes nothing of one that is misspelt; another type is another model."""
+    """Check overridden fields: Transformers accepts any name and ignores a misspelt one; the type cannot change."""
     held = config.declaration.holds(config)
     for name in ("policy", "value", "teacher"):
         settings, key = getattr(config, name), f"{name}.hf_config_overrides"
@@ -99,14 +99,14 @@ def overrides_are_fields_of_the_model(config: Config) -> None:
         model_type = (model_config(settings) or {}).get("model_type")
         for field in settings.hf_config_overrides or {}:
             if field == "model_type":
-                raise Invalid(f"{key}.{field}", "the kind of model is that of its weights")
-            fields = model_fields(str(model_type))  # none where the type is not known here
+                raise Invalid(f"{key}.{field}", "the model type cannot be overridden: it comes with the weights")
+            fields = model_fields(str(model_type))  # empty where the type is not known here
             if fields and field not in fields:
                 raise Invalid(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
 
 
 def sequences_fit_the_model(config: Config) -> None:
-    """Beyond the positions that it was made for a model knows nothing, and some have no more."""
+    """Check that sequences fit into the positions that the model was made for."""
     longest, positions = config.policy.max_total_sequence_length, max_positions(config.policy)
     if positions is not None and longest > positions:
         raise Invalid(

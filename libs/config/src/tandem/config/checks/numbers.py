@@ -1,4 +1,4 @@
-"""Rules of numbers, wherever they stand: float32, in which the run computes, must carry them."""
+"""Rules for all numbers: float32, in which the run computes, must be able to carry them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.config.problem import Invalid
 from tandem.config.schema import Config
 
 SMALLEST = 1e-30
-"""Nothing is divided by less: a logit of a million over it is 1e36, and float32 ends at 3.4e38."""
+"""Smallest divisor: a logit of a million divided by it is 1e36, and float32 ends at 3.4e38."""
 
 
 def float32_carries_numbers(config: Config) -> None:
-    """A learning rate of 1e300 or a temperature of 1e-300 makes infinite numbers of finite ones."""
+    """Check that no number would overflow: learning rates of 1e300 or temperatures of 1e-300 produce infinities."""
     for key, number in _numbers("", config):
         if abs(number) > LARGEST:
             raise Invalid(key, f"{number:g} must be from {-LARGEST:g} to {LARGEST:g}: the run computes in float32")
@@ -25,7 +25,7 @@ def float32_carries_numbers(config: Config) -> None:
 
 
 def _numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
-    """Yield all floating-point numbers in a value, by their keys."""
+    """Yield all floating-point numbers in a value, with their keys."""
     if isinstance(value, float):
         yield key, value
     elif isinstance(value, msgspec.Struct):

@@ -13,7 +13,7 @@ MEGATRON = "policy.megatron_cfg"
 
 
 def trainers_make_whole_replicas(config: Config) -> None:
-    """The trainers are a whole number of copies of the model."""
+    """Check that the trainers form a whole number of model replicas."""
     trainers, each = config.cluster.trainers, config.policy.model_parallel_size
     if trainers % each:
         raise Invalid(
@@ -22,7 +22,7 @@ def trainers_make_whole_replicas(config: Config) -> None:
 
 
 def factors(model: Model, name: str = "policy") -> str:
-    """Say which sizes, of a model's section of this name, decide how many trainers share a copy of it."""
+    """Return the sizes in a model's section, named `name`, that multiply to the number of trainers per replica."""
     if model.megatron_cfg.enabled:
         section: msgspec.Struct = model.megatron_cfg
         keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
@@ -35,7 +35,7 @@ def factors(model: Model, name: str = "policy") -> str:
 
 
 def layers_make_even_stages(config: Config) -> None:
-    """Each pipeline stage, and each virtual one, has as many layers as the next; the first and last as is said."""
+    """Check that all pipeline stages and virtual stages have equally many layers, except a given first and last."""
     megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
     if not megatron.enabled or layers is None:
         return
@@ -49,13 +49,13 @@ def layers_make_even_stages(config: Config) -> None:
         times = f" of {virtual} virtual stages each" if virtual > 1 else ""
         raise Invalid(
             f"{MEGATRON}.pipeline_model_parallel_size",
-            f"{layers} layers make no {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
+            f"{layers} layers do not make {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage make the ends different",
         )
 
 
 def heads_are_shared_out(config: Config) -> None:
-    """A tensor-parallel rank has whole heads; keys and values may be there several times."""
+    """Check that a tensor-parallel rank gets whole heads; key and value heads may be replicated."""
     megatron, sizes = config.policy.megatron_cfg, model_sizes(config.policy)
     if not megatron.enabled:
         return
@@ -70,7 +70,7 @@ def heads_are_shared_out(config: Config) -> None:
 
 
 def experts_are_shared_out(config: Config) -> None:
-    """Experts are spread over ranks of one pipeline stage, as many over each."""
+    """Check that experts are spread evenly over the ranks of one pipeline stage."""
     megatron, experts = config.policy.megatron_cfg, model_sizes(config.policy).num_experts
     if not megatron.enabled:
         return

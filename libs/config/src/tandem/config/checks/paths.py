@@ -1,4 +1,4 @@
-"""Rules for the names of files and folders; whether they exist is looked at later."""
+"""Rules for the names of files and folders; whether they exist is checked later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.config.schema import Config
 
 
 def why_no_path(path: str | Path) -> str | None:
-    """Say why there can be no file or folder of that name; None if there can."""
+    """Return why no file or folder can have this name; None if one can."""
     try:
         Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -23,7 +23,7 @@ def why_no_path(path: str | Path) -> str | None:
 
 
 def paths_are_paths(config: Config) -> None:
-    """A name that is too long for the file system, say, is none."""
+    """Check that paths are valid, and not too long for the file system, for example."""
     data, problems = config.data, Problems()
     paths = {
         "policy.model_name": config.policy.model_name,

@@ -1,4 +1,4 @@
-"""Rules for models with processes of their own: the run holds them, and these make whole replicas."""
+"""Rules for models with processes of their own: the run uses them, and they form whole replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY = "cluster.processes_of"
 
 
 def the_models_are_held(config: Config) -> None:
-    """Nobody starts processes for a model that the run does not have; one without any step has the policy alone."""
+    """Check that processes are given only to models of the run; a run without steps has the policy alone."""
     held = config.declaration.holds(config)
     for model in ProcessesOf.__struct_fields__:
         num = getattr(config.cluster.processes_of, model)
@@ -22,7 +22,7 @@ def the_models_are_held(config: Config) -> None:
 
 
 def the_reference_stands_alone(config: Config) -> None:
-    """What it says must not need anything of the policy's processes."""
+    """Check that the reference does not depend on the policy's processes."""
     num = config.processes_of.get("reference")
     if num is None:
         return
@@ -30,12 +30,12 @@ def the_reference_stands_alone(config: Config) -> None:
         raise Invalid(f"{KEY}.reference", f"{num}, but policy trains adapters: without them it is its own reference")
     if config.policy.router_replay.enabled:
         raise Invalid(
-            f"{KEY}.reference", f"{num}, but policy.router_replay.enabled is true: what is replayed is with the policy"
+            f"{KEY}.reference", f"{num}, but policy.router_replay.enabled is true: the policy has the recorded experts"
         )
 
 
 def the_processes_make_whole_replicas(config: Config) -> None:
-    """The processes of each model are a whole number of copies of it."""
+    """Check that the processes of each model form a whole number of replicas."""
     for model, num in config.processes_of.items():
         if model == "policy" or (model == "value" and config.value is None):
             continue
@@ -46,7 +46,7 @@ def the_processes_make_whole_replicas(config: Config) -> None:
 
 
 def teachers_have_stages_on_megatron_core(config: Config) -> None:
-    """FSDP2 has no pipeline."""
+    """Check that teachers with pipeline stages use Megatron-Core, since FSDP2 has no pipeline."""
     routes = config.routes
     if routes is None or not routes.non_colocated_teachers.enabled or config.teacher is not None:
         return
@@ -54,12 +54,12 @@ def teachers_have_stages_on_megatron_core(config: Config) -> None:
     if stages > 1 and not config.policy.megatron_cfg.enabled:
         raise Invalid(
             "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
-            f"{stages}, but policy.megatron_cfg.enabled is false, and the teachers are like the policy",
+            f"{stages}, but policy.megatron_cfg.enabled is false, and teachers use the policy's backend",
         )
 
 
 def there_are_gpus_for_all(config: Config) -> None:
-    """Two trainers do not share a GPU."""
+    """Check that no two trainers share a GPU."""
     cluster = config.cluster
     there, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
     if beside and 1 < there < config.num_trainers:

@@ -9,7 +9,7 @@ from tandem.config.schema import Config, Environment
 
 
 def check_reward_model(name: str, entry: Environment) -> None:
-    """Raise `Invalid` if what is said of a reward model lacks the model, or asks for what is not built."""
+    """Raise `Invalid` if the settings of a reward model lack the model or ask for something that is not built."""
     key = f"env.{name}"
     if entry.model_name is None:
         raise Invalid(f"{key}.model_name", "required: the folder of a sequence classifier")
@@ -28,14 +28,14 @@ def check_reward_model(name: str, entry: Environment) -> None:
 
 
 def the_reward_model_is_enabled(config: Config) -> None:
-    """One that scores samples must not be switched off."""
+    """Check that a reward model that scores samples is enabled."""
     for name, entry in config.reward_models.items():
         if not entry.enabled:
             raise Invalid(f"env.{name}.enabled", "false, but the environment scores samples")
 
 
 def reward_models_leave_gpus(config: Config) -> None:
-    """GPUs that are set aside for reward models are some of the node's, and leave one to training."""
+    """Check that the GPUs reserved for reward models exist, and that they leave one for training."""
     aside, there = gpus_of_reward_models(config), config.cluster.gpus_per_node
     if aside >= max(1, there):
         name = next(iter(config.reward_models))

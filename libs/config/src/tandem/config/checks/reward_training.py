@@ -1,4 +1,4 @@
-"""Rules of the training of a reward model."""
+"""Rules for training a reward model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tandem.config.schema import Config
 
 
 def it_gives_scores(config: Config) -> None:
-    """Pairs are compared by a number of each response; a value of each token is another thing."""
+    """Check that a reward model gives one score per response, by which pairs are compared."""
     kind = config.policy.reward_model_cfg.reward_model_type
     if kind != "bradley_terry":
         raise Invalid(
             "policy.reward_model_cfg.reward_model_type",
-            f"{kind}, but what is learned from pairs is bradley_terry",
+            f"{kind}, but training on pairs needs bradley_terry",
         )
 
 
 def megatron_knows_the_end(config: Config) -> None:
-    """Its schedules are stretched over the run, whose length is not known where epochs alone end it."""
+    """Check that the number of steps is known if Megatron-Core's schedules are stretched over the run."""
     scheduler = config.policy.megatron_cfg.scheduler
     if not config.policy.megatron_cfg.enabled or config.algorithm_section.max_num_steps >= 0:
         return
@@ -26,7 +26,7 @@ def megatron_knows_the_end(config: Config) -> None:
     if changes or scheduler.weight_decay_incr_style != "constant":
         raise Invalid(
             f"{config.algorithm}.max_num_steps",
-            "-1, but policy.megatron_cfg.scheduler goes by the number of steps: give it, or lr_decay_iters, and a "
+            "-1, but policy.megatron_cfg.scheduler depends on the number of steps: set it, or set lr_decay_iters and a "
             "constant weight_decay_incr_style",
         )
 

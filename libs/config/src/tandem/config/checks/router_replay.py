@@ -1,4 +1,4 @@
-"""Rules for rollout routing replay: somebody says where tokens went, and somebody can send them there."""
+"""Rules for rollout routing replay: engines must record experts that trainers can use."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tandem.config.schema import Config
 
 KEY = "policy.router_replay.enabled"
 ROUTERS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
-"""Architectures of transformers, by ``model_type``, whose routers choose as `tandem.common.routers` expects."""
+"""Architectures in Transformers, by ``model_type``, with routers that choose as `tandem.common.routers` expects."""
 _MOST_BYTES = 2**28
-"""Of the experts of one sample: a trainer takes no larger array."""
+"""Most bytes of recorded experts per sample: trainers accept no larger array."""
 
 
 def routing_can_be_replayed(config: Config) -> None:
-    """The model has experts, an engine makes the samples, and both know the model's routers."""
+    """Check that the model has experts, that an engine generates, and that both sides know the model's routers."""
     policy = config.policy
     if not policy.router_replay.enabled:
         return
     if not config.declaration.rolls_out:
-        raise Invalid(KEY, f"true, but no engine makes what {config.declaration.title} trains on")
+        raise Invalid(KEY, f"true, but no engine generates what {config.declaration.title} trains on")
     model = model_config(policy)
-    if model is None:  # refused before a run starts
+    if model is None:  # refused later, before the run starts
         return
     model_type = model.get("model_type")
     experts = expert_sizes(model)
@@ -34,7 +34,7 @@ def routing_can_be_replayed(config: Config) -> None:
         (f"policy.generation.backend {backend}", backend != "transformers"),
     ):
         if not knows_all and model_type not in ROUTERS:
-            raise Invalid(KEY, f"true, but {what} can do so with {', '.join(ROUTERS)}, not with {model_type}")
+            raise Invalid(KEY, f"true, but {what} supports {', '.join(ROUTERS)}, not {model_type}")
     longest = policy.max_total_sequence_length
     if longest * experts.num_bytes > _MOST_BYTES:
         raise Invalid(
@@ -45,7 +45,8 @@ def routing_can_be_replayed(config: Config) -> None:
 
 
 def megatron_can_be_given_experts(config: Config) -> None:
-    """Sinkhorn's assignment of all tokens at once cannot, and a layer's experts by themselves know no micro-batch."""
+    """Check Megatron-Core's options: Sinkhorn assigns all tokens at once, and recomputed experts know no
+    micro-batch."""
     megatron = config.policy.megatron_cfg
     if not (config.policy.router_replay.enabled and megatron.enabled):
         return
@@ -55,7 +56,7 @@ def megatron_can_be_given_experts(config: Config) -> None:
         raise Invalid(
             KEY,
             "true, but policy.megatron_cfg.recompute_modules has moe, and with pipeline_model_parallel_size above 1 "
-            "it would be recomputed with the experts of another micro-batch; recompute_granularity: full is not",
+            "it would be recomputed with the experts of another micro-batch: use recompute_granularity: full",
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules of a configuration: what one is, and which algorithms it holds for."""
+"""The type of rules, and the algorithms that a rule applies to."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
 
 Rule = Callable[[Config], None]
-"""Raises `Invalid` if the configuration breaks it."""
+"""A check that raises `Invalid` if the configuration breaks it."""
 
 
 def where_it_rolls_out(*rules: Rule) -> tuple[Rule, ...]:
-    """Return the rules as those of algorithms that roll out."""
+    """Restrict rules to algorithms that roll out."""
     return tuple(_of(rule, rolls_out=True) for rule in rules)
 
 
 def over_a_data_set(*rules: Rule) -> tuple[Rule, ...]:
-    """Return the rules as those of algorithms over data sets."""
+    """Restrict rules to algorithms over data sets."""
     return tuple(_of(rule, rolls_out=False) for rule in rules)
 
 
 def check_dotted_path(key: str, path: str) -> None:
-    """Raise `Invalid` if what should name a class cannot."""
+    """Raise `Invalid` if a path cannot name a class."""
     if not re.fullmatch(r"\w+(\.\w+)+", path):
         raise Invalid(key, f"{shown(path)} is not a dotted path, such as package.Class")
 

@@ -13,7 +13,7 @@ NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation i
 
 
 def checkpoints_can_be_ranked(config: Config) -> None:
-    """The metric that ranks checkpoints must be measured."""
+    """Check that the metric that ranks checkpoints is measured."""
     if not config.checkpointing.enabled or config.checkpointing.keep_top_k is None:
         return
     metric = config.checkpointing.metric_name
@@ -30,13 +30,13 @@ def checkpoints_can_be_ranked(config: Config) -> None:
 
 
 def _of_one_set(config: Config) -> list[str]:
-    """Return the metrics of each of several validation sets."""
+    """Return the metrics of each single validation set, if there are several."""
     of_validation = [name.removeprefix("val_") for name in config.declaration.metrics if name.startswith("val_")]
     return [f"val_{each}/{name}" for each in config.data.validation_names for name in of_validation]
 
 
 def there_is_something_to_validate_on(config: Config) -> None:
-    """A run that only validates needs something for it, and what is given is used."""
+    """Check that a run that only validates has something to validate on, and that validation data is used."""
     data, key = config.data, "data.num_validation"
     if data.num_validation != 0:
         return
@@ -48,7 +48,7 @@ def there_is_something_to_validate_on(config: Config) -> None:
 
 
 def the_prerequisite_exists(config: Config) -> None:
-    """The configuration of the earlier run must be there before anything starts."""
+    """Check that the configuration of the earlier run exists."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
         raise Invalid("prerequisite", f"there is no file {config.prerequisite}")
 

@@ -1,4 +1,4 @@
-"""Rules of distillation: what a teacher must have in common with the policy and with its ranks."""
+"""Rules for distillation: what a teacher must share with the policy and its ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TRAINING = (
     "scheduler",
     "max_grad_norm",
 )
-"""Keys of a model that nobody reads of one that is not trained."""
+"""Training keys, which are not read of a model that is not trained."""
 
 
 def there_is_a_teacher(config: Config) -> None:
-    """The algorithm holds one."""
+    """Check that there is a teacher."""
     if config.teacher is None and not config.teachers and config.routes is None:
         raise Invalid("teacher", f"null, but {config.declaration.title} needs a model to learn from")
 
 
 def one_backend_holds_both(config: Config) -> None:
-    """Ranks are arranged by one of them, unless the teacher has some of its own."""
+    """Check that teacher and policy use the same backend, which arranges their ranks, unless they share none."""
     teacher = None if "teacher" in config.processes_of else config.teacher
     if teacher is not None and teacher.megatron_cfg.enabled != config.policy.megatron_cfg.enabled:
         value = str(teacher.megatron_cfg.enabled).lower()
@@ -34,19 +34,19 @@ def one_backend_holds_both(config: Config) -> None:
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Each rank has the same sequences for both."""
+    """Check that sequences have the same limit for both, since each rank has the same sequences."""
     if config.teacher is not None:
         check_same_tokens(config, "teacher", ("max_total_sequence_length",))
 
 
 def its_section_is_whole(config: Config) -> None:
-    """What holds of a policy's section holds of its own, but for what trains it."""
+    """Check the teacher's section by the rules for the policy's, except the keys of training."""
     if config.teacher is not None:
         check_section(config, "teacher", {name: getattr(config.policy, name) for name in _TRAINING})
 
 
 def it_has_the_tokens_of_the_policy(config: Config) -> None:
-    """What it says of a token is said of the policy's token of that number."""
+    """Check that teacher and policy have the same vocabulary, since token ids are compared."""
     for key, teacher in config.teacher_sections.items():
         own, policys = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
         if own is not None and policys is not None and own != policys:
@@ -63,7 +63,7 @@ def it_has_the_tokens_of_the_policy(config: Config) -> None:
 
 
 def several_have_names(config: Config) -> None:
-    """Each sample finds its teacher by a name, or by that of the default."""
+    """Check that each sample finds its teacher by name, or else the default."""
     routes, key = config.routes, "on_policy_distillation"
     if routes is None:
         return
@@ -76,13 +76,13 @@ def several_have_names(config: Config) -> None:
             f"{shown(default)} is not one of {', '.join(models)}{nearest(default, list(models))}",
         )
     if config.replay is not None and len(models) > 1:
-        raise Invalid("replay.run", f"{config.replay.run}, but a recorded sample does not say which teacher is its own")
+        raise Invalid("replay.run", f"{config.replay.run}, but the rollout log does not say which teacher a sample has")
     if not config.declaration.rolls_out:
         raise Invalid(f"{key}.enabled", f"true, but {config.declaration.title} rolls nothing out")
 
 
 def advantages_have_a_teacher(config: Config) -> None:
-    """The estimator that needs teachers has them, and nothing else of GRPO's reads them."""
+    """Check that teachers are given if and only if the advantage estimator is opd, which alone reads them."""
     name, routes = config.rollout_section.group_estimator, config.routes
     if name is not None and (name.name == "opd") != (routes is not None):
         raise Invalid(
@@ -93,7 +93,7 @@ def advantages_have_a_teacher(config: Config) -> None:
 
 
 def the_mixture_is_one(config: Config) -> None:
-    """In the divergence of Jensen and Shannon both are compared with a mixture of the two."""
+    """Check the mixture weight of the Jensen-Shannon divergence, which lies between the two models."""
     loss = config.loss_fn
     if loss.kl_type == "jsd" and not 0 < loss.mixed_kl_weight < 1:
         raise Invalid("loss_fn.mixed_kl_weight", f"{loss.mixed_kl_weight:g}, but loss_fn.kl_type jsd needs 0 < it < 1")
@@ -109,7 +109,7 @@ _OF_ALL: tuple[Rule, ...] = (
 
 
 def teachers_fit(config: Config) -> None:
-    """The same of teachers whose log-probabilities are advantages."""
+    """Check the same for teachers that provide advantages by their log-probabilities."""
     if config.learns_from_logprobs:
         for rule in _OF_ALL:
             rule(config)

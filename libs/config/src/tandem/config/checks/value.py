@@ -1,4 +1,4 @@
-"""Rules of a value model: what it must have in common with the policy and with its ranks."""
+"""Rules for a value model: what it must share with the policy and its ranks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _MEGATRON = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides
-ranks once for all models that they hold."""
+"""Keys that must be equal in ``value`` and ``policy``: both see the same batches, and Megatron-Core divides the
+ranks only once for all of their models."""
 
 
 def there_is_a_value_model(config: Config) -> None:
-    """The algorithm holds one."""
+    """Check that there is a value model."""
     if config.value is None:
         raise Invalid("value", "null, but PPO needs a value model: leave it out for one like the policy")
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Both learn from the same batches, on the same ranks unless it has some of its own."""
+    """Check that value model and policy share batches, and also ranks, unless it has processes of its own."""
     of_ranks = ("megatron_cfg.enabled", *(_MEGATRON if config.policy.megatron_cfg.enabled else ()))
     check_same_tokens(config, "value", (*_SHARED, *(() if "value" in config.processes_of else of_ranks)))
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
-    """Raise `Invalid` for the first of these keys that a model does not have as the policy has it."""
+    """Raise `Invalid` for the first of these keys with another value than the policy's."""
     for key in keys:
         own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
         if own != policys:
@@ -47,7 +47,7 @@ def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> No
 
 
 def its_section_is_whole(config: Config) -> None:
-    """What holds of a policy's section holds of its own: it is checked as though it were the policy's."""
+    """Check the value model's section by the rules for the policy's."""
     assert config.value is not None, "checked before"
     if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
         raise Invalid("value.optimizer", "null, but the value model is trained")
@@ -55,7 +55,7 @@ def its_section_is_whole(config: Config) -> None:
 
 
 def check_section(config: Config, section: str, others: Mapping[str, Any]) -> None:
-    """Raise what the rules of a policy's section say of another model's, with `others` in the place of some keys."""
+    """Check a model's section by the rules for the policy's, with `others` replacing some keys."""
     as_policy, own = (
         config.with_policy(getattr(config, section), **others),
         getattr(config.cluster.processes_of, section),

@@ -1,1 +1,1 @@
-"""What installed packages take and hold, read from their source: nothing of them is imported"""
+"""Arguments and fields of installed packages, read from source without importing the packages."""

@@ -18,7 +18,7 @@ _CLASSES = {
         "DistributedDataParallelConfig",
     ),
 }
-"""The class that each section of ``policy.megatron_cfg`` is for; empty: the section itself."""
+"""Class with the arguments of each section of ``policy.megatron_cfg``; empty for the section itself."""
 
 _OF_THE_MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels softmax_scale softmax_type
@@ -44,8 +44,8 @@ _OF_TANDEM = """
     perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std
     config_logger_dir test_mode quant_recipe
 """
-"""Other values of the first three lines give wrong gradients, or none; of the next two, a layout that the weight plane
-does not know. Dropout would make the log-probabilities of training another model's. The rest is of no use here."""
+"""Arguments that Tandem sets. Other values of the first three lines give wrong gradients or none; of the next two, a
+layout unknown to the weight plane. Dropout would change the log-probabilities in training. The rest has no use here."""
 
 RESERVED: dict[str, dict[str, str]] = {
     "": {
@@ -61,7 +61,7 @@ RESERVED: dict[str, dict[str, str]] = {
         "use_distributed_optimizer": "set policy.megatron_cfg.optimizer.use_distributed_optimizer instead",
     },
 }
-"""Arguments that are not for the user, each with what to do instead, by section."""
+"""Arguments that users may not set, with what to do instead, by section."""
 
 _PLAIN: dict[str, inspect.Type] = {
     "int": inspect.IntType(),
@@ -69,22 +69,23 @@ _PLAIN: dict[str, inspect.Type] = {
     "bool": inspect.BoolType(),
     "str": inspect.StrType(),
     "None": inspect.NoneType(),
-    # As YAML has them: by name.
+    # By name, as in YAML.
     "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32")),
     "AttnBackend": inspect.LiteralType(("auto", "flash", "fused", "local", "unfused")),
 }
 
 
 def is_installed() -> bool:
-    """Whether Megatron-Core is."""
+    """Tell whether Megatron-Core is installed."""
     return package_folder("megatron.core") is not None
 
 
 @functools.cache
 def arguments(section: str) -> dict[str, inspect.Type]:
-    """Return what a section of ``policy.megatron_cfg`` takes, by name; nothing where Megatron-Core is not installed.
+    """Return the arguments of a section of ``policy.megatron_cfg``, by name; empty if Megatron-Core is not
+    installed.
 
-    Types that YAML cannot write plainly, such as those of enumerations, admit anything. Functions are left out.
+    Types that YAML cannot write plainly, such as enumerations, admit any value. Functions are left out.
     """
     root = package_folder("megatron.core")
     if root is None:
@@ -99,7 +100,7 @@ def arguments(section: str) -> dict[str, inspect.Type]:
 
 
 def _described(annotation: ast.expr) -> inspect.Type:
-    """Return an annotation as msgspec describes types."""
+    """Convert an annotation to msgspec's description of a type."""
     match annotation:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             return _union([inner, ast.Constant(None)])

@@ -14,15 +14,15 @@ from tandem.config.installed.sources import annotated_fields, class_and_bases, p
 
 @functools.cache
 def model_fields(model_type: str) -> frozenset[str]:
-    """Return every field that a configuration of this type takes, deprecated names too; none for an unknown type.
+    """Return every field of this type's configuration class, deprecated names included; none for an unknown type.
 
-    It errs on the side of more: whatever a method of the class or of one of its bases sets or looks up by name counts.
+    The result may be too large: it includes each name that a method of the class or its bases sets or looks up.
     """
     return frozenset(field for defined in _classes(model_type) for field in _own_fields(defined))
 
 
 def _classes(model_type: str) -> Iterator[ast.ClassDef]:
-    """Yield the class of a model type, then its bases; none for an unknown type."""
+    """Yield the class of a model type, then its bases; nothing for an unknown type."""
     name = model_types().get(model_type)
     root = package_folder("transformers")
     if name is None or root is None:
@@ -34,7 +34,7 @@ def _classes(model_type: str) -> Iterator[ast.ClassDef]:
 
 
 def field_default(model_type: str, field: str) -> Any:
-    """Return what a field of this type is where it is not said; None where that is not written out."""
+    """Return the default of a field of this type; None if it is not a literal."""
     for defined in _classes(model_type):
         for node in defined.body:
             match node:
@@ -44,7 +44,7 @@ def field_default(model_type: str, field: str) -> Any:
 
 
 def model_types() -> Mapping[str, str]:
-    """Return the configuration class of every model type; none where transformers is not installed."""
+    """Return the configuration class of every model type; none if Transformers is not installed."""
     root = package_folder("transformers")
     found: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
     return found
@@ -52,7 +52,7 @@ def model_types() -> Mapping[str, str]:
 
 @functools.cache
 def _mappings(root: Path) -> Mapping[str, Any]:
-    """Run the module of model types by itself: the package around it would look through the files of all models."""
+    """Run the module of model types alone: its package would search the files of all models."""
     return runpy.run_path(str(root / "models/auto/auto_mappings.py"))
 
 
@@ -71,7 +71,7 @@ def _own_fields(defined: ast.ClassDef) -> Iterator[str]:
 
 
 def _taken(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield what a method sets, and what it looks up in a mapping by name, such as its keyword arguments."""
+    """Yield the names that a method sets, or looks up in a mapping, such as its keyword arguments."""
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Attribute(attr="pop" | "get"), args=[ast.Constant(value=str(name)), *_]):

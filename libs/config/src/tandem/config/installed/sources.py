@@ -10,19 +10,19 @@ from pathlib import Path
 
 
 def package_folder(name: str) -> Path | None:
-    """Return the folder of an installed package, None where it is not installed. It is not imported."""
+    """Return the folder of an installed package, without importing it; None if it is not installed."""
     try:
         package = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the package around it is not there either
+    except ModuleNotFoundError:  # the enclosing package is not installed either
         return None
     locations = package.submodule_search_locations if package is not None else None
     return Path(next(iter(locations))) if locations else None
 
 
 def class_and_bases(path: Path, name: str, root: Path) -> Iterator[ast.ClassDef]:
-    """Yield the class `name`, which the module at `path` defines or imports from within `root`, then its bases.
+    """Yield the class `name`, defined by the module at `path` or imported from within `root`, then its bases.
 
-    Nothing is yielded for a class that is not there.
+    Nothing is yielded for a class that does not exist.
     """
     tree = parsed(path)
     defined = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
@@ -52,5 +52,5 @@ def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    """Return a module's syntax; an empty one if its source is not there."""
+    """Return a module's syntax tree; an empty one if its source is missing."""
     return ast.parse(path.read_bytes() if path.is_file() else b"")

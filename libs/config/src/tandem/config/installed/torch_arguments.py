@@ -20,9 +20,9 @@ _PLATEAU = "ReduceLROnPlateau"
 
 
 def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -> Iterator[Invalid]:
-    """Yield what is wrong with a class of torch's that is named at ``KEY.name``, and with its ``KEY.kwargs``.
+    """Yield the problems of a torch class named at ``KEY.name``, and of its ``KEY.kwargs``.
 
-    Nothing is known of other packages' classes, nor where torch is not installed.
+    Classes of other packages are not checked, and none are if torch is not installed.
     """
     root, (module, _, name) = package_folder("torch"), path.rpartition(".")
     if root is None or not (module == "" or path.startswith("torch.")):
@@ -36,7 +36,7 @@ def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -
         hint = nearest(name, known) if module.startswith("torch.optim") else ""
         yield Invalid(f"{key}.name", f"{path!r} is no {base} class{hint}")
     elif name == _PLATEAU:
-        yield Invalid(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which a schedule is not given")
+        yield Invalid(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which schedules do not get")
     else:
         yield from _argument_problems(name, _arguments(known, name), kwargs, f"{key}.kwargs")
 
@@ -63,7 +63,7 @@ def _argument_problems(
 
 
 def _expected(like: Any, value: Any) -> str | None:
-    """Say what an argument whose default is `like` should be, if `value` is something else."""
+    """Return what an argument with default `like` should be; None if `value` fits."""
     match like:
         case bool():
             return None if isinstance(value, bool) else "true or false"
@@ -81,7 +81,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _literal(default: ast.expr | None) -> Any:
-    """Return a default that is written out, None for any other."""
+    """Return a literal default, None for any other."""
     try:
         return None if default is None else ast.literal_eval(default)
     except ValueError:
@@ -90,7 +90,7 @@ def _literal(default: ast.expr | None) -> Any:
 
 @functools.cache
 def _classes(root: Path, base: Base) -> Mapping[str, ast.ClassDef]:
-    """Return the classes with that base, by name."""
+    """Return the classes with a given base, by name."""
     defined = {
         node.name: node
         for path in sorted(root.glob(_FILES[base]))
@@ -106,7 +106,7 @@ def _classes(root: Path, base: Base) -> Mapping[str, ast.ClassDef]:
 
 
 def _arguments(known: Mapping[str, ast.ClassDef], name: str) -> dict[str, ast.expr | None]:
-    """Return the arguments of a class after its first, what they are for, each with its default."""
+    """Return the arguments of a class, except its first (the parameters or the optimizer), with their defaults."""
     made = next((n for n in known[name].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if made is None:
         (base,) = (node.id for node in known[name].bases if isinstance(node, ast.Name))

@@ -32,21 +32,21 @@ RESERVED = {
     "enable_lora": "",
     "enable_return_routed_experts": "policy.router_replay.enabled",
 }
-"""Arguments that are not for `vllm_kwargs`, each with the key that decides it; empty: Tandem does."""
+"""Arguments not allowed in `vllm_kwargs`, with the key that sets each; empty if Tandem sets it."""
 
 WITHOUT_EFFECT = {
     "enable_chunked_prefill": "prompts are computed whole",
     "tokenizer": "engines are given tokens",
 }
-"""Arguments that are taken, because NeMo-RL's files have them, and not handed on; each with the reason."""
+"""Arguments that NeMo-RL's files contain but vLLM does not get, with the reason."""
 
 NOT_BUILT = ("speculative_config",)
-"""Arguments of what refits know nothing of."""
+"""Arguments for features that refits do not support."""
 
 
 @functools.cache
 def engine_arguments() -> frozenset[str]:
-    """Return the names of all arguments of vLLM's `EngineArgs`; none where vLLM is not installed."""
+    """Return the names of all arguments of vLLM's `EngineArgs`; none if vLLM is not installed."""
     root = package_folder("vllm")
     if root is None:
         return frozenset()
@@ -55,7 +55,7 @@ def engine_arguments() -> frozenset[str]:
 
 
 def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first argument that cannot be given to vLLM and why; names go unchecked where it is not installed."""
+    """Return the first argument that vLLM cannot get, and why; names are not checked if vLLM is not installed."""
     known = engine_arguments()
     for name in arguments:
         if name in WITHOUT_EFFECT:
@@ -70,13 +70,13 @@ def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are handed on to vLLM. Raises `ConfigError` for one that cannot be."""
+    """Return the arguments to pass to vLLM. Raises `ConfigError` for one that cannot be passed."""
     check_arguments(arguments)
     return {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first argument that cannot be given to vLLM."""
+    """Raise `ConfigError` for the first argument that cannot be passed to vLLM."""
     found = complaint(arguments)
     if found is not None:
         raise ConfigError(f"policy.generation.vllm_kwargs.{found[0]}: {found[1]}")

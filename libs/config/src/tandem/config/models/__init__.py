@@ -1,1 +1,1 @@
-"""The models that a configuration names: their repositories, families, sizes and adapters"""
+"""Models named in a configuration: repositories, families, sizes and adapters."""

@@ -1,21 +1,21 @@
-"""Which model families each part of the system knows, by their ``model_type`` of transformers."""
+"""Model families supported by each part of the system, by their ``model_type`` in Transformers."""
 
 from __future__ import annotations
 
 TENSOR_PLANS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt_oss", "glm4_moe")
-"""Those that the DTensor backend has a tensor-parallel plan for; it trains any whose attention it can replace."""
+"""Families with a tensor-parallel plan in the DTensor backend, which trains any family with replaceable attention."""
 
 FUSED_HEADS = ("phi3",)
-"""Those where one layer makes queries, keys and values: ranks share its rows, whichever those are, and no heads."""
+"""Families with fused query, key and value layers: ranks split their rows at any place, regardless of heads."""
 
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral", "phi3", "glm4_moe")
-"""Those that Megatron-Core's GPTModel computes as transformers does, and whose shards are described."""
+"""Families that Megatron-Core's GPTModel computes like Transformers, with descriptions of their shards."""
 
 MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v3")
-"""Those of them whose linear layers can have low-rank adapters there: latent attention has others."""
+"""Families among them with linear layers for low-rank adapters; latent attention has other layers."""
 
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
-"""Those of vLLM whose every weight is computed with from the parameter that a refit writes."""
+"""Families in vLLM that compute directly with every parameter that a refit writes."""
 
 VLLM_PLANNED = (*VLLM, "deepseek_v3")
-"""Those whose shards in vLLM are described: what engines run, and what can only be planned yet."""
+"""Families with descriptions of their shards in vLLM: those that engines run, and those that can only be planned."""

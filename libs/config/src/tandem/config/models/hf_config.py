@@ -1,4 +1,4 @@
-"""Read a model's configuration as transformers has it, with the fields that a run overrides."""
+"""Read a model's configuration through Transformers, with the fields that a run overrides."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any) -> Any:
-    """Return the configuration of transformers of a folder, or of a name of the Hub.
+    """Return the Transformers configuration of a folder or of a name on the Hub.
 
-    Raises what the library raises.
+    Raises the library's errors.
 
     Args:
-        source: the folder, or the name.
-        overrides: ``hf_config_overrides`` of the model's section: fields of ``config.json`` that are other than there.
-            What transformers derives from a field, it derives from these.
-        fields: set afterwards.
+        source: folder, or name on the Hub.
+        overrides: ``hf_config_overrides`` of the model's section, which replace fields of ``config.json``. Values
+            that Transformers derives follow from them.
+        fields: attributes to set afterwards.
     """
-    import transformers  # here, because it takes seconds
+    import transformers  # imported late, since it takes seconds
 
     if not overrides:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **fields)

@@ -1,12 +1,12 @@
 """The Hugging Face Hub: names of repositories, their commits, and the folders of this node's cache.
 
-A model is a folder, or a name on the Hub: ``org/name``, or ``org/name@revision``. A name is resolved once, by the
-coordinator, to a commit. In memory a configuration names the folder of that commit in this node's cache
-(`tandem.config.model_names`); in its written form, in the journal and on the wire, it names
-``org/name@commit``. So whatever reads a model reads a folder, a resumed run reads the same commit, and each node
-fetches into its own cache (`fetch`).
+A model is a folder, or a name on the Hub: ``org/name``, or ``org/name@revision``. The coordinator resolves a name
+once, to a commit. In memory, a configuration names the commit's folder in this node's cache
+(`tandem.config.model_names`). In its written form, in the journal and on the wire, it names ``org/name@commit``. So
+every reader of a model reads a folder, a resumed run uses the same commit, and each node fetches into its own cache
+(`fetch`).
 
-Importing this imports no library of the Hub's.
+Importing this module imports none of the Hub's libraries.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REFERENCE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[\w.-]*[\w-])?)(?:@(?P<revision>[^@\s]+))?")
 _SNAPSHOT = re.compile(r"(?P<kind>model|dataset)s--(?P<repo>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
-"""Files that say what a model is, its tokenizer among them: small ones."""
+"""Small files that describe a model and its tokenizer."""
 _WEIGHTS = "*.safetensors"
 """Weights in other formats are not fetched: they would be unpickled."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of all weights, or the one that says which files have them: what Transformers looks for."""
 _CONSOLIDATED = "consolidated*"
-"""The same weights once more, in the form of their authors."""
+"""A second copy of the weights, in their authors' format."""
 _LINE_S = 30.0
-"""How often fetching says how far it is, where no terminal shows a bar."""
+"""Interval of progress lines while fetching, where no terminal shows a bar."""
 _TIMEOUT_S = 5.0
 
 
@@ -52,7 +52,7 @@ class Reference(msgspec.Struct, frozen=True):
 
     repo: str
     revision: str | None = None
-    """A branch, a tag or a commit; None for the default branch."""
+    """Branch, tag or commit; None for the default branch."""
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
@@ -69,7 +69,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     repo: str
     commit: str
     sizes: dict[str, int] | None
-    """Bytes by file; None if only the cache was asked."""
+    """Bytes by file; None if only the cache was read."""
     note: str = ""
     """What the user should know of how it was found."""
     why_cached: str = ""
@@ -83,7 +83,7 @@ def reference_in(name: str) -> Reference | None:
 
 
 def folder_of(reference: Reference, kind: Kind = "model") -> Path:
-    """Return where this node's cache has a commit, or will have it."""
+    """Return the folder of a commit in this node's cache, whether it exists or not."""
     from huggingface_hub import constants
 
     name = "--".join([f"{kind}s", *reference.repo.split("/")])
@@ -91,7 +91,7 @@ def folder_of(reference: Reference, kind: Kind = "model") -> Path:
 
 
 def name_in_cache(folder: str) -> Reference | None:
-    """Return what a folder of this node's cache is a commit of; None for any other folder."""
+    """Return the commit of a folder in this node's cache; None for any other folder."""
     if "/snapshots/" not in folder:
         return None
     from huggingface_hub import constants
@@ -104,17 +104,16 @@ def name_in_cache(folder: str) -> Reference | None:
 
 
 def shown(name: str) -> str:
-    """Return a model's name as people know it: of a commit in the cache what it is called on the Hub."""
+    """Return a model's name as people know it: a commit in the cache by its name on the Hub."""
     reference = name_in_cache(name)
     return name if reference is None else f"{reference.repo}@{str(reference.revision)[:8]}"
 
 
 def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
-    """Ask the Hub which commit a revision is; ask only the cache where the Hub may not or cannot be asked.
+    """Ask the Hub for the commit of a revision, or only the cache if the Hub is off limits or unreachable.
 
     Raises:
         ModelError: there is no such repository or revision, or the Hub cannot be reached and the cache has none.
-
     """
     from huggingface_hub import constants
 
@@ -134,7 +133,7 @@ def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
 
 
 def fetched(name: str, say: Callable[[str], None]) -> Path:
-    """Return the folder of a model: the one of that name, or else what is fetched from the Hub. Raises `ModelError`."""
+    """Return a model's folder: the folder `name`, or else one fetched from the Hub. Raises `ModelError`."""
     reference = None if Path(name).exists() else name_in_cache(name) or reference_in(name)
     if reference is None:
         return Path(name)
@@ -164,11 +163,11 @@ def fetch_description(snapshot: Snapshot) -> None:
 
 
 def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
-    """Fetch a model: what describes it, and its weights as safetensors, unless the cache has them.
+    """Fetch a model's description and its safetensors weights, unless the cache has them.
 
-    Files that arrived whole stay when an attempt is interrupted. A broken connection is taken up where it broke; the
-    file that a killed process was fetching begins anew. Of several processes that fetch the same file, one does and the
-    others wait. Raises `ModelError`.
+    Complete files survive an interrupted attempt. A broken connection resumes where it broke, but the unfinished
+    file of a killed process starts again. If several processes fetch the same file, one does and the others wait.
+    Raises `ModelError`.
     """
     reference = Reference(snapshot.repo, snapshot.commit)
     folder = folder_of(reference)
@@ -216,7 +215,7 @@ def missing(snapshot: Snapshot) -> dict[str, int]:
 
 
 def needed(sizes: dict[str, int]) -> list[str]:
-    """Return the files of a repository that are fetched: no weights in other formats, and none twice."""
+    """Return the files of a repository to fetch: no weights in other formats, and no duplicates."""
     weights = [name for name in sizes if "/" not in name and fnmatch.fnmatch(name, _WEIGHTS)]
     if any(not fnmatch.fnmatch(name, _CONSOLIDATED) for name in weights):
         weights = [name for name in weights if not fnmatch.fnmatch(name, _CONSOLIDATED)]
@@ -248,7 +247,7 @@ def is_to_come(folder: Path) -> bool:
 
 
 def _remember(reference: Reference, kind: Kind, commit: str) -> None:
-    """Note in the cache what a branch or tag is now, as the Hub's library does, for when the Hub cannot be asked."""
+    """Record the current commit of a branch or tag in the cache, like the Hub's library, for use without the Hub."""
     if reference.is_pinned:
         return
     path = folder_of(Reference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
@@ -258,7 +257,7 @@ def _remember(reference: Reference, kind: Kind, commit: str) -> None:
 
 
 def _in_cache(reference: Reference, kind: Kind, why: str) -> Snapshot:
-    """Return the commit that the cache has of a revision."""
+    """Return the commit of a revision in the cache."""
     folder = folder_of(Reference(reference.repo, "x"), kind).parent.parent
     commit = reference.revision or "main"
     if not reference.is_pinned:
@@ -291,7 +290,7 @@ def _download(snapshot: Snapshot, files: list[str], *, shows_bar: bool) -> None:
 
 @contextlib.contextmanager
 def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Say now and then how much has arrived."""
+    """Report progress from time to time."""
     blobs = folder_of(Reference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
     is_done = threading.Event()
 
@@ -312,7 +311,7 @@ def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> 
 
 @contextlib.contextmanager
 def as_one_line(reference: Reference, kind: Kind) -> Iterator[None]:
-    """Say on one line what the libraries of the Hub raise. Raises `ModelError`."""
+    """Convert errors of the Hub's libraries to a `ModelError` of one line."""
     from huggingface_hub import constants, errors
 
     what = "data set" if kind == "dataset" else "model"
@@ -331,9 +330,9 @@ def as_one_line(reference: Reference, kind: Kind) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{reference.repo!r} has no branch, tag or commit {reference.revision!r}") from error
-    except OSError as error:  # a full disk; a refused, lost or slow connection
+    except OSError as error:  # a full disk, or a refused, lost or slow connection
         raise ModelError(f"{reference}: fetching it from {where} failed: {_said(error)}") from error
-    except Exception as error:  # the libraries below raise errors of their own
+    except Exception as error:  # the underlying libraries raise errors of their own
         raise ModelError(f"{reference}: {where} answered with an error: {_said(error)}") from error
 
 
@@ -349,27 +348,27 @@ def _refuse_full_disk(repo: str, folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise ModelError(
-            f"{repo!r}: {shown_size(num_bytes)} are to be fetched, and {there} has room for {shown_size(free)} "
-            "(HF_HOME names another place)"
+            f"{repo!r} needs {shown_size(num_bytes)}, but {there} has only {shown_size(free)} free "
+            "(set HF_HOME to another folder)"
         )
 
 
 def shown_size(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes in a readable unit."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def is_offline() -> bool:
-    """Tell whether the user has forbidden to ask the Hub (``HF_HUB_OFFLINE``)."""
+    """Tell whether the user has forbidden access to the Hub (``HF_HUB_OFFLINE``)."""
     from huggingface_hub import constants
 
     return bool(constants.is_offline_mode())
 
 
 def why_unreachable() -> str:
-    """Return what is in the way of the Hub, or of the mirror that ``HF_ENDPOINT`` names; empty if it answers.
+    """Return why the Hub, or the mirror in ``HF_ENDPOINT``, cannot be reached; empty if it answers.
 
-    Also empty where the user has forbidden to ask (``HF_HUB_OFFLINE``): then the library says so.
+    Also empty if the user has forbidden access (``HF_HUB_OFFLINE``), which the library reports itself.
     """
     from huggingface_hub import constants
 
@@ -379,10 +378,10 @@ def why_unreachable() -> str:
     try:
         urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
-        error.close()  # any answer is an answer
+        error.close()  # even an error is an answer
     except urllib.error.URLError as error:
         if isinstance(error.reason, ssl.SSLError):
-            return ""  # it is there; the library may know certificates that Python does not
+            return ""  # the Hub is there; the library may know certificates that Python does not
         reason = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
         return f"{constants.ENDPOINT} cannot be reached ({reason or error.reason})"
     except (OSError, http.client.HTTPException) as error:
@@ -392,7 +391,7 @@ def why_unreachable() -> str:
 
 @contextlib.contextmanager
 def only_the_cache() -> Iterator[None]:
-    """Let the libraries look for data sets only among what they have downloaded before."""
+    """Make the data set libraries use only earlier downloads."""
     import datasets
     from huggingface_hub import constants
 

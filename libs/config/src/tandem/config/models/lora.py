@@ -1,8 +1,8 @@
-"""Low-rank adapters: which layers have one, and what its tensors are called everywhere.
+"""Low-rank adapters: their layers, and the names of their tensors.
 
 An adapter of a linear layer is two matrices, ``A`` of shape ``[rank, in]`` and ``B`` of shape ``[out, rank]``; the
-layer computes as if its weight were ``weight + alpha / rank * B @ A`` (Hu et al. 2021, arXiv:2106.09685). Its tensors
-have the layer's name in a Hugging Face checkpoint: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+layer computes as if its weight were ``weight + alpha / rank * B @ A`` (Hu et al. 2021, arXiv:2106.09685). Its
+tensors have the layer's name in a Hugging Face checkpoint: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 A, B = "lora_A.weight", "lora_B.weight"
 """Last parts of the names of an adapter's tensors."""
 CONFIG = "adapter_config.json"
-"""The file that a folder of adapters in PEFT's format has."""
+"""Configuration file in a folder of adapters in PEFT's format."""
 
 
 def why_no_model(folder: Path) -> str | None:
-    """Say why a folder cannot be used as a model, if it holds adapters."""
+    """Return why a folder cannot be used as a model: it holds adapters; None if it does not."""
     if not (folder / CONFIG).is_file():
         return None
-    return f"{folder} holds adapters and no model: `coordinator merge {folder} FOLDER` makes one of them"
+    return f"{folder} holds adapters, not a model: `coordinator merge {folder} FOLDER` makes one"
 
 
 def is_adapter(tensor: str) -> bool:
-    """Say whether a tensor is one of an adapter's, by its name."""
+    """Tell by its name whether a tensor belongs to an adapter."""
     return tensor.endswith((f".{A}", f".{B}"))
 
 
 def tensor_name(parameter: str) -> str:
-    """Return what everyone calls a parameter of a model that PEFT's layers are in; of any other, its own name.
+    """Return the usual name of a parameter in a model with PEFT's layers; other names are returned unchanged.
 
     PEFT's layer holds the layer it adapts as ``base_layer``, and its two matrices as ``lora_A.default`` and
     ``lora_B.default``.
@@ -50,15 +50,16 @@ def layer_of(tensor: str) -> str:
 
 
 def matches(layer: str, patterns: Iterable[str]) -> bool:
-    """Say whether a pattern is the last part of a layer's name, or fits all of it with ``*`` for any text."""
+    """Tell whether a pattern is the last part of a layer's name, or matches all of it, with ``*`` for any text."""
     last = layer.rpartition(".")[2]
     return any(pattern == last or fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 def chosen(layers: Sequence[str], adapters: LoraCfg | Peft, section: str) -> list[str]:
-    """Return those of a model's linear layers that have an adapter.
+    """Return the linear layers of a model that have an adapter.
 
-    What is excluded need not be there. Raises `ConfigError` if no layer is left, or one of `target_modules` fits none.
+    Excluded layers need not exist. Raises `ConfigError` if no layer remains, or if one of `target_modules` matches
+    none.
     """
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for pattern in adapters.target_modules:
@@ -69,5 +70,5 @@ def chosen(layers: Sequence[str], adapters: LoraCfg | Peft, section: str) -> lis
         layer for layer in layers if matches(layer, adapters.patterns) and not matches(layer, adapters.exclude_modules)
     ]
     if not found:
-        raise ConfigError(f"{section}: no layer is left to have an adapter, of {', '.join(known)}")
+        raise ConfigError(f"{section}: no layer is left for an adapter, among {', '.join(known)}")
     return found

@@ -22,11 +22,11 @@ _NAMES = {
 
 
 _STRETCHING = ("linear", "dynamic", "yarn")
-"""Kinds of rotary embeddings whose factor is not in ``max_position_embeddings`` already, or need not be."""
+"""Types of rotary embeddings with a factor that ``max_position_embeddings`` may not include."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be shared out among ranks; None where it is not said, and no experts where there are none."""
+    """Sizes that ranks divide among them; None where unknown, and for the experts of a dense model."""
 
     num_layers: int | None = None
     num_heads: int | None = None
@@ -35,28 +35,28 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides how large it is to say where a token goes in a mixture of experts."""
+    """Sizes that determine the bytes of recorded experts per token."""
 
     num_layers: int
-    """Of the whole model, with experts or without."""
+    """Layers of the whole model, with and without experts."""
     num_experts: int
-    """Of a layer."""
+    """Experts in a layer."""
     top_k: int
-    """Experts that see a token in each layer that has some."""
+    """Experts per token in each layer with experts."""
 
     @property
     def bytes_of_expert(self) -> int:
-        """Return those of an expert's number: one, where that leaves a number for what is not known."""
+        """Bytes of an expert's number: one if that leaves a value for an unknown expert."""
         return 1 if self.num_experts < 2**8 else 2
 
     @property
     def num_bytes(self) -> int:
-        """Return those of a token."""
+        """Bytes per token."""
         return self.num_layers * self.top_k * self.bytes_of_expert
 
 
 def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
-    """Return what a ``config.json``, or else the default of its kind, says of experts; None where there are none."""
+    """Return the expert sizes of a ``config.json``, or the defaults of its model type; None without experts."""
     sizes: dict[str, int] = {}
     for size in ExpertSizes.__struct_fields__:
         names = _NAMES.get(size, ("num_experts_per_tok",))
@@ -67,13 +67,14 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
 
 
 def config_file(section: Model) -> Path | None:
-    """Return the ``config.json`` of a section's model, in its folder or in the cache of the Hub; None if neither."""
+    """Return the ``config.json`` of a section's model, in its folder or in the Hub's cache; None if it is in
+    neither."""
     path = Path(section.model_name) / "config.json"
     return path if path.is_file() else _cached(section.model_name)
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of that name, or that of a model in the cache of the Hub; None if it is neither."""
+    """Return the folder of that name, or of that model in the Hub's cache; None if there is neither."""
     if Path(name).is_dir():
         return Path(name)
     cached = _cached(name)
@@ -81,44 +82,44 @@ def local_folder(name: str) -> Path | None:
 
 
 def model_config(section: Model) -> dict[str, Any] | None:
-    """Return the content of `config_file`, or of the one that ``new_model`` will write; None if neither.
+    """Return the content of `config_file`, or of the one that ``new_model`` will write; None without either.
 
-    With what ``hf_config_overrides`` has in place of it.
+    The fields in ``hf_config_overrides`` are replaced.
     """
     path = config_file(section)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(section)
-    except (OSError, msgspec.MsgspecError):  # an error of whoever loads the model
+    except (OSError, msgspec.MsgspecError):  # reported when the model is loaded
         return None
     return None if found is None else {**found, **(section.hf_config_overrides or {})}
 
 
 def model_sizes(policy: Model) -> ModelSizes:
-    """Return what is known of the model; of none on this machine that is nothing."""
+    """Return the known sizes of the model; all None if it is not on this machine."""
     config = model_config(policy) or {}
     found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
 
 
 def vocabulary_size(policy: Model) -> int:
-    """Return how many tokens the model has an embedding for; as many as ids can name where that is not known here."""
+    """Return the model's vocabulary size; the largest possible one if it is not known here."""
     return vocabulary_in(model_config(policy) or {}) or 2**31
 
 
 def vocabulary_in(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a model has an embedding for; None if its ``config.json`` does not say so."""
+    """Return a model's vocabulary size; None if its ``config.json`` does not have it."""
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
 
 def max_positions(policy: Model) -> int | None:
-    """Return how long the sequences may be that a model was made for; None if that is not known here."""
+    """Return the longest sequence that a model was made for; None if it is not known here."""
     config = model_config(policy)
     return None if config is None else max_positions_in(config)
 
 
 def max_positions_in(config: Mapping[str, Any]) -> int | None:
-    """Return how long the sequences may be by a ``config.json``, or by the default of its kind; None if neither is."""
+    """Return the longest sequence by a ``config.json``, or by the default of its model type; None without either."""
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if positions is None:
         positions = field_default(str(config.get("model_type")), "max_position_embeddings")
@@ -137,12 +138,12 @@ def _new(section: Model) -> dict[str, Any] | None:
 
 
 def _cached(name: str) -> Path | None:
-    """Return where the cache of the Hub has the ``config.json`` of a model."""
+    """Return the path of a model's ``config.json`` in the Hub's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # a path, and no name of the Hub
+    except HFValidationError:  # a path, not a name on the Hub
         return None
     return Path(found) if isinstance(found, str) else None

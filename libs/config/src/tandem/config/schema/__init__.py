@@ -1,4 +1,4 @@
-"""The structs of the configuration, one module a theme; docs/configuration.md is made from them."""
+"""The structs of the configuration, by theme; docs/configuration.md is generated from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of the algorithms over data sets: SFT, DPO and reward models."""
+"""Sections of the algorithms over data sets: SFT, DPO and reward models."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Sft(Section, frozen=True, kw_only=True):
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
-    """Validate after the last step, whatever `val_period` says."""
+    """Validate after the last step, regardless of `val_period`."""
     only_unmask_final: bool = False
-    """Learn only the last turn of the assistant in each conversation."""
+    """Learn only the assistant's last turn in each conversation."""
     seed: Seed = 42
-    """Decides the problems and their order."""
+    """Seed of the problems and their order."""
 
 
 class Dpo(Section, frozen=True, kw_only=True):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290). As in NeMo-RL, its batch sizes, and
-    those of `policy`, count pairs."""
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290). As in NeMo-RL, its batch sizes and
+    those of `policy` count pairs."""
 
     max_num_epochs: PositiveInt = 1
     """Passes over the preference pairs."""
@@ -61,9 +61,9 @@ class Dpo(Section, frozen=True, kw_only=True):
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
-    """Validate after the last step, whatever `val_period` says."""
+    """Validate after the last step, regardless of `val_period`."""
     seed: Seed = 42
-    """Decides the pairs, where they are made, and their order."""
+    """Seed of generated pairs, and of the order of pairs."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.05
     """The inverse temperature beta of the DPO loss."""
     preference_average_log_probs: bool = False
@@ -77,13 +77,13 @@ class Dpo(Section, frozen=True, kw_only=True):
 
 
 class Rm(Section, frozen=True, kw_only=True):
-    """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). As
-    in NeMo-RL, its batch sizes, and those of `policy`, count pairs."""
+    """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). As in
+    NeMo-RL, its batch sizes and those of `policy` count pairs."""
 
     max_num_epochs: PositiveInt = 1
     """Passes over the preference pairs."""
     max_num_steps: Annotated[int, Meta(ge=-1)] = -1
-    """Optimizer steps before the run ends; -1 means those of the epochs."""
+    """Optimizer steps before the run ends; -1 means those of all epochs."""
     val_period: NonNegativeInt = 16
     """Steps between validations; 0 means never."""
     val_batches: NumBatches = -1
@@ -95,6 +95,6 @@ class Rm(Section, frozen=True, kw_only=True):
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
-    """Validate after the last step, whatever `val_period` says."""
+    """Validate after the last step, regardless of `val_period`."""
     seed: Seed = 42
-    """Decides the pairs, where they are made, and their order."""
+    """Seed of generated pairs, and of the order of pairs."""

@@ -1,7 +1,7 @@
 """The base of every section, and the constrained types that sections share.
 
-The docstring under each field is its entry in ``docs/configuration.md``. One that begins with ``New.`` marks a key that
-NeMo-RL v0.3 does not have.
+The docstring under each field is its entry in ``docs/configuration.md``. A docstring that begins with ``New.`` marks
+a key that NeMo-RL v0.3 does not have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section of the configuration."""
+    """The base of every section of the configuration."""
 
 
 PositiveInt = Annotated[int, Meta(ge=1)]

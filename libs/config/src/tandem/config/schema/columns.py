@@ -32,8 +32,8 @@ ALWAYS_TIMED = (SCORING_SECONDS["policy"], SCORING_SECONDS["reference"])
 """Names of times that every training step reports, zero where the model does not score."""
 
 Head = Literal["vocabulary", "value", "score"]
-"""What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
-token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
+"""Head on top of a model's layers. vocabulary: a language model's output layer. value: one number for each token, as
+in Transformers' token classifiers. score: one number for a sequence, as in its sequence classifiers."""
 
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
 """Who fills a column. engine: an array of samples (`tandem.samples.batch.SAMPLES`), of tokens. environment: a score's
@@ -69,7 +69,7 @@ VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
 """Weight version that generated each token; -1 for tokens the policy did not generate."""
 ADVANTAGES = Column(name="advantages", source="coordinator")
 REWARDS = Column(name="rewards", source="coordinator")
-"""What advantages were made of; of preferences, by how much the chosen response should be ahead."""
+"""Rewards behind the advantages; for preferences, the margin of the chosen response."""
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
 VALUES = Column(name="values", source="value")
@@ -125,5 +125,5 @@ TAKEN = frozenset(
 
 
 def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
-    """Return the column as one that is read only so."""
+    """Return the column with another condition for reading it."""
     return msgspec.structs.replace(column, is_read=is_read)

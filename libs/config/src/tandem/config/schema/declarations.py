@@ -1,10 +1,10 @@
-"""The algorithms, each declared once: what each of them needs of everyone else.
+"""The algorithms, each declared once with all that the rest of the system needs to know.
 
-There are two kinds. One rolls out: engines generate samples of the policy, environments score them, and weights move
-back after every step. The other learns over a data set, and the run is the coordinator and its trainers.
+There are two kinds. In the first, engines generate samples of the policy, environments score them, and weights move
+back after every step. The second learns over a data set, with only the coordinator and its trainers.
 
-A new algorithm is a section of the configuration (`tandem.config.schema`), a class that makes its batches, a
-loss, and a declaration here. Code elsewhere asks the declaration (`Config.declaration`), never for a name.
+A new algorithm is a section of the configuration (`tandem.config.schema`), a class that makes its batches, a loss,
+and a declaration here. Other code reads the declaration (`Config.declaration`) and never compares names.
 """
 
 from __future__ import annotations
@@ -38,65 +38,65 @@ if TYPE_CHECKING:
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """How one model is trained: by a loss and an optimizer of its own."""
+    """The training of one model, with a loss and an optimizer of its own."""
 
     model: Model
     loss: str
-    """The class of its loss: `tandem.trainer.losses`."""
+    """Class of its loss: `tandem.trainer.losses`."""
     loss_section: str
-    """The section of the configuration that the loss is made with."""
+    """Section of the configuration with the loss's arguments."""
     columns: tuple[Column, ...]
-    """What the loss reads of each token."""
+    """Columns that the loss reads."""
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
-    """One algorithm's declaration.
+    """The declaration of an algorithm.
 
-    What lives in a service is named by a dotted path, which only that service imports.
+    Code of a service is given as a dotted path, which only that service imports.
     """
 
     name: str
-    """In the configuration: of its section, and of the key ``algorithm``."""
+    """Name in the configuration: of its section, and as a value of ``algorithm``."""
     rolls_out: bool
-    """Whether engines generate what it learns from; otherwise it learns over a data set."""
+    """Whether engines generate its data; otherwise it learns over a data set."""
     learns_from: tuple[Holds, ...]
-    """What the data sets hold that it can learn from."""
+    """Contents of data sets that it can learn from."""
     unit: str = "sequence"
-    """What batch sizes count."""
+    """Unit of batch sizes."""
     sequences_per_unit: int = 1
-    """Sequences of the model in one of these."""
+    """Sequences of the model per unit."""
     train_global_batch_size: int
-    """The default of ``policy.train_global_batch_size``."""
+    """Default of ``policy.train_global_batch_size``."""
     shares_prompts: bool
-    """Whether sequences of a batch may begin with the same prompt, which then is computed once."""
+    """Whether sequences of a batch may begin with the same prompt, which is then computed once."""
     metrics: tuple[str, ...]
-    """What can rank checkpoints; the first does so unless the configuration names another."""
+    """Metrics that can rank checkpoints; the first is the default."""
     curves: tuple[str, str]
-    """The metrics that a report draws: in training, and on what is held out."""
+    """Metrics that a report plots: one of training, one of validation."""
     columns: tuple[Column, ...]
-    """What its loss reads of each token."""
+    """Columns that its loss reads."""
     head: Head = "vocabulary"
-    """What is on top of the policy's layers."""
+    """Head on top of the policy's layers."""
     finisher: Callable[[Config], str] = lambda config: ""
-    """What ends the making of advantages in the trainers, where they need scores, or all tokens of the batch: a
-    function of `tandem.trainer.advantages`; empty where the coordinator's are final."""
+    """Function of `tandem.trainer.advantages` that completes advantages in the trainers, if they need scores or all
+    tokens of the batch; empty if the coordinator's are final."""
     running: str
-    """The class that asks for samples and makes batches in a run: `tandem.coordinator.algorithms`."""
+    """Class that requests samples and makes batches in a run: `tandem.coordinator.algorithms`."""
     loss: str
-    """The class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
+    """Class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
     loss_section: str
-    """The section of the configuration that the loss is made with."""
+    """Section of the configuration with the loss's arguments."""
     beside: tuple[Training, ...] = ()
-    """Models that are trained beside the policy, each before it."""
+    """Models trained beside the policy, each before it."""
     rules: tuple[str, ...] = ()
-    """Rules that the configuration must keep, beside those of all algorithms: tuples of them."""
+    """Paths of tuples of rules for this algorithm's configurations, beside those for all algorithms."""
 
     called: str = ""
-    """What people call it, if that is not its name in capitals."""
+    """Title, if it is not the name in capitals."""
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Title for people."""
         return self.called or self.name.upper()
 
     @property
@@ -106,25 +106,25 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trainings(self) -> tuple[Training, ...]:
-        """How each model is trained that is, the policy last."""
+        """Trainings of all trained models, the policy's last."""
         own = Training(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
         return (*self.beside, own)
 
     @property
     def trains(self) -> tuple[Model, ...]:
-        """The models that are trained, the policy last."""
+        """Trained models, the policy last."""
         return tuple(training.model for training in self.trainings)
 
     def head_of(self, model: Model) -> Head:
-        """Return what is on top of a model's layers."""
+        """Return the head on top of a model's layers."""
         if model == "value":
             return "value"
         return self.head if model == "policy" else "vocabulary"
 
     def columns_of(self, config: Config, num_steps: int, model: Model = "policy") -> tuple[Column, ...]:
-        """Return what a model's loss reads of each token in a step of so many optimizer steps.
+        """Return the columns that a model's loss reads in a step of `num_steps` optimizer steps.
 
-        Last, of the policy's, comes what the user's loss reads.
+        The policy's end with those of a custom loss.
         """
         (training,) = (each for each in self.trainings if each.model == model)
         read = {column.name: column for column in training.columns if column.is_read(config, num_steps)}
@@ -133,17 +133,17 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(read.values())
 
     def all_columns(self, config: Config, num_steps: int) -> tuple[Column, ...]:
-        """Return what the losses of all models read."""
+        """Return the columns that the losses of all models read."""
         read = (column for each in self.trainings for column in self.columns_of(config, num_steps, each.model))
         return tuple(dict.fromkeys(read))
 
     def scored_by(self, config: Config, num_steps: int) -> tuple[Model, ...]:
-        """Return the models that score a batch before it is trained on with so many optimizer steps."""
+        """Return the models that score a batch before training on it with `num_steps` optimizer steps."""
         read = {column.model for column in self.all_columns(config, num_steps)}
         return tuple(model for model in MODELS if model in read)
 
     def holds(self, config: Config) -> tuple[Model, ...]:
-        """Return the models that a trainer holds: where nothing is trained, the policy alone."""
+        """Return the models that a trainer holds; if nothing is trained, only the policy."""
         if config.evaluates:
             return ("policy",)
         return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1), *self.trains)))
@@ -153,7 +153,7 @@ _POLICY_GRADIENT = (
     GENERATION_LOGPROBS,
     ADVANTAGES,
     read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
-    # In the first optimizer step on a rollout batch the policy before it is the one in training.
+    # In the first optimizer step on a rollout batch, the policy in training is still the one before it.
     read_where(
         PREVIOUS_LOGPROBS,
         lambda config, num_steps: (
@@ -165,13 +165,13 @@ _POLICY_GRADIENT = (
     ),
     read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
 )
-"""What the loss of policy gradients reads."""
+"""Columns that the policy-gradient loss reads."""
 
 _FINISHERS = {
     "reinforce_plus_plus": "tandem.trainer.advantages.reinforce_plus_plus",
     "opd": "tandem.trainer.advantages.on_policy_distillation",
 }
-"""Of GRPO's estimators that have advantages of tokens."""
+"""Finishers of GRPO's advantage estimators with token advantages."""
 
 GRPO = Algorithm(
     name="grpo",
@@ -195,7 +195,7 @@ GRPO = Algorithm(
         "tandem.config.checks.teacher.GRPO_RULES",
     ),
 )
-"""Group relative policy optimisation and its kin: what differs between them are options."""
+"""Group relative policy optimisation and its variants, which differ in options."""
 
 PPO = Algorithm(
     name="ppo",
@@ -224,7 +224,7 @@ PPO = Algorithm(
         "tandem.config.checks.value.RULES",
     ),
 )
-"""Proximal policy optimisation: a model of values beside the policy, and generalised advantages."""
+"""Proximal policy optimisation: a value model beside the policy, and generalised advantage estimation."""
 
 SFT = Algorithm(
     name="sft",
@@ -256,7 +256,7 @@ DPO = Algorithm(
     loss="tandem.trainer.losses.preference.PreferenceLoss",
     loss_section="dpo",
 )
-"""Direct preference optimisation: of each pair the chosen response is first."""
+"""Direct preference optimisation; the chosen response comes first in each pair."""
 
 RM = Algorithm(
     name="rm",
@@ -275,7 +275,7 @@ RM = Algorithm(
     loss_section="rm",
     rules=("tandem.config.checks.reward_training.RULES",),
 )
-"""Training of a reward model: of each pair the chosen response is first."""
+"""Training of a reward model; the chosen response comes first in each pair."""
 
 DISTILLATION = Algorithm(
     name="distillation",
@@ -292,7 +292,7 @@ DISTILLATION = Algorithm(
     loss_section="loss_fn",
     rules=("tandem.config.checks.teacher.RULES",),
 )
-"""On-policy distillation: a teacher says of the policy's own samples what it would rather have drawn."""
+"""On-policy distillation: a teacher provides its likeliest tokens at each position of the policy's own samples."""
 
 OFF_POLICY_DISTILLATION = Algorithm(
     name="off_policy_distillation",
@@ -309,12 +309,12 @@ OFF_POLICY_DISTILLATION = Algorithm(
     loss_section="loss_fn",
     rules=DISTILLATION.rules,
 )
-"""The same over recorded text."""
+"""Distillation over recorded text."""
 
 ALGORITHMS = {
     algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO, RM, DISTILLATION, OFF_POLICY_DISTILLATION)
 }
-"""By name, in the order in which errors and the documentation list them."""
+"""Algorithms by name, in the order of errors and documentation."""
 
 SECTIONS = {
     "grpo": ("grpo",),
@@ -325,9 +325,9 @@ SECTIONS = {
     "distillation": ("distillation", "teacher", "teachers"),
     "off_policy_distillation": ("off_policy_distillation", "teacher", "teachers"),
 }
-"""Sections of the configuration that an algorithm reads and no other does, its own first."""
+"""Sections of the configuration that only this algorithm reads, its own first."""
 
 if TYPE_CHECKING:
     AlgorithmName = str
-else:  # so that the schema, its errors and its page list what is declared
+else:  # so that the schema, its errors and its page list the declared names
     AlgorithmName = Literal[tuple(ALGORITHMS)]

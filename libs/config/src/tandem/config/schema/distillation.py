@@ -21,20 +21,20 @@ from tandem.config.schema.policy import Model
 
 
 class Distillation(Rollouts, frozen=True, kw_only=True):
-    """Distillation of a teacher, the section `teacher`, into the policy, over samples of the policy itself (Agarwal et
-    al. 2023, arXiv:2306.13649)."""
+    """Distillation of a teacher (section `teacher`) into the policy, over the policy's own samples (Agarwal et al.
+    2023, arXiv:2306.13649)."""
 
     num_prompts_per_step: PositiveInt = 128
-    """Prompts of one step."""
+    """Prompts per step."""
     num_generations_per_prompt: PositiveInt = 1
-    """Samples drawn for each prompt."""
+    """Samples per prompt."""
     max_num_epochs: PositiveInt | None = 10
-    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null means
-    any number."""
+    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null
+    means no limit."""
     max_num_steps: NonNegativeInt = 1000
-    """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
+    """Rollout batches to train on before the run ends; 0 only validates the model."""
     topk_logits_k: PositiveInt = 64
-    """Likeliest tokens of the teacher that are compared, in the place of each token."""
+    """Likeliest tokens of the teacher that are compared at each position."""
     val_period: NonNegativeInt = 20
     """Steps between validations; 0 means never."""
     max_val_samples: PositiveInt = 512
@@ -44,11 +44,11 @@ class Distillation(Rollouts, frozen=True, kw_only=True):
 
 
 class OffPolicyDistillation(Sft, frozen=True, kw_only=True):
-    """New. Distillation of a teacher into the policy over recorded text: a data set as SFT has it, and no engines. Its
+    """New. Distillation of a teacher into the policy over recorded text: a data set like SFT's, and no engines. Its
     loss is that of `distillation`. NeMo-RL's section for it is `distillation`, with a list of `teachers`."""
 
     topk_logits_k: PositiveInt = 64
-    """New. Likeliest tokens of the teacher that are compared, in the place of each token."""
+    """New. Likeliest tokens of the teacher that are compared at each position."""
 
 
 class Teacher(Model, frozen=True, kw_only=True):
@@ -59,22 +59,22 @@ class Teacher(Model, frozen=True, kw_only=True):
     generation: dict[str, Any] | None = None
     """Accepted: a teacher generates nothing."""
     projection_matrix_path: NonEmptyStr | None = None
-    """File that maps its tokens to the student's, where they have different tokenizers."""
+    """File that maps its tokens to the student's, if their tokenizers differ."""
     weight: NonNegativeFloat = 1.0
-    """Its share in the loss, where there are several."""
+    """Weight in the loss, if there are several teachers."""
     gold_loss: bool | None = None
-    """As `loss_fn.gold_loss`, of this one."""
+    """Same as `loss_fn.gold_loss`, for this teacher."""
     xtoken_loss: bool | None = None
-    """As `loss_fn.xtoken_loss`, of this one."""
+    """Same as `loss_fn.xtoken_loss`, for this teacher."""
 
 
 class TeacherCfg(Section, frozen=True, kw_only=True):
-    """How each teacher is spread over processes of its own. The sizes hold where the section `teacher` is null."""
+    """Distribution of each teacher over processes of its own. The sizes apply if the section `teacher` is null."""
 
     gpus_per_node: PositiveInt = 1
-    """GPUs a node."""
+    """GPUs per node."""
     num_nodes: PositiveInt = 1
-    """Nodes."""
+    """Number of nodes."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer."""
     pipeline_model_parallel_size: PositiveInt = 1
@@ -87,7 +87,7 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
     """Element type of its forward pass."""
 
     def applied_to(self, model: Model) -> Model:
-        """Return a model's section with these sizes, for whichever backend it has."""
+        """Return a model's section with these sizes, for its backend."""
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
         megatron, dtensor = model.megatron_cfg, model.dtensor_cfg
         if megatron.enabled:
@@ -110,29 +110,30 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
 
 
 class NonColocatedTeachers(Section, frozen=True, kw_only=True):
-    """Teachers in processes of their own, by NeMo-RL's keys: `cluster.processes_of.teacher` for all of them."""
+    """Teachers in processes of their own, by NeMo-RL's keys; `cluster.processes_of.teacher` is their total."""
 
     enabled: bool = False
-    """Whether they are, or live in the policy's processes."""
+    """Whether teachers have processes of their own, or share the policy's."""
     default_teacher_cfg: TeacherCfg = TeacherCfg()
 
 
 class OnPolicyDistillation(Section, frozen=True, kw_only=True):
-    """Several teachers, each for its own tasks. With ``grpo.adv_estimator.name: opd`` GRPO's advantages are the
-    teacher's log-probabilities minus the policy's; with ``algorithm: distillation`` the likeliest tokens are the
-    teacher's whose task it is."""
+    """Several teachers, each for its own tasks. With ``grpo.adv_estimator.name: opd``, GRPO's advantages are the
+    teacher's log-probabilities minus the policy's. With ``algorithm: distillation``, the task's teacher provides the
+    likeliest tokens."""
 
     enabled: bool = False
     """Whether there are such teachers."""
     teacher_model_by_agent_name: dict[str, NonEmptyStr] = msgspec.field(default_factory=dict)
-    """Folder of each teacher, by the name of the environment (an entry of `env`, also of an agent), or else of the data
-    set, whose samples it teaches. All have the section `teacher`, or where that is null what the policy's says."""
+    """Folder of each teacher, by the name of the environment (an entry of `env`, agents included) or else of the
+    data set that it teaches. All have the settings of the section `teacher`, or the policy's if that is
+    null."""
     default_teacher_alias: NonEmptyStr | None = None
-    """The one of them that teaches where none has the name."""
+    """Default teacher, for samples without a teacher of their name."""
     strict_agent_name_match: bool = False
-    """true: refuse a run with samples that none has the name of, whatever the default is."""
+    """true: refuse a run with samples of a name that has no teacher, even with a default."""
     deduplicate_shared_teacher_checkpoints: bool = True
-    """Load a teacher once that has several names."""
+    """Load a teacher with several names only once."""
     non_colocated_teachers: NonColocatedTeachers = NonColocatedTeachers()
 
 
@@ -141,23 +142,23 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
 
     kl_type: Literal["forward", "reverse", "mixed", "jsd"] = "mixed"
     """Distillation: the divergence between teacher P and student Q. forward: KL(P|Q). reverse: KL(Q|P). mixed: both,
-    by `mixed_kl_weight`. jsd, which NeMo-RL does not have: the generalised one of Jensen and Shannon (Agarwal et al.
-    2023, arXiv:2306.13649, equation 1), with `mixed_kl_weight` as its beta."""
+    weighted by `mixed_kl_weight`. jsd, which NeMo-RL does not have: the generalised Jensen-Shannon divergence
+    (Agarwal et al. 2023, arXiv:2306.13649, equation 1), with `mixed_kl_weight` as its beta."""
     mixed_kl_weight: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Distillation: the share of the forward divergence in the mixed one; with jsd that of the teacher in what both are
-    compared with."""
+    """Distillation: weight of the forward divergence in the mixed one; with jsd, the teacher's weight in the
+    mixture."""
     zero_outside_topk: bool = False
-    """Distillation: true takes the teacher's other tokens as impossible, and the student's distribution is that of all
-    tokens. false compares the two distributions over the teacher's `topk_logits_k` likeliest tokens, each
+    """Distillation: true treats the teacher's other tokens as impossible, and uses the student's distribution over
+    all tokens. false compares the two distributions over the teacher's `topk_logits_k` likeliest tokens, each
     normalised."""
     kd_loss_mode: NonEmptyStr = "sum"
-    """Distillation of several teachers over recorded text: how their losses become one."""
+    """Distillation of several teachers over recorded text: how their losses are combined."""
     kl_loss_weight: NonNegativeFloat = 1.0
     """Distillation: weight of the divergence."""
     ce_loss_scale: NonNegativeFloat = 0.0
-    """Distillation: weight of the loss of the tokens themselves, minus their log-probability, beside the divergence."""
+    """Distillation: weight of the negative log-likelihood of the tokens, beside the divergence."""
     dynamic_loss_scaling: bool = False
-    """Distillation: scale the divergence to the size of that other loss."""
+    """Distillation: scale the divergence to the size of the negative log-likelihood."""
     exact_token_match_only: bool = False
     """Distillation across tokenizers: compare only tokens that both have."""
     gold_loss: bool = False
@@ -165,17 +166,17 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     xtoken_loss: bool = False
     """Distillation across tokenizers: compare projected probabilities."""
     normalize_teacher_by_vocab: bool = False
-    """Distillation of several teachers over recorded text: weigh those more that have more tokens."""
+    """Distillation of several teachers over recorded text: give those with more tokens a larger weight."""
     reverse_kl: bool | None = None
-    """In NeMo-RL's files of distillation over recorded text (`distillation` with a list of `teachers`): true makes
-    `kl_type` reverse, false forward."""
+    """In NeMo-RL's files of distillation over recorded text (`distillation` with a list of `teachers`): true sets
+    `kl_type` to reverse, false to forward."""
     sum_weights_metric: NonEmptyStr | None = None
-    """Distillation of several teachers over recorded text: the metric by which they are weighted."""
+    """Distillation of several teachers over recorded text: the metric that determines their weights."""
     temperature: PositiveFloat = 1.0
     """Distillation over recorded text: logits are divided by this."""
     alpha: NonNegativeFloat = 1.0
-    """Distillation of several teachers over recorded text: how sharp their weights are."""
+    """Distillation of several teachers over recorded text: sharpness of their weights."""
     vocab_topk: PositiveInt = 8192
-    """In NeMo-RL's files of distillation over recorded text: what `topk_logits_k` is."""
+    """Alias of `topk_logits_k` in NeMo-RL's files of distillation over recorded text."""
     uncommon_topk: PositiveInt = 8192
-    """Distillation across tokenizers: the same, of those that only one has."""
+    """Distillation across tokenizers: the same for tokens that only one of them has."""

@@ -1,4 +1,4 @@
-"""Evaluation: what `coordinator eval` draws and reports."""
+"""Evaluation: the samples and scores of `coordinator eval`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from tandem.config.schema.base import (
 
 
 class Eval(Section, frozen=True, kw_only=True):
-    """What `coordinator eval` draws and reports; nothing else reads it. The problems are those that are held out, as
-    `grpo.max_val_samples` says; what is null is as the validation of a run has it."""
+    """Settings of `coordinator eval` alone. The problems are the held-out ones, limited by `grpo.max_val_samples`;
+    null keys follow the validation of a run."""
 
     metric: Literal["pass@k", "cons@k"] = "pass@k"
-    """The score that is told beside the table: the chance that one of k samples is correct, or that the answer which
-    most of k samples give is."""
+    """Score reported beside the table: the chance that one of k samples is correct, or that the answer given by most
+    of k samples is."""
     k_value: PositiveInt = 1
-    """Its k."""
+    """The k of the metric."""
     num_tests_per_prompt: PositiveInt | None = None
-    """Samples drawn for each problem; null means `grpo.num_val_generations_per_prompt`. NeMo-RL's default is 1."""
+    """Samples per problem; null means `grpo.num_val_generations_per_prompt`. NeMo-RL's default is 1."""
     seed: Seed | None = None
-    """Decides the samples; null means `grpo.val_seed`. NeMo-RL's default is 42."""
+    """Seed of the samples; null means `grpo.val_seed`. NeMo-RL's default is 42."""
     temperature: NonNegativeFloat | None = None
-    """New. Logits are divided by this before sampling, 0 takes the likeliest token; null means
-    `grpo.val_temperature`."""
+    """New. Divisor of the logits before sampling; 0 takes the likeliest token; null means `grpo.val_temperature`."""
     top_p: Fraction | None = None
     """New. Null means `policy.generation.top_p`."""
     top_k: PositiveInt | None = None

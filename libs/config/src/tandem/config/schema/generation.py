@@ -1,4 +1,4 @@
-"""Generation: the engines, their sizes, and how tokens are sampled."""
+"""Generation: engines, their sizes, and sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.config.schema.base import (
 )
 
 ToolCallParser = Literal["hermes", "llama3_json"]
-"""Formats in which models call tools, by the names that vLLM gives them."""
+"""Formats of tool calls, by vLLM's names."""
 
 
 class TransformersCfg(Section, frozen=True, kw_only=True):
@@ -32,8 +32,8 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """The vLLM engine; read only where `policy.generation.backend` is vllm."""
 
     precision: str
-    """Element type of the engine's weights and activations. fp8: the weights of linear layers in float8 with a scale
-    for each block of 128 × 128, made by every refit from what the trainer holds; the rest in bfloat16."""
+    """Element type of the engine's weights and activations. fp8: weights of linear layers in float8 with a scale for
+    each block of 128 × 128, quantised at every refit from the trainer's weights; the rest in bfloat16."""
     max_model_len: PositiveInt
     """Longest sequence, prompt included."""
     tensor_parallel_size: PositiveInt = 1
@@ -43,68 +43,68 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     expert_parallel_size: PositiveInt = 1
     """GPUs that share the experts of each layer of one engine, each with whole experts."""
     gpu_memory_utilization: Fraction = 0.6
-    """Share of GPU memory the engine may take."""
+    """Fraction of GPU memory that the engine may use."""
     kv_cache_dtype: NonEmptyStr = "auto"
-    """Element type of the KV cache, by vLLM's names; auto is that of the activations."""
+    """Element type of the KV cache, by vLLM's names; auto means that of the activations."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """What the engine starts with. Either way its weights come by refit, and it reads none from a checkpoint."""
+    """Initial weights of the engine. In both cases the weights come by refit, and none are read from a checkpoint."""
     enforce_eager: bool = False
     """Run without CUDA graphs; on a CPU there are none."""
     async_engine: bool = False
-    """The same as `policy.generation.async_engine`, where NeMo-RL has it; whatever the engine."""
+    """Same as `policy.generation.async_engine`, at NeMo-RL's place; applies to any engine."""
     expose_http_server: bool = False
-    """The same as `policy.generation.expose_http_server`, where NeMo-RL has it; whatever the engine."""
+    """Same as `policy.generation.expose_http_server`, at NeMo-RL's place; applies to any engine."""
 
     enable_prefix_caching: bool | None = None
-    """Accepted: whether prompts that begin alike share keys and values; null, and in NeMo-RL, leave it to vLLM. Samples
-    of one prompt always share them here."""
+    """Accepted: whether prompts with a common beginning share keys and values; null leaves it to vLLM. Here, samples
+    of one prompt always share them."""
     enable_expert_parallel: bool | None = None
-    """Accepted: whether ranks share experts whole. `expert_parallel_size` decides."""
+    """Accepted: whether ranks get whole experts. `expert_parallel_size` decides."""
     num_first_layers_in_bf16: NonNegativeInt = 0
     """With precision fp8: first layers that stay in bfloat16."""
     num_last_layers_in_bf16: NonNegativeInt = 0
     """With precision fp8: last layers that stay in bfloat16."""
     quantization_ignored_layer_kws: tuple[NonEmptyStr, ...] = ()
-    """With precision fp8: layers whose name holds one of these stay in bfloat16."""
+    """With precision fp8: layers with one of these in their name stay in bfloat16."""
     use_deep_gemm: bool = False
     """Accepted: with precision fp8, multiply with DeepGEMM. vLLM chooses by itself."""
     env_vars: dict[str, Any] | None = None
     """Accepted: environment variables of NeMo-RL's engines. Set them where the run is started."""
     skip_tokenizer_init: bool | None = None
-    """Accepted: whether vLLM has a tokenizer of its own. It has none here: it is given tokens."""
+    """Accepted: whether vLLM has a tokenizer of its own. Here it has none and is given tokens."""
     distributed_executor_backend: NonEmptyStr | None = None
-    """Accepted: how vLLM starts the ranks of an engine; ours are started by their rollout process."""
+    """Accepted: how vLLM starts the ranks of an engine. Here the rollout process starts them."""
     limit_mm_per_prompt: dict[str, Any] | None = None
-    """Pictures, films and sounds that a prompt may have."""
+    """Images, videos and audio that a prompt may have."""
     http_server_serving_chat_kwargs: dict[str, Any] | None = None
-    """Accepted: arguments of vLLM's own server. Here it is `expose_http_server` and `tool_call_parser`."""
+    """Accepted: arguments of vLLM's own server. Here, `expose_http_server` and `tool_call_parser` replace them."""
     reasoning_parser_plugin: NonEmptyStr | None = None
-    """Accepted: a plugin of that server."""
+    """Accepted: a plugin of vLLM's own server."""
     enable_vllm_metrics_logger: bool = False
-    """Accepted: log what engines say of themselves. Each step's metrics do."""
+    """Accepted: log the engines' metrics. The metrics of each step include them."""
     max_num_seqs: PositiveInt | None = None
     """Accepted: sequences that one engine decodes at once; `vllm_kwargs.max_num_seqs` decides."""
     enforce_monotonicity: bool | None = None
-    """Accepted: check in NeMo-RL's server that an agent's prompts go on from each other. Here each is its own."""
+    """Accepted: check in NeMo-RL's server that an agent's prompts continue each other. Here they are independent."""
     enable_thinking: bool | None = None
     """Accepted: a variable of the chat template; `policy.tokenizer.chat_template_kwargs` decides."""
     tool_parser_plugin: NonEmptyStr | None = None
     """Accepted: a plugin of vLLM's own server."""
     vllm_metrics_logger_interval: PositiveFloat | None = None
-    """Accepted: seconds between them."""
+    """Accepted: seconds between these logs."""
     use_tqdm: bool | None = None
     """Accepted: show vLLM's progress bar."""
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute for one engine; if it is one, it is the engine's own."""
+        """Processes that compute for one engine; a single one is the engine's own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ColocatedResources(Section, frozen=True, kw_only=True):
-    """The GPUs set aside for generation where it is not colocated: of a single node some, of several nodes whole ones.
+    """GPUs reserved for generation that is not colocated: some of a single node, or whole nodes of several.
 
-    They are the last of the cluster's. Where nothing is said, they are those that come after the trainers'.
+    They are the last of the cluster. By default they follow those of the trainers.
     """
 
     gpus_per_node: PositiveInt | None = None
@@ -117,23 +117,23 @@ class Colocated(Section, frozen=True, kw_only=True):
     """Whether generation shares its devices with training."""
 
     enabled: bool = True
-    """true: training and generation take turns on the same devices. Engines sleep from the end of a generation to the
-    next and hold no KV cache; trainers keep the optimizer's state on the device only while they train. false: each side
-    has devices of its own, and keeps what it has; no engine reads the trainer's memory in place."""
+    """true: training and generation take turns on the same devices. Engines sleep between generations without a KV
+    cache; trainers keep the optimizer's state on the device only during training. false: each side has devices of
+    its own and keeps its memory; no engine reads the trainer's memory in place."""
     resources: ColocatedResources = ColocatedResources()
 
 
 class Generation(Section, frozen=True, kw_only=True):
-    """How the rollouts of GRPO generate; no other algorithm reads it."""
+    """Settings of generation in algorithms that roll out; no other algorithm reads them."""
 
     backend: Literal["transformers", "vllm", "sglang", "megatron"] = "transformers"
-    """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""
+    """The engine. NeMo-RL's base files have vllm; transformers is Tandem's own."""
     max_new_tokens: PositiveInt
-    """Longest response, in tokens; with several turns, of each."""
+    """Longest response, in tokens; applies to each of several turns."""
     temperature: NonNegativeFloat = 1.0
-    """Logits are divided by this before sampling. Training uses the same."""
+    """Divisor of the logits before sampling. Training uses the same."""
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens that holds this much probability."""
+    """Sample from the smallest set of tokens with at least this probability."""
     top_k: PositiveInt | None = None
     """Sample from this many likeliest tokens; null means all."""
     stop_token_ids: tuple[int, ...] | None = None
@@ -141,42 +141,42 @@ class Generation(Section, frozen=True, kw_only=True):
     stop_strings: tuple[str, ...] | None = None
     """Texts that end a response."""
     tool_call_parser: ToolCallParser | None = None
-    """New. How the model writes calls of tools, by vLLM's names, so that agents get them as `tool_calls`: hermes
-    (Qwen, Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3:
-    ``{"name": ..., "parameters": {...}}``). null: they stay text."""
+    """New. Format of the model's tool calls, by vLLM's names, so that agents get them as `tool_calls`: hermes (Qwen,
+    Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3: ``{"name": ...,
+    "parameters": {...}}``). null: they stay text."""
     transformers_cfg: TransformersCfg
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
+    """Further arguments of vLLM's engine, by its own names; checked if vLLM is installed."""
     sglang_cfg: dict[str, Any] | None = None
-    """Settings of SGLang; read only where `backend` is sglang."""
+    """Settings of SGLang; read only if `backend` is sglang."""
     mcore_generation_config: dict[str, Any] | None = None
-    """Settings of Megatron-Core's own engine; read only where `backend` is megatron."""
+    """Settings of Megatron-Core's own engine; read only if `backend` is megatron."""
     bad_words: tuple[str, ...] | None = None
-    """Texts that a response may not have."""
+    """Texts that a response may not contain."""
     quant_cfg: NonEmptyStr | None = None
-    """Quantise what engines hold, as a file of NVIDIA's ModelOpt says."""
+    """Quantise the engines' weights according to a file for NVIDIA's ModelOpt."""
     real_quant: bool = False
     """Whether `quant_cfg` shrinks the weights, or only rounds them."""
     use_async_rollouts: bool | None = None
     """Accepted: an earlier name of `async_engine`, which decides."""
     port_range_low: Port | None = None
-    """Accepted: the lowest port of NeMo-RL's engines. Here the system chooses free ones."""
+    """Accepted: the lowest port of NeMo-RL's engines. Here the system chooses free ports."""
     port_range_high: Port | None = None
-    """Accepted: the highest."""
+    """Accepted: the highest such port."""
     async_engine: bool = False
-    """Let samples go on as soon as the environment has answered them, while the engine generates others, and assign
-    prompts to the engine with the fewest outstanding tokens. Without it the engine waits for answers, and prompts are
-    pinned to engines in turn: then a run can be repeated to the bit."""
+    """Continue samples as soon as the environment has replied, while the engine generates others, and assign prompts
+    to the engine with the fewest outstanding tokens. Without it, the engine waits for replies, and prompts are
+    pinned to engines in turn, so that a run is reproducible to the bit."""
     expose_http_server: bool = False
-    """Have every rollout process answer OpenAI's API while the run goes on, with the weights that it holds:
-    `coordinator serve` and `coordinator chat` of the run folder are then answered by the run itself. What is asked gets
-    what training leaves of the engines, and changes nothing of it."""
+    """Make every rollout process answer OpenAI's API during the run, with its current weights: `coordinator serve`
+    and `coordinator chat` of the run folder are then answered by the run itself. External requests use the capacity
+    that training leaves, and do not affect it."""
     generation_timeout: PositiveFloat | None = None
-    """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
-    ever. Needs `async_engine`."""
+    """New. Seconds that an idle engine waits for others before it takes over their prompts; null means for ever.
+    Needs `async_engine`."""
     max_stored_tokens: PositiveInt = 500_000_000
-    """New. Tokens of finished samples that one engine's process keeps, at most, until they are trained on: 13 bytes of
+    """New. Most tokens of finished samples that one engine's process keeps until they are trained on: 13 bytes of
     host memory each."""
     colocated: Colocated = Colocated()
 

@@ -1,4 +1,4 @@
-"""GRPO and PPO and their kin: prompt groups, rewards and advantages."""
+"""GRPO, PPO and related algorithms: prompt groups, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tandem.config.schema.base import NonNegativeFloat, NonNegativeInt, Positive
 
 
 class AdvEstimator(Section, frozen=True, kw_only=True):
-    """How rewards become advantages."""
+    """The estimator that turns rewards into advantages."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
-    """grpo: each reward minus the baseline of its group (Shao et al. 2024, arXiv:2402.03300). gdpo: the same for each
-    component of the reward, weighted, added and normalised over the batch (Liu et al. 2026, arXiv:2601.05242); the
-    environment gives the components. reinforce_plus_plus: the reward minus the mean of its group, normalised over all
-    tokens of the batch (Hu et al. 2025, arXiv:2501.03262). opd: those of `on_policy_distillation`."""
+    """grpo: each reward minus the baseline of its group (Shao et al. 2024, arXiv:2402.03300). gdpo: the same for
+    each component of the reward, weighted, added and normalised over the batch (Liu et al. 2026, arXiv:2601.05242);
+    the environment provides the components. reinforce_plus_plus: the reward minus the mean of its group, normalised
+    over all tokens of the batch (Hu et al. 2025, arXiv:2501.03262). opd: the advantages of `on_policy_distillation`."""
     normalize_rewards: bool = True
-    """As `grpo.normalize_rewards`; not for reinforce_plus_plus."""
+    """Same as `grpo.normalize_rewards`; not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = True
-    """As `grpo.use_leave_one_out_baseline`; not for reinforce_plus_plus."""
+    """Same as `grpo.use_leave_one_out_baseline`; not for reinforce_plus_plus."""
     minus_baseline: bool = True
     """For reinforce_plus_plus: subtract the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
-    """For gdpo: the weight of each component, in the alphabetical order of their names; null means 1 each."""
+    """For gdpo: weights of the components, in the alphabetical order of their names; null means 1 each."""
 
 
 class RewardShaping(Section, frozen=True, kw_only=True):
@@ -33,14 +33,14 @@ class RewardShaping(Section, frozen=True, kw_only=True):
     enabled: bool = False
     """Whether to shape rewards."""
     overlong_buffer_length: PositiveInt | None = None
-    """Tokens before `max_response_length` over which the penalty grows from nothing."""
+    """Tokens before `max_response_length` over which the penalty grows from zero."""
     overlong_buffer_penalty: NonNegativeFloat | None = None
-    """What a response of `max_response_length` tokens or more loses (soft overlong punishment, DAPO, Yu et al. 2025,
+    """Penalty of a response of `max_response_length` tokens or more (soft overlong punishment, DAPO, Yu et al. 2025,
     arXiv:2503.14476, equation 13)."""
     max_response_length: PositiveInt | None = None
-    """Tokens that a response should have at most."""
+    """Longest intended response, in tokens."""
     stop_properly_penalty_coef: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Multiply the reward of each response that a limit of tokens cut off by this, and penalise no length."""
+    """Factor of the reward of each response cut off at a token limit; there is no length penalty then."""
 
 
 class RewardScaling(Section, frozen=True, kw_only=True):
@@ -53,113 +53,113 @@ class RewardScaling(Section, frozen=True, kw_only=True):
     source_max: float = 1.0
     """The reward that becomes `target_max`."""
     target_min: float = 0.0
-    """The least reward afterwards, or the greatest if it is above `target_max`."""
+    """The lowest reward afterwards, or the highest if it is above `target_max`."""
     target_max: float = 1.0
     """The reward at the other end."""
 
 
 class AsyncGrpo(Section, frozen=True, kw_only=True):
-    """Generate for the steps that follow while a step trains, with weights that are a little older."""
+    """Generation for later steps while a step trains, with slightly older weights."""
 
     enabled: bool = False
     """false: training and generation wait for each other. true: needs engines on devices of their own
     (`policy.generation.colocated.enabled: false`); on a CPU both may share cores."""
     max_trajectory_age_steps: PositiveInt = 1
-    """Training steps that the weights a sample was begun with may be behind those it is trained on. Engines generate
-    for as many steps ahead."""
+    """Most training steps between the weights that began a sample and those that are trained on it. Engines generate
+    as many steps ahead."""
     in_flight_weight_updates: bool = False
     """true: engines take new weights between two tokens, and their requests go on; every token carries the version
-    that made it. false: an engine begins nothing more until it has finished what it has, and then takes them."""
+    that generated it. false: an engine finishes its current requests before it takes new weights."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """With `in_flight_weight_updates`: requests that go on compute the keys and values of all their tokens anew with
-    the new weights. Otherwise they keep those that they have."""
+    """With `in_flight_weight_updates`: running requests recompute the keys and values of all their tokens with the
+    new weights. Otherwise they keep the old ones."""
 
 
 class Rollouts(Section, frozen=True, kw_only=True):
-    """What every algorithm that rolls out has: how much is generated, how rewards are shaped, when it is validated."""
+    """Settings of all algorithms that roll out: amount of generation, reward shaping, validation."""
 
     num_prompts_per_step: PositiveInt = 32
     """Prompt groups in one rollout batch."""
     num_generations_per_prompt: PositiveInt = 16
-    """Samples drawn for each prompt: the size of a group."""
+    """Samples per prompt: the size of a group."""
     max_rollout_turns: PositiveInt = 1
-    """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
+    """Most responses in a rollout: after each but the last, the environment may reply and the policy continue."""
     max_num_epochs: PositiveInt | None = None
-    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null means
-    any number."""
+    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null
+    means no limit."""
     max_num_steps: NonNegativeInt = 1_000_000
-    """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
+    """Rollout batches to train on before the run ends; 0 only validates the model."""
     overlong_filtering: bool = False
-    """Samples that a limit of tokens cut off count in their group's baseline, but not in the loss (DAPO,
+    """Exclude samples cut off at a token limit from the loss, but not from their group's baseline (DAPO,
     arXiv:2503.14476, section 3.4)."""
     reward_scaling: RewardScaling = RewardScaling()
     reward_shaping: RewardShaping = RewardShaping()
     use_dynamic_sampling: bool = False
-    """Throw away groups whose rewards do not differ, which teach nothing, and generate more until there are
-    `num_prompts_per_step` others (DAPO, arXiv:2503.14476, section 3.2)."""
+    """Discard groups with equal rewards, which teach nothing, and generate more until
+    `num_prompts_per_step` others exist (DAPO, arXiv:2503.14476, section 3.2)."""
     batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
-    """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once. It has no effect
-    without."""
+    """With `use_dynamic_sampling`: generate for this multiple of `num_prompts_per_step` at once; otherwise without
+    effect."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
-    """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
+    """With `use_dynamic_sampling`: most such batches per step before the run ends with an error."""
     val_period: NonNegativeInt = 10
-    """Steps between validations; 0, and -1, mean never."""
+    """Steps between validations; 0 and -1 mean never."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
-    """Validate after the last step, whatever `val_period` says."""
+    """Validate after the last step, regardless of `val_period`."""
     max_val_samples: PositiveInt = 256
-    """Validation problems used each time, from the front of the validation set; null means every one."""
+    """Validation problems used each time, from the front of the validation set; null means all."""
     val_batch_size: PositiveInt = 256
-    """Validation problems sent to the rollouts at once; null as if it were not given."""
+    """Validation problems sent to the rollouts at once; null means the default."""
     num_val_generations_per_prompt: PositiveInt = 1
-    """Samples drawn for each validation problem; metrics are of all of them."""
+    """Samples per validation problem; metrics cover all of them."""
     val_temperature: NonNegativeFloat | None = None
-    """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means the
-    same as in training."""
+    """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means
+    the same as in training."""
     val_seed: Seed | None = None
-    """New. Decides the samples of validation, and nothing else; null means the `seed` beside it."""
+    """New. Seed of the validation samples only; null means the `seed` beside it."""
     seed: Seed = 42
-    """Decides the problems, their order and every sample."""
+    """Seed of the problems, their order and every sample."""
 
     @property
     def asynchronous(self) -> AsyncGrpo:
-        """Whether it generates while it trains, and how far ahead; an algorithm without a section for it does not."""
+        """Settings of asynchronous generation; disabled for an algorithm without a section for it."""
         return AsyncGrpo()
 
     @property
     def group_estimator(self) -> AdvEstimator | None:
-        """How the rewards of a group become advantages, if the samples of a prompt are compared."""
+        """Estimator that turns a group's rewards into advantages, if the samples of a prompt are compared."""
         return None
 
     @property
     def advantage_bounds(self) -> tuple[float | None, float | None] | None:
-        """What advantages are not below, and not above, where one of these is given."""
+        """Lower and upper bound of advantages, if there are any."""
         return None
 
     @property
     def largest_logprob_error(self) -> float | None:
-        """The multiplicative error above which a sequence is left out of the loss, if any is."""
+        """Multiplicative error above which a sequence is excluded from the loss, if there is a limit."""
         return None
 
     @property
     def num_passes(self) -> int:
-        """Times that a step trains on its rollout batch."""
+        """Passes of a step over its rollout batch."""
         return 1
 
     @property
     def num_steps_without_policy(self) -> int:
-        """Steps at the beginning that do not train the policy."""
+        """Initial steps that do not train the policy."""
         return 0
 
     @property
     def num_prompts_per_batch(self) -> int:
-        """Prompt groups that engines generate for at once."""
+        """Prompt groups generated at once."""
         return round(self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1))
 
     @property
     def max_prompts_per_step(self) -> int:
-        """Prompt groups that a step generates for, at most."""
+        """Most prompt groups generated in a step."""
         return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)
 
 
@@ -173,46 +173,47 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     arXiv:2402.14740)."""
     adv_estimator: AdvEstimator = AdvEstimator()
     advantage_clip_low: float | None = None
-    """What is below becomes this, once advantages are normalised; null means no bound."""
+    """Lower bound of normalised advantages; null means none."""
     advantage_clip_high: float | None = None
-    """What is above becomes this, likewise."""
+    """Upper bound of normalised advantages; null means none."""
     invalid_tool_call_advantage: float | None = None
-    """The advantage of an agent's response that calls a tool wrongly, as NeMo Gym tells; null means what its reward
-    gives."""
+    """Advantage of an agent's response with an invalid tool call, as reported by NeMo Gym; null means that of its
+    reward."""
     malformed_thinking_advantage: float | None = None
-    """The advantage of an agent's response whose thinking is out of shape, as NeMo Gym tells; null means what its
-    reward gives."""
+    """Advantage of an agent's response with malformed thinking, as reported by NeMo Gym; null means that of its
+    reward."""
     penalize_invalid_tool_call: bool | None = None
-    """Accepted: an earlier switch of `invalid_tool_call_advantage`, which decides."""
+    """Accepted: an earlier switch, replaced by `invalid_tool_call_advantage`."""
     penalize_malformed_thinking: bool | None = None
-    """Accepted: an earlier switch of `malformed_thinking_advantage`, which decides."""
+    """Accepted: an earlier switch, replaced by `malformed_thinking_advantage`."""
     invalid_tool_call_strategy: str | None = None
-    """Accepted: what an earlier release did about such calls."""
+    """Accepted: an earlier release's treatment of such calls."""
     skip_reference_policy_logprobs_calculation: bool = False
-    """Accepted where ``loss_fn.reference_policy_kl_penalty`` is 0: then no reference model is built anyway."""
+    """Accepted where ``loss_fn.reference_policy_kl_penalty`` is 0, which builds no reference model anyway."""
     seq_logprob_error_threshold: PositiveFloat | None = None
-    """Leave sequences out of the loss whose multiplicative error of probabilities is above this: the mean over their
-    tokens of exp |log-probability in training - in generation|, which `token_mult_prob_error` is of all tokens. They
-    count in their group's baseline. Null keeps all; else a pass of its own computes the log-probabilities."""
+    """Multiplicative error of probabilities above which a sequence is excluded from the loss: the mean over its
+    tokens of exp |log-probability in training - in generation|. The metric `token_mult_prob_error` is the same over
+    all tokens. Excluded sequences count in their group's baseline. Null keeps all; otherwise a separate pass
+    computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
 
     @property
     def asynchronous(self) -> AsyncGrpo:
-        """Whether it generates while it trains, and how far ahead."""
+        """Settings of asynchronous generation."""
         return self.async_grpo
 
     @property
     def advantage_bounds(self) -> tuple[float | None, float | None] | None:
-        """What advantages are not below, and not above."""
+        """Lower and upper bound of advantages."""
         bounds = self.advantage_clip_low, self.advantage_clip_high
         return None if bounds == (None, None) else bounds
 
     @property
     def largest_logprob_error(self) -> float | None:
-        """The multiplicative error above which a sequence is left out of the loss."""
+        """Multiplicative error above which a sequence is excluded from the loss."""
         return self.seq_logprob_error_threshold
 
     @property
     def group_estimator(self) -> AdvEstimator:
-        """How the rewards of a group become advantages."""
+        """Estimator that turns a group's rewards into advantages."""
         return self.adv_estimator

@@ -17,32 +17,32 @@ from tandem.config.schema.base import (
 
 
 class MegatronScheduler(Section, frozen=True, kw_only=True):
-    """How the learning rate and the weight decay change, counted in optimizer steps.
+    """Schedules of the learning rate and the weight decay, counted in optimizer steps.
 
     The highest learning rate is `lr` and the lowest `min_lr` of `policy.megatron_cfg.optimizer`.
     """
 
     lr_warmup_iters: NonNegativeInt = 0
-    """Steps in which the learning rate rises from `lr_warmup_init` to its highest."""
+    """Steps in which the learning rate rises from `lr_warmup_init` to its maximum."""
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate of the first step of the warm-up."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
-    """How it falls after the warm-up; WSD keeps it, and lets it fall in the last `lr_wsd_decay_iters`."""
+    """Shape of the decay after the warm-up; WSD keeps the rate and lowers it in the last `lr_wsd_decay_iters`."""
     lr_decay_iters: PositiveInt | None = None
-    """Steps, those of the warm-up included, after which it is at its lowest; null means those of the whole run."""
+    """Steps, including the warm-up, after which the rate is lowest; null means those of the whole run."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """How it falls at the end of WSD."""
+    """Shape of the decay at the end of WSD."""
     lr_wsd_decay_iters: PositiveInt | None = None
-    """Steps of that fall; needed by WSD."""
+    """Steps of that decay; required for WSD."""
     start_weight_decay: NonNegativeFloat | None = None
     """Weight decay of the first step; null means that of the optimizer."""
     end_weight_decay: NonNegativeFloat | None = None
     """Weight decay of the last step; null means that of the optimizer."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How it gets there; constant needs both to be equal."""
+    """Shape of the change between them; constant needs both to be equal."""
     override_opt_param_scheduler: bool | None = None
-    """Accepted: whether these keys win over those of a checkpoint. They do: what differs is told when a run is
-    resumed."""
+    """Accepted: whether these keys override those of a checkpoint. They always do, and a resumed run reports the
+    differences."""
 
 
 class Fp8Cfg(Section, frozen=True, kw_only=True):
@@ -51,41 +51,40 @@ class Fp8Cfg(Section, frozen=True, kw_only=True):
     enabled: bool = False
     """Train with float8."""
     fp8: NonEmptyStr = "e4m3"
-    """The format."""
+    """Float8 format."""
     fp8_recipe: NonEmptyStr = "blockwise"
-    """How scales are chosen."""
+    """Choice of the scales."""
     fp8_param: bool = False
-    """Keep the weights in float8, too."""
+    """Keep the weights in float8 as well."""
 
 
 class MegatronCfg(Section, frozen=True, kw_only=True):
-    """Training with Megatron-Core (extra ``megatron``); where it is enabled it wins over `policy.dtensor_cfg`.
+    """Training with Megatron-Core (extra ``megatron``); takes precedence over `policy.dtensor_cfg` if enabled.
 
-    Any other key written here is an argument of Megatron-Core's own ``TransformerConfig``, such as
-    `recompute_granularity` or `moe_aux_loss_coeff`: it is checked against that class and forwarded. What the model's
-    ``config.json`` decides, such as `hidden_size`, is not for here.
+    Any other key here is an argument of Megatron-Core's own ``TransformerConfig``, such as `recompute_granularity`
+    or `moe_aux_loss_coeff`: it is checked against that class and forwarded. Values set by the model's
+    ``config.json``, such as `hidden_size`, are refused.
     """
 
     enabled: bool = False
     """Train with Megatron-Core."""
     force_reconvert_from_hf: bool = False
-    """Convert `policy.model_name` once more, though its conversion is there."""
+    """Convert `policy.model_name` again even if a conversion exists."""
     empty_unused_memory_level: NonNegativeInt = 0
-    """How often cached GPU memory is given back: 0 never, 1 around generation, 2 also within a step."""
+    """How often cached GPU memory is freed: 0 never, 1 around generation, 2 also within a step."""
     activation_checkpointing: bool = False
     """Recompute the activations of whole layers in the backward pass; `recompute_granularity` and the like choose
     otherwise."""
     env_vars: dict[str, Any] | None = None
     """Environment variables of the trainers, texts or numbers by name, set before torch is imported."""
     converter_type: str | None = None
-    """NeMo-RL's choice of a converter; Tandem goes by the model's ``config.json``."""
+    """Accepted: NeMo-RL's choice of a converter. Tandem goes by the model's ``config.json``."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers in sequence."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """New. Separate stretches of layers that each of these ranks has: interleaved stages, which wait less for each
-    other."""
+    """New. Number of interleaved stages on each of these ranks, which then wait less for each other."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1
@@ -99,54 +98,55 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     pipeline_dtype: str | None = None
-    """Element type of what travels between pipeline stages: `policy.precision`, or null for it."""
+    """Element type of tensors sent between pipeline stages: `policy.precision`, or null for the same."""
     freeze_moe_router: bool = False
     """Do not train the routers of mixtures of experts."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Element type in which routers compute; null means that of the activations."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = "none"
-    """How experts are kept evenly loaded."""
+    """Method of load balancing for experts."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
-    """Step of the bias that balances experts."""
+    """Step size of the bias that balances experts."""
     moe_router_enable_expert_bias: bool | None = None
     """Accepted: whether routers have a bias that balances experts. The model's ``config.json`` decides."""
     moe_grouped_gemm: bool | None = None
-    """Accepted: whether the experts of a rank are multiplied at once. It is so wherever it can be."""
+    """Accepted: whether a rank's experts are multiplied in one call. They are wherever possible."""
     mtp_num_layers: NonNegativeInt | None = None
-    """Layers that predict the tokens after the next; 0 and null build none."""
+    """Layers that predict the tokens after the next one; 0 and null build none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.0
     """Weight of their loss."""
     mtp_use_repeated_layer: bool = False
-    """Whether they are one layer, used so many times."""
+    """Whether they are one layer, applied repeatedly."""
     mtp_detach_heads: bool = False
-    """Whether their loss leaves the layers below alone."""
+    """Whether their loss has no gradient in the layers below."""
     defer_fp32_logits: bool | None = None
-    """Accepted: when NeMo-RL makes logits float32. Here they are, row by row, where log-probabilities are taken."""
+    """Accepted: when NeMo-RL converts logits to float32. Here this happens row by row for the log-probabilities."""
     use_linear_ce_fusion_loss: bool = False
-    """Accepted: compute log-probabilities without whole logits. Nothing changes but memory."""
+    """Accepted: compute log-probabilities without whole logits. This only changes the use of memory."""
     linear_ce_fusion_chunk_size: PositiveInt = 256
     """Accepted: tokens that `use_linear_ce_fusion_loss` computes at once."""
     train_iters: PositiveInt | None = None
-    """Accepted: steps that NeMo-RL's scheduler counts with; `scheduler.lr_decay_iters` and the run's own decide."""
+    """Accepted: number of steps for NeMo-RL's scheduler; `scheduler.lr_decay_iters` and the run's own number replace
+    it."""
     track_moe_metrics: bool | None = None
-    """Accepted: log how experts are loaded."""
+    """Accepted: log the load of experts."""
     peft: Peft = Peft()
     fp8_cfg: Fp8Cfg | None = None
-    """Null is as `enabled: false`."""
+    """Float8 training; null means `enabled: false`."""
     apply_rope_fusion: bool = True
-    """Use the fused kernel for rotary embeddings, where there is one."""
+    """Use the fused kernel for rotary embeddings, if there is one."""
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of Megatron-Core's ``OptimizerConfig``. Its defaults hold, but for `lr` (5.0e-6), `min_lr` (0),
+    """Arguments of Megatron-Core's ``OptimizerConfig``. Its defaults apply, except for `lr` (5.0e-6), `min_lr` (0),
     `use_distributed_optimizer` (true) and `clip_grad` (`policy.max_grad_norm`)."""
     scheduler: MegatronScheduler = MegatronScheduler()
     distributed_data_parallel_config: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of Megatron-Core's ``DistributedDataParallelConfig``."""
     forwarded: dict[str, Any] = msgspec.field(default_factory=dict)
-    """New. Every further key written directly under `policy.megatron_cfg` is gathered here."""
+    """New. Collects every other key written directly under `policy.megatron_cfg`."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `env_vars` adds to the environment of trainers, if they train with Megatron-Core."""
+        """Environment variables for trainers from `env_vars`, if they train with Megatron-Core."""
         given = self.env_vars if self.enabled else None
         return {name: str(value) for name, value in (given or {}).items()}
 

@@ -1,4 +1,4 @@
-"""The model in training: where it comes from, how it is batched, sharded, optimized and sampled."""
+"""The model in training: its origin, batches, sharding, optimizer and sampling."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
     audio: dict[str, Any] | None = None
-    """How sounds become tokens."""
+    """Conversion of audio to tokens."""
     video: dict[str, Any] | None = None
-    """How films become tokens, such as `num_frames`."""
+    """Conversion of video to tokens, such as `num_frames`."""
 
 
 class DtensorCfg(Section, frozen=True, kw_only=True):
@@ -43,16 +43,17 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = False
-    """Split the activations between tensor-parallel regions along the sequence: less memory, the same traffic."""
+    """Split the activations between tensor-parallel regions along the sequence: less memory, same traffic."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass; the same as `policy.activation_checkpointing_enabled`."""
+    """Recompute activations in the backward pass; same as `policy.activation_checkpointing_enabled`."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that share each layer: must divide the numbers of attention and of key-value heads."""
+    """Ranks that share each layer; must divide the numbers of attention and key-value heads."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence. Prompts are not shared then, whatever `policy.share_prompts` says."""
+    """Ranks that share each sequence. With more than one, prompts are not shared, regardless of
+    `policy.share_prompts`."""
     custom_parallel_plan: NonEmptyStr | None = None
     """Dotted path of a tensor-parallel plan: a dict from paths of modules to styles of
-    `torch.distributed.tensor.parallel`, or a function that returns one. null: the one for the model's architecture."""
+    `torch.distributed.tensor.parallel`, or a function that returns one. null: the plan for the model's architecture."""
 
     expert_parallel_size: PositiveInt = 1
     """Ranks that share the experts of each layer."""
@@ -62,17 +63,17 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     """Environment variables of the trainers, texts or numbers by name, set before torch is imported."""
     lora_cfg: LoraCfg = LoraCfg()
     version_2: bool = msgspec.field(name="_v2", default=True)
-    """Accepted: NeMo-RL's second backend of that name, or its first. There is one here."""
+    """Accepted: choice between NeMo-RL's two backends of that name. Here there is one."""
     automodel_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Accepted: arguments of the library with which NeMo-RL loads models. Here transformers does."""
+    """Accepted: arguments of NeMo-RL's library for loading models. Here Transformers loads them."""
     moe_parallelizer: dict[str, Any] | None = None
     """Accepted: arguments of the same library."""
     clear_cache_every_n_steps: PositiveInt | None = None
-    """Accepted: how often NeMo-RL's backend gives cached GPU memory back within a step."""
+    """Accepted: how often NeMo-RL's backend frees cached GPU memory within a step."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `env_vars` adds to the environment of trainers, if they train with this backend."""
+        """Environment variables for trainers from `env_vars`, if they train with this backend."""
         return {name: str(value) for name, value in (self.env_vars or {}).items()} if self.enabled else {}
 
     @property
@@ -87,40 +88,40 @@ PackingAlgorithm = Literal[
 
 
 class SequencePacking(Section, frozen=True, kw_only=True):
-    """Micro-batches of one row each, in which sequences lie end to end and none sees another: nothing is padded.
+    """Micro-batches of one row each, in which sequences lie end to end without padding, and none sees another.
 
-    `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect then.
+    Then `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect.
     """
 
     enabled: bool = False
-    """Pack sequences. NeMo-RL's GRPO files say true."""
+    """Pack sequences. NeMo-RL's GRPO files have true."""
     train_mb_tokens: PositiveInt
-    """The most tokens of a training micro-batch."""
+    """Most tokens of a training micro-batch."""
     logprob_mb_tokens: PositiveInt
-    """The most tokens of a log-probability micro-batch."""
+    """Most tokens of a log-probability micro-batch."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
-    """How sequences are assigned to rows."""
+    """Assignment of sequences to rows."""
     sequence_length_round: PositiveInt = 64
-    """Row lengths are rounded up to a multiple of this."""
+    """Multiple to which row lengths are rounded up."""
     fuse_loss: bool = False
-    """Accepted: compute the loss of a row at once. It always is here."""
+    """Accepted: compute the loss of a row at once. Here it always is."""
 
 
 class DynamicBatching(Section, frozen=True, kw_only=True):
-    """Micro-batches of as many padded rows, of like lengths, as so many tokens allow.
+    """Micro-batches of padded rows of similar lengths, as many as a token limit allows.
 
-    `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect then. Not
+    Then `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect. Not
     together with `policy.sequence_packing`.
     """
 
     enabled: bool = False
     """Batch by tokens."""
     train_mb_tokens: PositiveInt
-    """The most tokens of a training micro-batch, padding included."""
+    """Most tokens of a training micro-batch, including padding."""
     logprob_mb_tokens: PositiveInt
-    """The most tokens of a log-probability micro-batch, padding included."""
+    """Most tokens of a log-probability micro-batch, including padding."""
     sequence_length_round: PositiveInt = 64
-    """Row lengths are rounded up to a multiple of this."""
+    """Multiple to which row lengths are rounded up."""
 
 
 class Optimizer(Section, frozen=True, kw_only=True):
@@ -131,7 +132,8 @@ class Optimizer(Section, frozen=True, kw_only=True):
     kwargs: dict[str, Any] = msgspec.field(
         default_factory=lambda: {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8}
     )
-    """Its arguments. If given, they replace these whole, and what is not named has the class's own default."""
+    """Arguments of the class. If given, they replace these as a whole, and missing ones have the class's own
+    defaults."""
 
 
 class SchedulerEntry(Section, frozen=True, kw_only=True):
@@ -140,66 +142,67 @@ class SchedulerEntry(Section, frozen=True, kw_only=True):
     name: NonEmptyStr | None = None
     """Dotted path of a torch learning-rate scheduler class."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the class."""
     milestones: tuple[NonNegativeInt, ...] | None = None
-    """Optimizer steps at which the next schedule takes over: one fewer than there are schedules."""
+    """Optimizer steps at which the next schedule takes over; one fewer than there are schedules."""
 
 
 class NewModel(Section, frozen=True, kw_only=True):
-    """A model to make where `policy.model_name` does not exist: random weights and a character-level tokenizer."""
+    """A model to make if `policy.model_name` does not exist: random weights and a character-level tokenizer."""
 
     config: dict[str, Any]
-    """New. Fields of the Hugging Face configuration of the model; `model_type` is required. The vocabulary size comes
+    """New. Fields of the model's Hugging Face configuration; `model_type` is required. The vocabulary size comes
     from the tokenizer."""
     characters: NonEmptyStr
-    """New. The characters the tokenizer knows, one token each."""
+    """New. Characters of the tokenizer, one token each."""
     seed: Seed = 0
-    """New. Decides the weights."""
+    """New. Seed of the weights."""
 
 
 class Draft(Section, frozen=True, kw_only=True):
-    """A small model that guesses tokens ahead of the policy, trained beside it (EAGLE-3, arXiv:2503.01840)."""
+    """A small model that predicts tokens ahead of the policy, trained beside it (EAGLE-3, arXiv:2503.01840)."""
 
     enabled: bool = False
-    """Train one."""
+    """Train a draft model."""
     model_name: NonEmptyStr | None = None
     """Folder or Hub name of the draft model."""
     loss_weight: NonNegativeFloat = 0.1
     """Weight of its loss."""
     num_layers: PositiveInt | None = None
-    """Its layers, if it is new."""
+    """Number of layers, if it is new."""
     aux_layer_indices: tuple[int, ...] | None = None
     """Layers of the policy that it reads."""
 
 
 class RouterReplay(Section, frozen=True, kw_only=True):
-    """Whether trainers send tokens to the experts that the engine sent them to (arXiv:2510.11370)."""
+    """Routing of tokens in training to the experts that the engine chose (arXiv:2510.11370)."""
 
     enabled: bool = False
-    """Replay the engine's routing, in training and for the previous and reference log-probabilities. Of `policy`, a
-    mixture of experts; samples have a byte more for each expert of each token and layer, two from 256 experts on."""
+    """Replay the engine's routing, in training and for the previous and reference log-probabilities. For a `policy`
+    that is a mixture of experts. Samples grow by one byte for each expert of each token and layer, two from 256
+    experts on."""
 
 
 class RewardModelCfg(Section, frozen=True, kw_only=True):
-    """A head that gives one number in the place of the one that predicts tokens."""
+    """A head with one output instead of the one that predicts tokens."""
 
     enabled: bool = False
-    """Whether the model has one. A value model and the model of `algorithm: rm` always do."""
+    """Whether the model has such a head. A value model and the model of `algorithm: rm` always do."""
     reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
-    """What the number is: a score that pairs are compared by, or a value."""
+    """Meaning of the output: a score for comparing pairs, or a value."""
 
 
 class Model(Section, frozen=True, kw_only=True):
-    """A model that trainers hold: where it comes from, how it is batched, sharded and optimized."""
+    """A model that trainers hold: its origin, batches, sharding and optimizer."""
 
     model_name: NonEmptyStr
     """Folder (relative to the working directory) of a Hugging Face causal language model, or its name on the Hub:
     `org/name`, or `org/name@revision`."""
     revision: NonEmptyStr | None = None
-    """New. Branch, tag or commit of a model on the Hub; null is its default branch. The commit that it is when the run
-    begins is the run's to its end."""
+    """New. Branch, tag or commit of a model on the Hub; null means the default branch. A run keeps the commit that
+    it started with."""
     new_model: NewModel | None = None
-    """New. How to make `model_name` if that folder does not exist."""
+    """New. Recipe for `model_name` if that folder does not exist."""
     max_total_sequence_length: PositiveInt = 512
     """Longest sequence, prompt and response together, in tokens."""
     train_global_batch_size: PositiveInt
@@ -207,73 +210,74 @@ class Model(Section, frozen=True, kw_only=True):
     train_micro_batch_size: PositiveInt = 4
     """Sequences (for DPO and RM pairs of them) in one forward and backward pass of one trainer."""
     logprob_batch_size: PositiveInt = 4
-    """Sequences (for DPO and RM pairs of them) in one forward pass of one trainer when only log-probabilities are
-    wanted."""
+    """Sequences (for DPO and RM pairs of them) in one forward pass of one trainer when it only computes
+    log-probabilities."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Element type of forward and backward passes and of generation."""
     share_prompts: bool = True
-    """New. Compute each prompt once for all of its samples in a micro-batch, and no padding. A micro-batch size that is
-    a multiple of `grpo.num_generations_per_prompt` splits no group. The numbers are the same either way; models whose
-    tokens meet elsewhere than in plain causal attention are trained the other way by themselves."""
+    """New. Compute each prompt once for all of its samples in a micro-batch, without padding. A micro-batch size
+    that is a multiple of `grpo.num_generations_per_prompt` splits no group. Results are the same either way. Models
+    with interactions between tokens outside of plain causal attention are automatically trained without it."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients are scaled down to this Euclidean norm; null means no clipping."""
+    """Maximum Euclidean norm of gradients, to which larger ones are scaled down; null means no clipping."""
     make_sequence_length_divisible_by: PositiveInt = 1
-    """Padded lengths are rounded up to a multiple of this."""
+    """Multiple to which padded lengths are rounded up."""
     activation_checkpointing_enabled: bool = False
-    """Recompute activations in the backward pass; the same as `policy.dtensor_cfg.activation_checkpointing`."""
+    """Recompute activations in the backward pass; same as `policy.dtensor_cfg.activation_checkpointing`."""
     fsdp_offload_enabled: bool = False
-    """The same as `policy.dtensor_cfg.cpu_offload`, as NeMo-RL's first FSDP backend had it."""
+    """Same as `policy.dtensor_cfg.cpu_offload`; the key of NeMo-RL's first FSDP backend."""
     hf_config_overrides: dict[str, Any] | None = None
-    """Fields of the model's ``config.json`` that are to be other than there: in trainers, engines and what is saved."""
+    """Replacements for fields of the model's ``config.json``, in trainers, engines and checkpoints."""
     reward_model_cfg: RewardModelCfg = RewardModelCfg()
     router_replay: RouterReplay = RouterReplay()
     draft: Draft = Draft()
     quant_cfg: NonEmptyStr | None = None
-    """Quantise the model in training, as a file of NVIDIA's ModelOpt says."""
+    """Quantise the model in training according to a file for NVIDIA's ModelOpt."""
     quant_calib_size: PositiveInt = 16
-    """Samples to calibrate `quant_cfg` with."""
+    """Number of calibration samples for `quant_cfg`."""
     quant_sequence_length: PositiveInt = 1024
-    """Their length."""
+    """Length of calibration samples."""
     quant_batch_size: PositiveInt = 1
-    """So many of them at once."""
+    """Calibration samples in one batch."""
     quant_calib_data: NonEmptyStr | None = None
-    """The data set that they are from."""
+    """Data set of the calibration samples."""
     disable_modelopt_layer_spec: bool = False
-    """Build layers without ModelOpt, whatever `quant_cfg` says."""
+    """Build layers without ModelOpt, regardless of `quant_cfg`."""
     dequantize_base_checkpoint: bool = False
-    """Read a quantised checkpoint, and train its weights in `precision`."""
+    """Read a quantised checkpoint and train its weights in `precision`."""
     logprob_chunk_size: PositiveInt | None = None
-    """Accepted: tokens whose log-probabilities NeMo-RL computes at once."""
+    """Accepted: number of tokens for which NeMo-RL computes log-probabilities at once."""
     offload_optimizer_for_logprob: bool = False
-    """Accepted: whether the optimizer's state leaves the GPU while log-probabilities are computed. Where training and
-    generation take turns, it is on the device only while a step is trained."""
+    """Accepted: whether the optimizer's state leaves the GPU while log-probabilities are computed. With colocated
+    generation, it is on the device only during a training step."""
     refit_buffer_size_gb: PositiveFloat | None = None
-    """Accepted: memory of NeMo-RL's refit. Here weights go to where they are used, through buffers of a few MB."""
+    """Accepted: memory of NeMo-RL's refit. Here weights go straight to engines, through buffers of a few MB."""
     tokenizer: Tokenizer
     dtensor_cfg: DtensorCfg = DtensorCfg()
     megatron_cfg: MegatronCfg = MegatronCfg()
     sequence_packing: SequencePacking
     dynamic_batching: DynamicBatching
     optimizer: Optimizer | None = Optimizer()
-    """Null only where Megatron-Core brings its own."""
+    """The optimizer; null only if Megatron-Core brings its own."""
     scheduler: tuple[SchedulerEntry, ...] = ()
-    """Schedules that follow each other: a list of entries, or one entry without the list; none or null keeps the
-    learning rate constant."""
+    """Consecutive schedules: a list of entries, or one entry without the list; empty or null keeps the learning rate
+    constant."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the trainers, of whichever backend trains."""
+        """Environment variables of the trainers, for the enabled backend."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).environment
 
     @property
     def adapters(self) -> LoraCfg | Peft | None:
-        """The adapters that are trained in the place of the weights, of whichever backend trains; None: the weights."""
+        """Settings of the adapters that the enabled backend trains instead of the weights; None if it trains the
+        weights."""
         section = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
         return section if section.enabled else None
 
     @property
     def model_parallel_size(self) -> int:
-        """Trainers that work on the same sequences, of whichever backend trains."""
+        """Trainers that work on the same sequences, in the enabled backend."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size
 
 
@@ -281,5 +285,5 @@ class Policy(Model, frozen=True, kw_only=True):
     """The model in training."""
 
     generation_batch_size: PositiveInt = 32
-    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
+    """Sequences that an engine decodes at once, unless the engine's own section has another number."""
     generation: Generation

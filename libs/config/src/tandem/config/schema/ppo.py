@@ -23,52 +23,50 @@ class GaeEstimator(Section, frozen=True, kw_only=True):
     gae_lambda: Discount = 0.95
     """The estimator's lambda: 0 looks one token ahead, 1 to the end of the response."""
     gae_lambda_value: Discount | None = None
-    """Lambda of the returns that the value model learns; null means `gae_lambda` (decoupled GAE: VAPO, Yue et al. 2025,
-    arXiv:2504.05118, section 4.1)."""
+    """Lambda of the returns that the value model learns; null means `gae_lambda` (decoupled GAE: VAPO, Yue et al.
+    2025, arXiv:2504.05118, section 4.1)."""
     gae_lambda_policy: Discount | None = None
-    """Lambda of the advantages that the policy learns from; null means `gae_lambda`, or what `length_adaptive_alpha`
-    says."""
+    """Lambda of the policy's advantages; null means `gae_lambda`, or the result of `length_adaptive_alpha`."""
     length_adaptive_alpha: NonNegativeFloat = 0.0
-    """Lambda of the policy's advantages is 1 - 1 / (this times the tokens of the response); 0 is off (VAPO,
-    arXiv:2504.05118, section 4.2)."""
+    """Lambda of the policy's advantages becomes 1 - 1 / (this times the tokens of the response); 0 disables it
+    (VAPO, arXiv:2504.05118, section 4.2)."""
     normalize_advantages: bool = True
-    """Make the advantages of a rollout batch's tokens of mean 0 and variance 1."""
+    """Normalise the advantages of a rollout batch's tokens to mean 0 and variance 1."""
 
 
 class Ppo(Rollouts, frozen=True, kw_only=True):
-    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) with a value model, the section `value`."""
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) with a value model (section `value`)."""
 
     ppo_epochs: PositiveInt = 4
     """Passes over each rollout batch."""
     policy_training_start_step: NonNegativeInt = 0
-    """Steps in which only the value model is trained, before the policy is, too (VC-PPO, Yuan et al. 2025,
-    arXiv:2503.01491)."""
+    """Initial steps in which only the value model is trained (VC-PPO, Yuan et al. 2025, arXiv:2503.01491)."""
     skip_reference_policy_logprobs_calculation: bool = False
-    """Whether to do without the reference model's log-probabilities. They are computed only where the loss reads them:
-    true is refused where it does (`loss_fn.reference_policy_kl_penalty` above 0)."""
+    """Whether to skip the reference model's log-probabilities. They are computed only if the loss reads them; true
+    is refused if it does (`loss_fn.reference_policy_kl_penalty` above 0)."""
     adv_estimator: GaeEstimator = GaeEstimator()
 
     @property
     def num_passes(self) -> int:
-        """Times that a step trains on its rollout batch."""
+        """Passes of a step over its rollout batch."""
         return self.ppo_epochs
 
     @property
     def num_steps_without_policy(self) -> int:
-        """Steps at the beginning that do not train the policy."""
+        """Initial steps that do not train the policy."""
         return self.policy_training_start_step
 
 
 class Value(Model, frozen=True, kw_only=True):
-    """The value model of PPO: a language model whose head gives one number a token, what the rest of the response is
-    worth. It has the keys of `policy`, but for those of generation."""
+    """The value model of PPO: a language model with a head that gives one number per token, the expected return of
+    the rest of the response. It has the keys of `policy`, except those of generation."""
 
 
 class ValueLossFn(Section, frozen=True, kw_only=True):
-    """The value model's loss: half the squared distance to the return, or, where that is more, of the value clipped to
-    within `cliprange` of what it was before the step (Schulman et al. 2017)."""
+    """The value model's loss: half the squared distance to the return. If it is larger, the same distance of the
+    value clipped to within `cliprange` of its former value is used (Schulman et al. 2017)."""
 
     scale: PositiveFloat = 1.0
-    """What the loss is multiplied by."""
+    """Factor of the loss."""
     cliprange: PositiveFloat | None = 0.2
-    """How far a value may move from what it was, as the loss sees it; null clips nothing."""
+    """Largest change of a value from its former value that the loss sees; null disables clipping."""

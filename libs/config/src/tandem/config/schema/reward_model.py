@@ -8,47 +8,48 @@ from tandem.config.schema.base import NonEmptyStr, NonNegativeInt, PositiveFloat
 from tandem.config.schema.policy import DtensorCfg, RewardModelCfg, Tokenizer
 
 REWARD_MODEL = "reward_model"
-"""The environment of NeMo-RL's with these keys; any other that has a `model_name` is one, too."""
+"""NeMo-RL's environment with these keys; any other environment with a `model_name` is a reward model too."""
 
 
 class RewardModelResources(Section, frozen=True, kw_only=True):
-    """GPUs that are set aside for the reward model: the last of the node. On several nodes it shares the engines'."""
+    """GPUs reserved for the reward model: the last of the node. On several nodes it shares the engines' GPUs."""
 
     gpus_per_node: NonNegativeInt = 0
-    """GPUs that only reward models use, of a single node; 0: each is on the first GPU of its rollout process."""
+    """GPUs of a single node for reward models only; 0 puts each on the first GPU of its rollout process."""
     num_nodes: PositiveInt | None = None
-    """Accepted: there is a reward model beside each rollout process, on every node that has one."""
+    """Accepted: every node with rollout processes has a reward model beside each of them."""
 
 
 class Switch(Section, frozen=True, kw_only=True):
     """Accepted: a way to make batches in training. Rewards are computed in batches of one shape."""
 
     enabled: bool = False
-    """Whether it is asked for."""
+    """Whether it is requested."""
 
 
 class RewardModelKeys(Section, frozen=True, kw_only=True):
-    """What an environment says of its reward model."""
+    """Keys of an environment's reward model."""
 
     enabled: bool = True
-    """Of a reward model: whether it may be used."""
+    """For a reward model: whether it may be used."""
     model_name: NonEmptyStr | None = None
     """The reward model: folder (relative to the working directory) or Hub name of a Hugging Face sequence classifier
     with one label. Its output is the reward."""
     tokenizer: Tokenizer | None = None
-    """Of a reward model; null is the one in its folder. Its chat template makes text of prompt and response."""
+    """For a reward model: its tokenizer; the chat template turns prompt and response into text; null means the one
+    in its folder."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of a reward model: element type of its weights and of its forward pass."""
+    """For a reward model: element type of its weights and its forward pass."""
     batch_size: PositiveInt = 8
-    """Of a reward model: conversations of one forward pass. All passes over conversations of like length have the same
-    shape, so that a reward is the same, to the bit, whatever is scored with it."""
+    """For a reward model: conversations in one forward pass. All passes over conversations of similar length have
+    the same shape, so that a reward is the same to the bit, whatever is scored with it."""
     max_model_len: PositiveInt | None = None
-    """Of a reward model: the longest conversation that it scores, in its own tokens; `on_error` says what becomes of a
-    longer one. null: as many as the model has positions."""
+    """For a reward model: the longest conversation that it scores, in its own tokens; `on_error` decides about
+    longer ones. null means the model's number of positions."""
     correct_from: float = 0.0
-    """New. Of a reward model: the reward from which on a response counts as solved, for the accuracy."""
+    """New. For a reward model: lowest reward of a response that counts as solved, for the accuracy."""
     checkpoint_path: NonEmptyStr | None = None
-    """Of a reward model: a checkpoint of NeMo-RL's, whose weights replace those of `model_name`."""
+    """For a reward model: a checkpoint of NeMo-RL with weights that replace those of `model_name`."""
     resources: RewardModelResources = RewardModelResources()
     dtensor_cfg: DtensorCfg = DtensorCfg()
     reward_model_cfg: RewardModelCfg = RewardModelCfg(enabled=True)
@@ -59,4 +60,4 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     offload_optimizer_for_logprob: bool = False
     """Accepted: a reward model has no optimizer here."""
     processor: NonEmptyStr | None = None
-    """Accepted: the function of NeMo-RL's that makes prompts of rows; see `data.processor`."""
+    """Accepted: NeMo-RL's function that makes prompts from rows; see `data.processor`."""

@@ -25,17 +25,18 @@ from tandem.config.schema.ppo import Ppo, Value, ValueLossFn
 from tandem.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
 
 MODELS = ("policy", "value", "teacher")
-"""Sections that hold a model, each with `policy`'s keys."""
+"""Sections of models, each with `policy`'s keys."""
 
 
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration of a run, resolved: every default filled in, every interpolation replaced."""
 
     algorithm: AlgorithmName
-    """New. What the run does."""
+    """New. The algorithm of the run."""
     prerequisite: NonEmptyStr | None = None
-    """New. Configuration of a run that makes `policy.model_name`, a teacher's, or that of the reward model that scores
-    samples; it runs first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
+    """New. Configuration of an earlier run that makes `policy.model_name`, a teacher, or the reward model that
+    scores samples. It runs first, unless those folders exist. Relative to the file it is written in, absolute once
+    loaded."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
@@ -44,7 +45,7 @@ class Config(Section, frozen=True, kw_only=True):
     distillation: Distillation = Distillation()
     off_policy_distillation: OffPolicyDistillation = OffPolicyDistillation()
     on_policy_distillation: OnPolicyDistillation | None = None
-    """GRPO with a teacher in the place of rewards; null is as `enabled: false`."""
+    """GRPO with a teacher instead of rewards; null means `enabled: false`."""
     loss_fn: LossFn = LossFn()
     value_loss_fn: ValueLossFn = ValueLossFn()
     policy: Policy
@@ -53,7 +54,7 @@ class Config(Section, frozen=True, kw_only=True):
     teacher: Teacher | None = None
     """The teacher of distillation."""
     teachers: tuple[Teacher, ...] | None = None
-    """Several teachers of distillation, in the place of one."""
+    """Several teachers of distillation, instead of one."""
     data: Data
     env: dict[str, Environment] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
@@ -62,19 +63,19 @@ class Config(Section, frozen=True, kw_only=True):
     cluster: Cluster
     refit: Refit = Refit()
     data_plane: DataPlane | None = None
-    """Accepted: NeMo-RL's own way for samples to travel."""
+    """Accepted: NeMo-RL's own transport of samples."""
     replay: Replay | None = None
-    """New. Null: the run makes its own samples."""
+    """New. The run to replay; null means that the run generates its own samples."""
     eval: Eval = Eval()
 
     @property
     def data_parallel_size(self) -> int:
-        """Shares that a global batch is cut into: trainers that see different sequences."""
+        """Data-parallel shards of a global batch: trainers with different sequences."""
         return self.cluster.trainers // self.policy.model_parallel_size
 
     @property
     def processes_of(self) -> dict[columns.Model, int]:
-        """Trainers of each group that holds models by itself: the policy's first, and those of a model each."""
+        """Trainers of each model group: the policy's first, then those of each model with processes of its own."""
         found: dict[columns.Model, int] = {"policy": self.cluster.trainers}
         for model in self.declaration.holds(self):
             num = 0 if model == "policy" else getattr(self.cluster.processes_of, model)
@@ -84,17 +85,17 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def num_trainers(self) -> int:
-        """Trainers of all these groups."""
+        """Trainers of all model groups."""
         return sum(self.processes_of.values())
 
     @property
     def declaration(self) -> Algorithm:
-        """What the algorithm in use needs."""
+        """Declaration of the algorithm in use."""
         return ALGORITHMS[self.algorithm]
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run takes no step, and only validates the model that it begins with."""
+        """Whether the run takes no step and only validates its initial model."""
         return self.algorithm_section.max_num_steps == 0
 
     @property
@@ -104,12 +105,12 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def generates(self) -> bool:
-        """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
+        """Whether the run has engines that generate its training data, rather than replaying another run's samples."""
         return self.declaration.rolls_out and self.replay is None
 
     @property
     def environments(self) -> tuple[str, ...]:
-        """Entries of `env` that score samples of the run; the first is that of `data.environment`."""
+        """Entries of `env` that score samples of the run; `data.environment` comes first."""
         if not self.declaration.rolls_out:
             return ()
         of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
@@ -117,43 +118,43 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def reward_models(self) -> dict[str, Environment]:
-        """Those of them that are reward models, if anything is generated that they score."""
+        """Reward models among the run's environments; empty if nothing is generated."""
         entries = {name: self.env.get(name) for name in self.environments} if self.generates else {}
         return {name: entry for name, entry in entries.items() if entry is not None and entry.is_reward_model}
 
     @property
     def environment_keys(self) -> str:
-        """Their keys, as a message to the user says where to look."""
+        """Keys of the run's environments, for messages to the user."""
         return ", ".join(f"env.{name}" for name in self.environments)
 
     def of_environment(self, name: str) -> Config:
-        """Return the configuration as though this entry of `env` scored all samples."""
+        """Return the configuration as if this entry of `env` scored all samples."""
         return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
 
     @property
     def agent(self) -> Environment | None:
-        """The program outside that plays the episodes of the run, if one does."""
+        """The external program that plays the run's episodes, if there is one."""
         environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
         return environment if environment is not None and environment.is_agent else None
 
     @property
     def takes_turns(self) -> bool:
-        """Whether training and generation share their devices, so that each gives up what only it needs while the other
+        """Whether training and generation are colocated, so that each frees what only it needs while the other
         works."""
         return self.generates and self.policy.generation.colocated.enabled
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences that one unit of the batch sizes stands for."""
+        """Sequences per unit of the batch sizes."""
         return self.declaration.sequences_per_unit
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares the policy with the model it started from."""
+        """Whether the loss compares the policy with its initial model."""
         return "reference" in self.declaration.holds(self)
 
     def settings_of(self, model: columns.Model, number: int = 0) -> Model:
-        """Return the section of a model that trainers hold, of teachers that with this number.
+        """Return the section of a model that trainers hold; `number` selects one of several teachers.
 
         The reference is the policy before any training.
         """
@@ -171,43 +172,43 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def table_columns(self) -> dict[str, str]:
-        """The dtypes of what travels with the table of a batch beside what every table has, by name."""
+        """Dtypes of the batch table's additional arrays, by name."""
         several = {f"{columns.TEACHER}_S": "int32"} if self.num_of("teacher") > 1 else {}
         return self.loss_fn.environment_columns | several
 
     def with_policy(self, section: Model, **others: Any) -> Config:
-        """Return the configuration as though another model's section, with `others` in it, were the policy's."""
+        """Return the configuration as if another model's section, updated with `others`, were the policy's."""
         own = {name: getattr(section, name) for name in Model.__struct_fields__} | others
         return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
 
     @property
     def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
-        """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
-        `val_at_start`."""
+        """Section of the algorithm in use; every one has `seed`, `max_num_steps`, `val_period` and `val_at_start`."""
         section: Rollouts | Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
     @property
     def rollout_section(self) -> Rollouts:
-        """The same, of an algorithm that rolls out."""
+        """Section of an algorithm that rolls out."""
         assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
         section: Rollouts = getattr(self, self.algorithm)
         return section
 
     @property
     def largest_logprob_error(self) -> float | None:
-        """The multiplicative error of probabilities above which a sequence is left out of the loss, if any is."""
+        """Multiplicative error of probabilities above which a sequence is excluded from the loss, if there is a
+        limit."""
         return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
 
     @property
     def max_trajectory_age_steps(self) -> int:
-        """Training steps that the weights a sample is begun with may be behind; 0 is synchronous training."""
+        """Most training steps by which the weights that begin a sample may be behind; 0 for synchronous training."""
         asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None
         return asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether engines take weights while they generate, between two tokens."""
+        """Whether engines take new weights while they generate, between two tokens."""
         return self.max_trajectory_age_steps > 0 and self.rollout_section.asynchronous.in_flight_weight_updates
 
     @property
@@ -217,20 +218,21 @@ class Config(Section, frozen=True, kw_only=True):
             return False
         if self.refit.keep_copy != "auto":
             return self.refit.keep_copy == "on"
-        # A step waits for the samples that engines finish with weights one step old anyway; and to other nodes trainers
-        # have to send, which they do not do while they step.
+        # At an age of one, a step waits anyway for the samples that engines finish with the older weights. Across
+        # nodes,
+        # trainers have to send weights, which they cannot do while they step.
         return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
     @property
     def data_set_section(self) -> Sft | Dpo | Rm:
-        """The same, of an algorithm over a data set."""
+        """Section of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
         section: Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
     @property
     def units_per_step(self) -> int:
-        """Samples, or whatever else batch sizes count, that a step trains on."""
+        """Samples, or other units of the batch sizes, that a step trains on."""
         if not self.declaration.rolls_out:
             return self.policy.train_global_batch_size
         return self.rollout_section.num_prompts_per_step * self.rollout_section.num_generations_per_prompt
@@ -242,23 +244,24 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def num_passes(self) -> int:
-        """Times that a step trains on its batch."""
+        """Passes of a step over its batch."""
         return self.rollout_section.num_passes if self.declaration.rolls_out else 1
 
     def trained_in(self, step: int) -> tuple[columns.Model, ...]:
-        """Return the models that a step trains, in order: all, but in the first steps of some runs not the policy."""
+        """Return the models that a step trains, in order: all, or without the policy in the first steps of some
+        runs."""
         is_early = self.declaration.rolls_out and step <= self.rollout_section.num_steps_without_policy
         return tuple(model for model in self.declaration.trains if model != "policy" or not is_early)
 
     @property
     def routes(self) -> OnPolicyDistillation | None:
-        """Which samples which of several teachers teaches; None where there is one for all, or none."""
+        """Assignment of samples to several teachers; None if there is one teacher for all, or none."""
         section = self.on_policy_distillation
         return section if section is not None and section.enabled else None
 
     @property
     def teacher_sections(self) -> dict[str, Model]:
-        """The teachers that the policy learns from, by the key of each one's name, in order."""
+        """Teachers of the policy, by the key of each one's name, in order."""
         if "teacher" not in self.declaration.holds(self):
             return {}
         return self._routed() or {"teacher.model_name": self._teacher_like("")}
@@ -275,7 +278,7 @@ class Config(Section, frozen=True, kw_only=True):
         return found
 
     def _teacher_like(self, name: str) -> Model:
-        """Return the section `teacher`, or where there is none one like the policy's; of this model if one is named."""
+        """Return the section `teacher`, or else one like the policy's, for the named model if a name is given."""
         section: Model | None = self.teacher
         if section is None:
             section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
@@ -287,8 +290,8 @@ class Config(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(section, model_name=name, tokenizer=tokenizer, new_model=None)
 
     def teacher_of(self, *names: str) -> int | None:
-        """Return which of several teachers teaches samples of these names (of their environment, of their data set):
-        that of the first name that has one, or the default; None if there is neither."""
+        """Return the number of the teacher for samples with these names (of their environment, of their data set):
+        that of the first name with a teacher, else the default, else None."""
         routes = self.routes
         if routes is None:
             return 0
@@ -308,19 +311,19 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def topk_logits_k(self) -> int:
-        """Likeliest tokens that a teacher says of each token; 0 where it says none."""
+        """Likeliest tokens that a teacher provides for each token; 0 without a teacher."""
         return int(getattr(self.algorithm_section, "topk_logits_k", 0))
 
     @property
     def learns_entropy(self) -> bool:
-        """Whether the policy's loss has a gradient by its entropy."""
+        """Whether the gradient of the policy's loss includes that of its entropy."""
         loss = self.loss_fn
         return bool(self.topk_logits_k) and loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
 
     @property
     def scoring_temperature(self) -> float:
-        """What logits are divided by before log-probabilities are taken of them: what samples are drawn at.
+        """Divisor of the logits for log-probabilities: the sampling temperature.
 
-        A temperature of zero is greedy decoding, whose distribution has no gradient.
+        A temperature of zero is greedy decoding, a distribution without gradient; 1 is used instead.
         """
         return (self.policy.generation.temperature or 1.0) if self.declaration.rolls_out else 1.0
