@@ -189,7 +189,7 @@ def test_check_says_what_could_not_be_fetched(hub: HubServer, monkeypatch: pytes
         assert large.returncode == 1, large.stdout
         assert f"error: policy.model_name: {NAME!r} does not exist" not in large.stderr
         assert "needs 1000000000.00 GB, but " in large.stderr
-        assert "(HF_HOME names another place)" in large.stderr
+        assert "(set HF_HOME to another folder)" in large.stderr
         pickled = typed("coordinator", command, config, "policy.model_name=tiny/pickled")
         assert pickled.returncode == 1, pickled.stdout
         assert "'tiny/pickled' has no *.safetensors" in pickled.stderr
