@@ -39,7 +39,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _earlier(ready: Ready) -> Iterator[str]:
-    """Yield what there is already of a run, and of the one before it."""
+    """Yield notes about what already exists of a run, and of the one before it."""
     from tandem.coordinator.preparing.prerequisite import differences, has_begun, model_differences
 
     config = ready.config
@@ -52,7 +52,7 @@ def _earlier(ready: Ready) -> Iterator[str]:
 
 
 def _summary(ready: Ready) -> str:
-    """Say on one line what a run will be."""
+    """Describe a run on one line."""
     from tandem.launch.expected import expected_processes
 
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"

@@ -1,4 +1,4 @@
-"""``coordinator keys``: make the keys of a run before it begins, for services that are started by hand."""
+"""``coordinator keys``: make a run's keys before it begins, for services started by hand."""
 
 from __future__ import annotations
 

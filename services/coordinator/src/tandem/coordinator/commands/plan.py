@@ -40,7 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)
-    with contextlib.suppress(TandemError):  # what can be said of a model whose sizes are not known is said
+    with contextlib.suppress(TandemError):  # a plan is printed even if the model's sizes are unknown
         config, _ = find_on_hub(config, "new", None, fetches_weights=False)
     explain(config, Console(), given)
     return OK
