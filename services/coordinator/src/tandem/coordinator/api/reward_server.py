@@ -122,7 +122,7 @@ class RewardServer:
                 try:
                     request = self._codec.decode(frames).message
                 except WireError:
-                    continue  # not from an engine: an engine's request has a deadline
+                    continue  # malformed: an engine's own request has a deadline
                 self._begin(peer, request.responses)
             answers: dict[Peer, list[ScoredResponse]] = defaultdict(list)
             while not self._came.empty():

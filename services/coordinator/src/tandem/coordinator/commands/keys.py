@@ -11,7 +11,7 @@ from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    keys = commands.add_parser("keys", help="make a run's keys before it begins, and say where those for services are")
+    keys = commands.add_parser("keys", help="make a run's keys before it begins, and print the services' key file")
     add_config(keys)
     keys.set_defaults(carry_out=_keys)
 

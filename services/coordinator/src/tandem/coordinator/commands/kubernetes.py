@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         "kubernetes",
         help="write the manifests by which Kubernetes runs a configuration",
         description="Print a JobSet with a pod for each of cluster.num_nodes nodes, and the service, the "
-        "configuration and the secret that it needs, for kubectl apply -f. The cluster has the JobSet controller.",
+        "configuration and the secret that it needs, for kubectl apply -f. The cluster needs the JobSet controller.",
     )
     add_config(kubernetes)
     kubernetes.add_argument("--image", required=True, help="container image with Tandem in it: docker/ has two")

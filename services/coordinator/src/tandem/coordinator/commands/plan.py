@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
     add_config(plan)
     rates = plan.add_argument_group(
         "rates",
-        "of a synchronous step, for what asynchronous ones would take; those that are not given are medians of the run "
+        "rates of a synchronous step, from which asynchronous ones are predicted; by default medians of the run "
         "in logger.log_dir, if there is one",
     )
     above_0, from_1 = number("above 0", lambda number: number > 0), number("from 1 on", lambda number: number >= 1)

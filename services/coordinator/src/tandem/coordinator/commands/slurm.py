@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         "slurm",
         help="write the batch script by which Slurm runs a configuration, and submit it",
         description="Print the batch script of a job that runs a configuration on cluster.num_nodes nodes, or submit "
-        "it. Every node sees this folder, the environment that this command runs in, and logger.log_dir.",
+        "it. Every node must see this folder, this command's Python environment, and logger.log_dir.",
     )
     add_config(slurm)
     where = slurm.add_mutually_exclusive_group()

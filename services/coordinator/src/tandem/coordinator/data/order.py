@@ -21,7 +21,7 @@ from tandem.config.schema.data import set_names
 
 _KEY = "data.custom_dataloader"
 _FINEST = 1000
-"""Resolution of weights: the longest pattern."""
+"""Most places of a pattern, to which weights are rounded."""
 
 
 @functools.lru_cache(maxsize=32)

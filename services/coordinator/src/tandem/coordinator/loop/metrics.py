@@ -67,7 +67,7 @@ class StepMetrics:
         _keep_maxima(self._memory, {f"refit_{kind}": reply.memory.peak})
 
     def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:
-        """Add the memory of a process that works in one phase, and waits in another with the rest of it."""
+        """Add the memory of a process that works in one phase, and in another waits with what it holds."""
         _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
 
     def _note_gpus(self, kind: str, gpus: Mapping[str, float]) -> None:
@@ -108,7 +108,7 @@ class StepMetrics:
         return {
             "slowest_trainer": slowest,
             "trainer_compute_max_s": self._compute_s[slowest],
-            "trainer_compute_median_s": statistics.median_low(self._compute_s.values()),  # of two ranks, the other
+            "trainer_compute_median_s": statistics.median_low(self._compute_s.values()),  # of two ranks, the faster
             "trainer_compute_min_s": min(self._compute_s.values()),
             "trainer_waited_max_s": max(self._waited_s.values()),
             "trainer_waited_min_s": min(self._waited_s.values()),

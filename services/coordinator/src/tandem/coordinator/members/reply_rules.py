@@ -117,7 +117,7 @@ def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
 
 
 def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
-    """Digests now cover the tensors that the programs receive, if those are not the whole layout."""
+    """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
     order: InstallProgram = asked.order
     received = map(program.num_received, order.programs)
     numbers = zip(asked.member.num_tensors, received, strict=False)

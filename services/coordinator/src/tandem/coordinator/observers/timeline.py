@@ -199,7 +199,7 @@ class Timeline(Observer):
         end, start = now + self._unix, now + self._unix - total_s
         before = [span for span in self._spans if span.end <= start]
         rows = [StepSpans(step=step, start=start, end=end, spans=[each for each in self._spans if each.end > start])]
-        if before:  # the setup is part of no step
+        if before:  # setup is part of no step
             began = min(span.start for span in before)
             rows.insert(0, StepSpans(step=step - 1, start=began, end=start, spans=before))
         self._spans = []

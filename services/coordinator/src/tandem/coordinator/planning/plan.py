@@ -62,9 +62,7 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
         console.print(f"  {line}")
     if both is None:
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
-        console.print(
-            "set policy.model_name=FOLDER, a folder with the config.json of a model of that shape"
-        )
+        console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
         console.print(f"  {outline.memory(config, both[0])}")
     if generates:
