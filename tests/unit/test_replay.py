@@ -341,7 +341,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
     [
         (["run", "--from", "3"], "error: --from 3: run has no checkpoint of that step"),
         (["run", "data.num_train=3", "env.reasoning_gym.timeout_s=3"], "2 problems"),
-        (["run", "--resume", "--to", "3"], "--to STEP is said when a replay begins"),
+        (["run", "--resume", "--to", "3"], "--to STEP is set when a replay begins"),
     ],
 )
 def test_the_command_line_says_it_in_lines_and_starts_nothing(

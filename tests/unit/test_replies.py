@@ -623,7 +623,7 @@ def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) ->
     room.order(Train(**command(25), step=STEP, sources=SOURCES))
     event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, members={"rollout-1": "it is gone"})))
     assert isinstance(event, Lost)
-    assert "SamplesMissing.members: rollout-1, must be one of those in the order" in event.why
+    assert "SamplesMissing.members: rollout-1, must be one of those in the command" in event.why
 
 
 def test_another_of_the_name_begins_anew() -> None:
