@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
     kubernetes.add_argument("--cpus", default="8", metavar="N", help="CPUs of each pod (default: 8)")
     kubernetes.add_argument("--memory", default="64Gi", metavar="SIZE", help="memory of each pod (default: 64Gi)")
     kubernetes.add_argument(
-        "--shared-memory", default="16Gi", metavar="SIZE", help="at most this much of it in /dev/shm (default: 16Gi)"
+        "--shared-memory", default="16Gi", metavar="SIZE", help="part of it that /dev/shm may take (default: 16Gi)"
     )
     kubernetes.add_argument("--output", type=Path, metavar="FILE", help="write them to a file (default: print them)")
     kubernetes.set_defaults(carry_out=_kubernetes)

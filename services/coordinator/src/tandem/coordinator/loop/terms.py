@@ -150,7 +150,7 @@ class Terms:
     def _is_done(self, start: Start) -> bool:
         return start.first_step > self._num_steps and not self._config.evaluates
 
-    # --- where a term begins -----------------------------------------------------------------------------------------
+    # --- where an attempt begins -------------------------------------------------------------------------------------
 
     def _find_start(self, from_step: int | None = None) -> Start:
         """Return where to continue; the journal then drops all later steps."""
