@@ -32,7 +32,7 @@ from tandem.coordinator.observers.watching import Curves, Dashboards, GuestServe
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
 from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.events import KeptGroup, Place
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
@@ -154,7 +154,7 @@ def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past
         Curves(folder, history),
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
         GuestServers(folder),
-        HealthWarnings(config),
+        HealthWarnings(config, history),
         *opened.watching,
     ]
     if opened.exporter is not None:

@@ -3,7 +3,7 @@
 The files of coming steps in the rollout log are put aside first (`tandem.samples.sample_folder`), so that the log
 itself holds only what the run stands by. A group is restored if it is complete, from this run, and of a problem that it
 would draw. Engines must also have been verified to hold its weights; for samples that were trained on, they were. The
-scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.kept`).
+scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.groups.restored`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tandem.common.errors import SamplesError
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.events import KeptGroup, Place
 from tandem.observe.run_folder.journal import JournalReader
 from tandem.samples.sample_files import SHARD, files
 from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits

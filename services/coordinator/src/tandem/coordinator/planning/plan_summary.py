@@ -73,7 +73,7 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 
 def memory(config: Config, trainers: Side) -> str:
-    """Describe the largest trainer's memory between steps: closed forms for Adam, with its two moments."""
+    """Describe the largest trainer's memory when its optimizer begins: closed forms for Adam's moments."""
     rest, experts, adapters = _most_weights(trainers)
     frozen = 0
     if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
@@ -81,11 +81,15 @@ def memory(config: Config, trainers: Side) -> str:
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state = 2.0 * weights
+    # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that one.
+    held = 2 if policy.precision == "bfloat16" else 4
+    trained = held if megatron.enabled else 4
     if megatron.enabled:
         is_half = policy.precision == "bfloat16"
-        item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # half precision keeps a copy in float32
-        if megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
-            gradients = weights * 4 // item_size
+        # Half precision has copies in float32 of weights and, unless gradients are reduced in it, of gradients.
+        item_size, bytes_of_state = (2, 16) if is_half else (4, 8)
+        if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients, bytes_of_state = weights * 2, 12
         a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
         shares = a_stage // megatron.tensor_model_parallel_size
         shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
@@ -96,9 +100,9 @@ def memory(config: Config, trainers: Side) -> str:
     if config.policy.adapters is not None:  # without its adapters it is its own reference
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
-        kept["reference model"] = weights
+        kept["reference model"] = weights * held // trained
     if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
-        kept["teacher"] = weights
+        kept["teacher"] = weights * held // trained
     for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
         if model not in config.processes_of:
             kept[f"{model} model and its optimizer"] = weights + gradients + state
