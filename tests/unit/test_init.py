@@ -182,7 +182,7 @@ def test_a_new_model_has_its_sft_before_grpo(here: Path, capsys: pytest.CaptureF
     assert not Path("other_sft.yaml").exists()
     Path("third_sft.yaml").write_text("mine")
     assert cli.main(["init", "third.yaml"]) == 2
-    assert "third_sft.yaml is there already" in capsys.readouterr().err
+    assert "third_sft.yaml already exists" in capsys.readouterr().err
     assert not Path("third.yaml").exists()
 
 
