@@ -1,4 +1,4 @@
-"""Observers that pass events on: to the page, Prometheus, OpenTelemetry, dashboards, a supervisor."""
+"""Observers that pass events on: page, Prometheus, OpenTelemetry, dashboards, supervisor, files."""
 
 from __future__ import annotations
 

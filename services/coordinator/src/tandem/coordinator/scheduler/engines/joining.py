@@ -1,4 +1,4 @@
-"""Engines on their way into the table of engines: those that join while the run goes on, and those that come back.
+"""Engines on their way into the table of engines: new ones, and those that come back.
 
     joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other
                              └─────────── cannot: it is let go, and the run goes on without it

@@ -1,4 +1,4 @@
-"""Members: which processes a run expects, which have joined, and how many lost ones it may still have replaced.
+"""Members: the processes that a run expects, those that have joined, and replacements left.
 
 A run of weeks may lose a process now and then; one that loses them one after the other makes no progress.
 """

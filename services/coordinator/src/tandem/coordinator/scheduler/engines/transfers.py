@@ -1,4 +1,4 @@
-"""Planned transfers: the commands that set engines up, with layouts, transfer programs and transfer groups.
+"""Planned transfers: the commands that set engines up with layouts, programs and transfer groups.
 
 Weights are streamed over a transfer group (a mesh, in the protocol). Engines that pass weights on to each other share
 one. Those of them that come back wait for each other, and then the group is connected anew and they are refitted

@@ -1,4 +1,4 @@
-"""Recovery: engines that are lost or torn, the refit service when it is lost, and what weights need of replies.
+"""Recovery of lost or invalidated engines and of the refit service, and what weights need of replies.
 
 An engine is torn when its part of a refit fails, or when its digests differ from the trainers': it is refitted once
 more, and if that fails too, the run ends. One that is lost is replaced, and the new process is built, gets its transfer

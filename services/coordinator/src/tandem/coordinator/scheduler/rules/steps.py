@@ -1,4 +1,4 @@
-"""The rules of a step: train, offer the new weights, validate, save and commit; then the next step begins."""
+"""The rules of a step: train, offer the new weights, validate, save, commit, and begin the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest version of the weights: bring it from the trainers to each engine, and prove that it is there.
+"""The newest version of the weights: its way from the trainers to each engine, and its proof.
 
 A version reaches every engine in one transaction, with one deadline::
 
