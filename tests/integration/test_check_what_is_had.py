@@ -60,7 +60,7 @@ def test_a_value_model_that_is_none_is_refused() -> None:
     Path("empty").mkdir()
     value = {"model_name": "empty"}
     (line,) = refused(merged(PPO, {"value": value}))
-    assert line == "value.model_name: 'empty' holds no config.json, so it is no model"
+    assert line == "value.model_name: 'empty' holds no config.json, so it is not a model"
     Path("empty/config.json").write_text(json.dumps({"model_type": "qwen33"}))
     (line,) = refused(merged(PPO, {"value": value}))
     assert line == (

@@ -132,7 +132,7 @@ def test_a_reward_model(hub: HubServer) -> None:
         assert json.loads(journal.config_json)["env"]["reward_model"]["model_name"] == f"tiny/judge@{commit}"
     causal = typed("coordinator", "check", config, f"env.reward_model.model_name={NAME}")
     assert causal.returncode != 0
-    assert "no sequence classifier" in causal.stderr
+    assert "not a sequence classifier" in causal.stderr
 
 
 def test_a_fetch_of_several_files_that_was_killed_is_gone_on_with(hub: HubServer) -> None:

@@ -130,7 +130,7 @@ def test_a_client_a_rollout_and_the_run_leave_in_mid_stream() -> None:
             client.with_options(api_key="another").models.list()
         refused = coordinator("serve", RUN, "--max-batch-size", "4")
         assert refused.returncode == 2
-        assert "--max-batch-size: the run in run goes on and its own rollouts answer" in refused.stderr
+        assert "--max-batch-size: the run in run goes on and its engines answer" in refused.stderr
         by = {complete(client).headers["x-tandem-rollout"] for _ in range(6)}
         assert by == {"rollout-0", "rollout-1"}, "they take turns"
         answer = complete(client, logprobs=0, seed=3).parse()

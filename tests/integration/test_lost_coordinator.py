@@ -108,7 +108,8 @@ def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbe
         assert_taken_up(2)
     for run in runs[1:]:
         assert f"coordinator listens on {address}" in run.output(), "where the first one did"
-        assert "coordinator is lost: nobody saw how; another goes on with the run, and expects rollout-" in run.output()
+        lost = "coordinator is lost: the cause is unknown; another goes on with the run, and expects rollout-"
+        assert lost in run.output()
     assert_same_results("run", undisturbed)
     assert_recorded("run", config)
     with read_journal(Path("run")) as journal:

@@ -155,7 +155,7 @@ def test_a_run_folder_that_holds_a_run_is_not_begun_in(trained: tuple[Run, list[
         tandem.ConfigError, match=r"^rewards: functions of a program \(digits, right\) score the samples"
     ):
         tandem.train(config(folder), resume=True)
-    with pytest.raises(tandem.RunFolderError, match="dataset is not what the run has begun with"):
+    with pytest.raises(tandem.RunFolderError, match="dataset is not the one that the run began with"):
         tandem.train(config(folder), rewards=[digits, right], dataset=ROWS[:-1], resume=True)
 
 

@@ -127,7 +127,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts() -> None:
     assert "'two' has 2 labels, must have one" in refusal(config, "env.reward_model.model_name=two")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("Qwen3ForSequenceClassification", "Qwen3ForCausalLM"))
-    assert "'classifier' is Qwen3ForCausalLM, and no sequence classifier" in refusal(config)
+    assert "'classifier' is Qwen3ForCausalLM, not a sequence classifier" in refusal(config)
     (folder / "config.json").write_text(text)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: each for name, each in tensors.items() if name != "score.weight"}, folder / "model.safetensors")

@@ -231,7 +231,7 @@ def test_an_asynchronous_run_does_not_tell_generation(tmp_path: Path) -> None:
     run_before(config)
     assert "generation_s" not in read_rates(config).rates
     text = printed(config)
-    assert f"of the run in {tmp_path}, whose generation by itself is not known: it is asynchronous; give --gen" in text
+    assert f"of the run in {tmp_path}, whose generation time is not known: it is asynchronous; give --gen" in text
     assert "training 16 s" in printed(config, generation_s=20)
 
 

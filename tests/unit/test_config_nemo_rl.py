@@ -66,16 +66,16 @@ PLANS = {
         "unknown: parameters, memory and transfers, because no config.json of it is here",
     ),
     "grpo_math_70B_megatron.yaml": (
-        "64 trainer ranks, 16 to each of 4 shares of a batch: Megatron-Core TP4 × PP4 × DP4",
+        "64 trainer ranks, 16 to each of 4 data-parallel shards: Megatron-Core TP4 × PP4 × DP4",
         "64 engine ranks: vLLM TP4, 16 engines",
         "on the same GPUs, 8 a node",
     ),
     "grpo_math_qwen30ba3b_megatron.yaml": (
-        "64 trainer ranks, 2 to each of 32 shares of a batch: Megatron-Core TP2 × EP8 × DP32",
+        "64 trainer ranks, 2 to each of 32 data-parallel shards: Megatron-Core TP2 × EP8 × DP32",
         "of each, a rank trains on 16 sequences: 16 micro-batches of 1",
     ),
     "grpo-deepscaler-1.5b-24K.yaml": (
-        "8 trainer ranks, 2 to each of 4 shares of a batch: DTensor, FSDP4 × TP2",
+        "8 trainer ranks, 2 to each of 4 data-parallel shards: DTensor, FSDP4 × TP2",
         "128 prompts × 8 samples = 1,024 sequences, 16 optimizer steps",
     ),
     "grpo_sliding_puzzle.yaml": (
@@ -89,12 +89,12 @@ PLANS = {
         "at most 64 micro-batches of at most 4,096 tokens",
     ),
     "recipes/dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml": (
-        "32 trainer ranks, 4 to each of 8 shares of a batch: Megatron-Core TP2 × PP2 × DP8",
+        "32 trainer ranks, 4 to each of 8 data-parallel shards: Megatron-Core TP2 × PP2 × DP8",
         "no engines: dpo generates nothing, and no weights move",
         "256 pairs, 1 optimizer step",
     ),
     "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml": (
-        "64 trainer ranks, 8 to each of 8 shares of a batch: Megatron-Core TP4 × PP2 × DP8",
+        "64 trainer ranks, 8 to each of 8 data-parallel shards: Megatron-Core TP4 × PP2 × DP8",
         "512 sequences, 1 optimizer step",
     ),
 }

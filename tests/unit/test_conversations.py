@@ -112,7 +112,7 @@ def test_margins_are_those_of_the_rows() -> None:
 def test_a_margin_is_a_number(ahead: object) -> None:
     rows = [{"prompt": "1", "chosen": "1", "rejected": "2", "ahead": ahead}]
     config = data_config("rm", **jsonl(rows), margin_key="ahead")
-    assert error_of(config) == "rows.jsonl:1: 'ahead' is no number (data.margin_key)"
+    assert error_of(config) == "rows.jsonl:1: 'ahead' is not a number (data.margin_key)"
 
 
 def test_only_reward_models_have_margins() -> None:
@@ -306,7 +306,7 @@ def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
         ),
         (
             {"context": chat("u1"), "completions": "2"},
-            ": 'completions' is no list of ranked completions: Expected `array`, got `str`",
+            ": 'completions' is not a list of ranked completions: Expected `array`, got `str`",
         ),
         ([], " is not a JSON object: Expected `object`, got `array`"),
     ],
@@ -398,18 +398,22 @@ def on_the_hub(
         (
             "HelpSteer3",
             {"context": chat("u1"), "response1": "2", "overall_preference": 1},
-            " is no pair of responses: Object missing required field `response2`",
+            " is not a pair of responses: Object missing required field `response2`",
         ),
         (
             "HelpSteer3",
             {"context": chat("u1"), "response1": "2", "response2": None, "overall_preference": 1},
-            " is no pair of responses: Expected `str`, got `null` - at `$.response2`",
+            " is not a pair of responses: Expected `str`, got `null` - at `$.response2`",
         ),
-        ("squad", {"context": "1", "question": "2"}, " is no question about a passage: Object missing required field"),
+        (
+            "squad",
+            {"context": "1", "question": "2"},
+            " is not a question about a passage: Object missing required field",
+        ),
         (
             "squad",
             {"context": "1", "question": "2", "answers": {"text": [], "answer_start": []}},
-            " is no question about a passage: Expected `array` of length >= 1 - at `$.answers.text`",
+            " is not a question about a passage: Expected `array` of length >= 1 - at `$.answers.text`",
         ),
     ],
 )
@@ -443,7 +447,7 @@ def test_a_solution_that_is_none_is_named_with_its_line(function: str, message: 
 def test_a_system_message_that_is_no_text_is_named() -> None:
     rows = [{"talk": chat("u1", "a2"), "rules": "3"}, {"talk": chat("u4", "a5"), "rules": None}]
     config = data_config("sft", **jsonl(rows), chat_key="talk", system_key="rules")
-    assert error_of(config) == "rows.jsonl:2: 'rules' is no text (data.system_key)"
+    assert error_of(config) == "rows.jsonl:2: 'rules' is not text (data.system_key)"
 
 
 def test_a_conversation_that_the_template_refuses_is_named_with_its_line() -> None:
@@ -551,7 +555,7 @@ def test_a_tree_as_deep_as_a_row_may_be_is_read_and_a_deeper_one_is_refused() ->
 def test_a_row_that_is_no_tree_is_named(tree: Any, message: str) -> None:
     rows = [node("u1", node("a2")), tree]
     config = data_config("sft", **(jsonl(rows) | {"dataset_name": "open_assistant"}))
-    assert error_of(config) == f"rows.jsonl:2 is no tree of messages: {message}"
+    assert error_of(config) == f"rows.jsonl:2 is not a tree of messages: {message}"
 
 
 def test_a_file_that_is_compressed_in_name_only_is_refused() -> None:

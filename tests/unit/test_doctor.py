@@ -133,7 +133,7 @@ def test_the_rate_to_a_peer_is_for_the_planner(
     assert report.links["network"] > 0
     assert {finding.name: finding.status for finding in report.findings}["clock of peer"] == "ok"
     assert cli.main(["doctor", "--peer", "elsewhere"]) == 2
-    assert capsys.readouterr().err == "error: 'elsewhere' is no address: it should be HOST:PORT\n"
+    assert capsys.readouterr().err == "error: 'elsewhere' is not an address: it should be HOST:PORT\n"
 
 
 def test_loopback() -> None:

@@ -196,5 +196,5 @@ def test_the_first_groups_that_teach_something_are_trained_on(
 def test_the_plan_of_a_run_says_how_it_samples() -> None:
     assert list(steps(feed_config()))[:2] == [
         "4 prompts × 2 samples = 8 sequences, 1 optimizer step",
-        "of each 6 prompts that are drawn, those count whose rewards differ; at most 3 draws",
+        "of each 6 prompts drawn, those with differing rewards are used; at most 3 draws",
     ]

@@ -134,7 +134,7 @@ def _uncommented(text: str) -> list[str]:
 def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine.yaml").write_text("mine")
     assert cli.main(["init", "mine.yaml"]) == 2
-    assert capsys.readouterr().err == "error: mine.yaml is there already, and is not overwritten: name another file\n"
+    assert capsys.readouterr().err == "error: mine.yaml already exists, and is not overwritten: name another file\n"
     assert (here / "mine.yaml").read_text() == "mine"
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) 
         (["--algorithm", "dpo", "--task", "spell_backward"], "--task spell_backward: dpo needs worse solutions too"),
         (["--from", "pairs-problems.csv"], "pairs-problems.csv:2 has the fields prompt, chosen, rejected"),
         (["--algorithm", "rm", "--model", "model", "--lora"], "--lora: a reward model trains an output of its own"),
-        (["--algorithm", "sft", "--lora"], "--lora: adapters change a model that knows something"),
+        (["--algorithm", "sft", "--lora"], "--lora: adapters need a trained model"),
         (["--algorithm", "distillation", "--model", "model"], "--teacher: distillation needs one"),
         (["--teacher", "model"], "--teacher model: grpo has no teacher"),
         (["--from", "nothing.jsonl"], "data: cannot read 'nothing.jsonl'"),
@@ -182,7 +182,7 @@ def test_a_new_model_has_its_sft_before_grpo(here: Path, capsys: pytest.CaptureF
     assert not Path("other_sft.yaml").exists()
     Path("third_sft.yaml").write_text("mine")
     assert cli.main(["init", "third.yaml"]) == 2
-    assert "third_sft.yaml is there already" in capsys.readouterr().err
+    assert "third_sft.yaml already exists" in capsys.readouterr().err
     assert not Path("third.yaml").exists()
 
 

@@ -99,7 +99,7 @@ DAMAGES: dict[str, tuple[dict[str, Any], Callable[[Tensors], None], dict[str, An
         {},
         lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.ones(8, np.float32)}),
         {},
-        "model.layers.0.self_attn.q_proj.bias is there, which the model that config.json describes has not",
+        "model.layers.0.self_attn.q_proj.bias is not a tensor of the model that config.json describes",
     ),
     "integers": (
         {},
@@ -170,14 +170,14 @@ def test_an_end_token_outside_of_the_vocabulary_is_a_notice() -> None:
     make_model(eos_token_id=24)
     FILE.with_name("generation_config.json").write_text(json.dumps({"eos_token_id": [2, 99]}))
     assert check_model(make_config()) == [
-        "model/config.json: eos_token_id 24 is no token of the model, which has 24",
-        "model/generation_config.json: eos_token_id 99 is no token of the model, which has 24",
+        "model/config.json: eos_token_id 24 is not a token of the model, which has 24",
+        "model/generation_config.json: eos_token_id 99 is not a token of the model, which has 24",
     ]
 
 
 def test_a_stop_token_outside_of_the_vocabulary_is_refused() -> None:
     make_model()
-    with pytest.raises(ConfigError, match=r"policy.generation.stop_token_ids: 24 is no token of the model in model"):
+    with pytest.raises(ConfigError, match=r"policy.generation.stop_token_ids: 24 is not a token of the model in model"):
         check_model(make_config(stop_token_ids=[2, 24]))
 
 

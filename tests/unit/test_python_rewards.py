@@ -177,7 +177,7 @@ def test_two_functions_of_one_name_are_told_apart() -> None:
     ("rewards", "weights", "message"),
     [
         ([], None, r"rewards: expected a function or a list of functions, got \[\]"),
-        (["exact_match"], None, r"rewards\[0\]: 'exact_match' is no function"),
+        (["exact_match"], None, r"rewards\[0\]: 'exact_match' is not a function"),
         ([len], None, r"rewards\[0\] \(len\): its parameter 'obj' cannot be given by name"),
         ([lambda: 1.0], None, r"rewards\[0\] \(reward\): has no parameter \(prompt, response, or a column"),
         ([lambda prompt, completions: 1.0], None, r"takes either one response \(prompt, response\) or several"),
@@ -186,7 +186,7 @@ def test_two_functions_of_one_name_are_told_apart() -> None:
             [1.0, 2.0],
             r"reward_weights: expected a number for each of 1 rewards, got \[1.0, 2.0\]",
         ),
-        ([lambda response: 1.0], [math.nan], r"reward_weights\[0\]: nan is no finite number"),
+        ([lambda response: 1.0], [math.nan], r"reward_weights\[0\]: nan is not a finite number"),
     ],
 )
 def test_what_is_no_reward_function_is_said(rewards: Any, weights: Any, message: str) -> None:

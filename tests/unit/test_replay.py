@@ -172,7 +172,7 @@ def test_a_folder_without_a_run_is_refused_with_those_that_there_are() -> None:
 
 def test_a_run_without_samples_is_refused() -> None:
     recorded_run([])
-    assert refusal(kind=RunFolderError).startswith("run has recorded no samples of a step that is done: logger.samples")
+    assert refusal(kind=RunFolderError).startswith("run has recorded no samples of a finished step: see logger.samples")
 
 
 def test_a_run_over_a_data_set_is_refused() -> None:
@@ -206,7 +206,7 @@ def test_a_replay_names_its_run() -> None:
 
 def test_a_replay_is_resumed_by_its_own_folder() -> None:
     run = recorded_run()
-    with pytest.raises(RunFolderError, match=r"^run is no replay: --resume takes the run folder of one$"):
+    with pytest.raises(RunFolderError, match=r"^run is not a replay: --resume takes the run folder of one$"):
         continue_replay(RUN, [])
     replay = begun_replay("loss_fn.ratio_clip_max=0.3")
     assert continue_replay(Path("run-replay"), []) == replay.config
@@ -271,9 +271,9 @@ def test_a_folder_with_a_run_is_refused() -> None:
             "it changes nothing on recorded samples: their rewards are recorded with them",
         ),
         ("data.num_train=3", "it changes nothing on recorded samples: no problem is drawn"),
-        ("grpo.num_prompts_per_step=4", "it says what a step draws, and that is recorded"),
-        ("grpo.num_generations_per_prompt=3", "it says what a step draws, and that is recorded"),
-        ("grpo.seed=3", "it says what a step draws, and that is recorded"),
+        ("grpo.num_prompts_per_step=4", "it decides what a step draws, which is recorded"),
+        ("grpo.num_generations_per_prompt=3", "it decides what a step draws, which is recorded"),
+        ("grpo.seed=3", "it decides what a step draws, which is recorded"),
         ("grpo.max_num_steps=3", "--to STEP says where a replay ends"),
         ("grpo.val_period=3", "it changes nothing on recorded samples: nothing is validated without engines"),
         ("cluster.rollouts=3", "it changes nothing on recorded samples: there are no engines"),
@@ -319,7 +319,7 @@ def test_another_optimizer_begins_with_the_model() -> None:
     recorded_run()
     assert refusal("policy.optimizer.name=torch.optim.SGD", from_step=2) == (
         "command line: policy.optimizer.name: cannot be changed in a replay: the checkpoint of step 2 has the state of "
-        "another optimizer; leave --from out, or say --from 0"
+        "another optimizer; leave --from out, or give --from 0"
     )
 
 
@@ -341,7 +341,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
     [
         (["run", "--from", "3"], "error: --from 3: run has no checkpoint of that step"),
         (["run", "data.num_train=3", "env.reasoning_gym.timeout_s=3"], "2 problems"),
-        (["run", "--resume", "--to", "3"], "--to STEP is said when a replay begins"),
+        (["run", "--resume", "--to", "3"], "--to STEP is set when a replay begins"),
     ],
 )
 def test_the_command_line_says_it_in_lines_and_starts_nothing(
@@ -444,6 +444,6 @@ def test_where_no_checkpoint_can_be_compared_losses_are() -> None:
     replay.journal.forget_after(4)
     replay.journal.commit_step(StepRecord(step=5, version=5, metrics={"loss": 0.5}, seconds={}))
     assert compare(config) == (
-        "weights are not compared: of no step both have a checkpoint, run and this; loss and gradient norm are equal "
+        "weights are not compared: run and this have no checkpoints of the same step; loss and gradient norm are equal "
         "in 4 of 5 steps"
     )

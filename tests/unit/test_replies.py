@@ -369,15 +369,15 @@ SENT: dict[str, tuple[Tampering, str]] = {
     ),
     "nobody's group": (say("samples.0.group", 5), r"samples\[0\].group: 5, must be one that was asked for"),
     "one sample more": (say("samples.0.sample", 2), r"samples\[0\].sample: 2, must be below 2"),
-    "a sample twice": (say("samples.3.sample", 0), r"samples\[3\].sample: 0, must be one that is not there twice"),
+    "a sample twice": (say("samples.3.sample", 0), r"samples\[3\].sample: 0, must be in the message once"),
     "no sample": (say("samples", []), "samples: Expected `array` of length >= 1"),
     "reward": (say("samples.1.reward", NAN), r"samples\[1\].reward: Expected `float` >= .*"),
     "component": (say("samples.1.components.format", INF), r"samples\[1\].components\[...\]: Expected `float` <= .*"),
     "long name": (say("samples.1.components", {"x" * 201: 0}), r"samples\[1\].components: for a key: Expected .*"),
     "many names": (say("samples.1.components", dict.fromkeys(map(str, range(101)), 0)), ".*: .* of length <= 100"),
-    "another step": (say("step", 5), "step: 5, must be 4, as in the order"),
-    "another purpose": (say("purpose", "validate"), "purpose: validate, must be train, as in the order"),
-    "nobody's order": (say("command_id", 99), "command_id: 99, must be of an order"),
+    "another step": (say("step", 5), "step: 5, must be 4, as in the command"),
+    "another purpose": (say("purpose", "validate"), "purpose: validate, must be train, as in the command"),
+    "nobody's order": (say("command_id", 99), "command_id: 99, must be of a command"),
     "another order": (
         say("command_id", 14),
         "command_id: 14, must be of a Generate or a RestoreSamples, not of a InstallProgram",
@@ -418,26 +418,26 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("rollout", EngineBuilt, say("layouts", []), "layouts: Expected `array` of length >= 1"),
     ("rollout", EngineBuilt, say("layouts.0", b"junk"), r"layouts\[0\]: not a layout: .*"),
     ("rollout", EngineBuilt, say("layouts.0", b"\x91" * 100_000), r"layouts\[0\]: not a layout: .*"),
-    ("rollout", Refitted, say("version", 4), "version: 4, must be 3, as in the order"),
+    ("rollout", Refitted, say("version", 4), "version: 4, must be 3, as in the command"),
     ("rollout", Refitted, say("num_bytes", {"trainer-0>rollout-1": 3}), "num_bytes: .*, must be a link of rollout-0"),
     ("rollout", Refitted, say("num_bytes", {"trainer-0>rollout-0": -3}), r"num_bytes\[...\]: Expected `int` >= 0"),
     ("rollout", Refitted, say("seconds", NAN), "seconds: Expected `float` >= 0.0"),
     ("rollout", Refitted, say("memory.peak", -1), "memory.peak: Expected `int` >= 0"),
     ("rollout", Attested, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
     ("rollout", Attested, say("digests", [bytes(16)] * 2), "digests: 16, 16 bytes, must be 16: .*"),
-    ("rollout", Attested, say("version", 2), "version: 2, must be 3, as in the order"),
+    ("rollout", Attested, say("version", 2), "version: 2, must be 3, as in the command"),
     ("rollout", Generated, say("num_samples", 3), "num_samples: 3, must be 4, as asked for"),
     ("rollout", Generated, say("num_tokens", 11), "num_tokens: 11, must be 10, as were sent"),
     ("rollout", Generated, say("seconds.rewards", -1.0), r"seconds\[...\]: Expected `float` >= 0.0"),
-    ("rollout", Generated, say("step", 5), "step: 5, must be 4, as in the order"),
+    ("rollout", Generated, say("step", 5), "step: 5, must be 4, as in the command"),
     ("rollout", Generated, one_more, "more: arrays came with a message that has none"),
-    ("rollout", MeshConnected, say("mesh", "other"), "mesh: other, must be to rollout-0, as in the order"),
+    ("rollout", MeshConnected, say("mesh", "other"), "mesh: other, must be to rollout-0, as in the command"),
     ("rollout", ProgramInstalled, say("num_bytes", -1), "num_bytes: Expected `int` >= 0"),
     ("trainer", RendezvousOpened, say("port", 0), "port: Expected `int` >= 1"),
     ("trainer", RendezvousOpened, say("port", 65536), "port: Expected `int` <= 65535"),
     ("trainer", RendezvousOpened, say("host", ""), "host: Expected `str` of length >= 1"),
     ("trainer", TrainerBuilt, say("layout", b"junk"), "layout: not a layout: .*"),
-    ("trainer", TrainerBuilt, say("version", 0), "version: 0, must be 2, as in the order"),
+    ("trainer", TrainerBuilt, say("version", 0), "version: 0, must be 2, as in the command"),
     ("trainer", TrainerBuilt, say("num_parameters", 0), "num_parameters: Expected `int` >= 1"),
     ("trainer", Trained, say("metrics.loss", NAN), r"metrics\['loss'\]: nan, must be a finite number"),
     ("trainer", Trained, say("metrics.loss", INF), r"metrics\['loss'\]: inf, must be a finite number"),
@@ -447,14 +447,14 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("trainer", Trained, say("gpus", {"reward": 1.0}), "gpus: reward, must be one of used_gb, .*"),
     ("rollout", Generated, say("gpus", {"power_w": INF}), r"gpus\['power_w'\]: inf, must be a finite number"),
     ("trainer", Trained, say("seconds.policy_training", -1), r"seconds\[...\]: Expected `float` >= 0.0"),
-    ("trainer", Trained, say("step", 5), "step: 5, must be 4, as in the order"),
+    ("trainer", Trained, say("step", 5), "step: 5, must be 4, as in the command"),
     ("trainer", Trained, say("version", 5), "version: 5, must be the step, 4"),
     ("trainer", Trained, say("surprise", 5), ".*unknown field `surprise`"),
     ("trainer", Evaluated, say("metrics.loss", NAN), r"metrics\['loss'\]: nan, must be a finite number"),
-    ("trainer", Evaluated, say("step", 0), "step: 0, must be 4, as in the order"),
+    ("trainer", Evaluated, say("step", 0), "step: 0, must be 4, as in the command"),
     ("trainer", WeightsCopied, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
     ("trainer", WeightsCopied, say("digests", []), "digests: .*, must be 16: 8 for each tensor .*"),
-    ("trainer", WeightsCopied, say("version", 2), "version: 2, must be 3, as in the order"),
+    ("trainer", WeightsCopied, say("version", 2), "version: 2, must be 3, as in the command"),
     ("refit", TransfersPlanned, say("programs.rollout-7", b"p"), "programs: rollout-7, must be one of those in .*"),
     ("refit", TransfersPlanned, say("programs", {"trainer-0": b"p"}), "programs: rollout-0/., must be one .*"),
     ("refit", TransfersPlanned, say("programs.trainer-0", b""), r"programs\[...\]: Expected `bytes` of length >= 1"),
@@ -463,7 +463,7 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("refit", TransfersPlanned, say("num_bytes", {"trainer-0": 4}), "num_bytes: trainer-0, must be a link, .*"),
     ("refit", TransfersPlanned, say("num_bytes", {"trainer-0>x": 4}), "num_bytes: x, must be one of .*"),
     ("refit", TransfersPlanned, say("predicted_s", INF), "predicted_s: Expected `float` <= .*"),
-    ("refit", VersionCommitted, say("version", 4), "version: 4, must be 3, as in the order"),
+    ("refit", VersionCommitted, say("version", 4), "version: 4, must be 3, as in the command"),
     ("refit", VersionCommitted, say("differing", {"rollout-1": "a"}), "differing: rollout-1, must be one of .*"),
     ("refit", VersionCommitted, say("differing", {"trainer-0": "a"}), "differing: trainer-0, must be one of .*"),
     ("refit", VersionCommitted, say("digest", -1), "digest: Expected `int` >= 0"),
@@ -489,7 +489,9 @@ def test_generated_before_any_sample(hub: Listening) -> None:
     room.talk("rollout", SamplesFinished)
     event, _ = room.say(encode(GENERATED))
     assert isinstance(event, Lost)
-    assert event.why == "it broke the protocol: Generated.command_id: 13, must be of an order whose 4 samples were sent"
+    assert (
+        event.why == "it broke the protocol: Generated.command_id: 13, must be of a command whose 4 samples were sent"
+    )
 
 
 def test_the_answer_to_another_members_order(hub: Listening) -> None:
@@ -499,11 +501,11 @@ def test_the_answer_to_another_members_order(hub: Listening) -> None:
     assert isinstance(event, Lost)
     assert (event.member, event.why) == (
         "trainer-1",
-        "it broke the protocol: Trained.command_id: 23, must be of an order to trainer-1, not to trainer-0",
+        "it broke the protocol: Trained.command_id: 23, must be of a command to trainer-1, not to trainer-0",
     )
     event, _ = room.say(encode(Failed(command_id=23, phase="", error="", expected=True)))
     assert isinstance(event, Lost)
-    assert "Failed.command_id: 23, must be of an order to trainer-1" in event.why
+    assert "Failed.command_id: 23, must be of a command to trainer-1" in event.why
 
 
 def test_only_one_rank_has_metrics(hub: Listening) -> None:
@@ -621,7 +623,7 @@ def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) ->
     room.order(Train(**command(25), step=STEP, sources=SOURCES))
     event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, members={"rollout-1": "it is gone"})))
     assert isinstance(event, Lost)
-    assert "SamplesMissing.members: rollout-1, must be one of those in the order" in event.why
+    assert "SamplesMissing.members: rollout-1, must be one of those in the command" in event.why
 
 
 def test_another_of_the_name_begins_anew() -> None:

@@ -83,7 +83,7 @@ def test_prompts_that_cannot_be_used_are_said(prompt: Any, message: str) -> None
 
 
 def test_a_row_cannot_have_our_own_fields() -> None:
-    with pytest.raises(DataError, match=r"^dataset\[0\]: a row has no field '_answer' of its own"):
+    with pytest.raises(DataError, match=r"^dataset\[0\]: rows must not have a field named '_answer'"):
         rows_of([{"prompt": "x", "_answer": 1}], data(), "dataset")
 
 

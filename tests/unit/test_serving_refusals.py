@@ -104,10 +104,10 @@ def test_a_tokenizer_without_an_end(model: Path, refusal: Refusal) -> None:
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it: give a --token that they must have"),
         (["--host", "::"], "--host ::: others can reach it: give a --token that they must have"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid: it is no address of this machine"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid: it is not an address of this machine"),
         (["--port", "70000"], "--port 70000: it must be from 0 to 65535"),
         (["--max-length", "129"], "--max-length 129: the model was made for sequences of at most 128 tokens"),
-        (["vllm_cfg.enforce_eager=true"], "command line: vllm_cfg.enforce_eager=true: settings are of vLLM"),
+        (["vllm_cfg.enforce_eager=true"], "command line: vllm_cfg.enforce_eager=true: a setting of vLLM"),
         (["--engine", "vllm", "vllm_cfg.enforce_eagre=true"], "unknown key; did you mean 'enforce_eager'?"),
         (["--engine", "vllm", "vllm_cfg.tensor_parallel_size=no"], "vllm_cfg.tensor_parallel_size: "),
         (["--engine", "vllm"], "--engine vllm: vLLM is not installed; the embedded engine is --engine transformers"),

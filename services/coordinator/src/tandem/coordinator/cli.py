@@ -1,4 +1,4 @@
-"""The ``coordinator`` command line: parse it, have a command carried out, say on one line what failed."""
+"""The ``coordinator`` command line: parse it, carry out a command, report failures on one line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _COMMANDS = (
     kubernetes,
     completion,
 )
-"""In the order in which help lists them."""
+"""Commands, in the order of the help text."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
     "init": "coordinator init --algorithm grpo --task chain_sum mine.yaml",
@@ -81,13 +81,13 @@ EXAMPLES = {
     "kubernetes": "coordinator kubernetes config.yaml --image registry.example/tandem:cuda --claim workspace",
     "completion": "coordinator completion bash",
 }
-"""What to type, by command: for help, and for who has typed what cannot be."""
+"""Example command lines, by command, for the help and after a wrong command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
+    0 is success, 1 a failed run, 2 invalid input, 130 an interrupted run that has saved.
     """
     gc_tuning.retire_at_exit()
     descriptors.raise_limit()
@@ -113,24 +113,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says by an example what to type."""
+    """An argument parser that shows an example command line."""
 
     @property
     def example(self) -> str:
-        """Of this command, or of all."""
+        """Example of this command, or of all."""
         return f"example: {EXAMPLES[self.prog.partition(' ')[2]]}"
 
     def error(self, message: str) -> NoReturn:
-        """Print usage, what is wrong and an example; exit with code 2."""
+        """Print usage, the error and an example; exit with code 2."""
         self.exit(BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{self.example}\n")
 
     def format_help(self) -> str:
-        """Return what ``--help`` prints, with an example at its end unless the command says more there."""
+        """Return the text of ``--help``, with an example at its end unless the command has an epilog."""
         return super().format_help() if self.epilog else f"{super().format_help()}\n{self.example}\n"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; settings may stand before and after options, which argparse alone does not allow."""
+    """Parse the command line. Settings may stand before and after options, which argparse alone does not allow."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in arguments]
@@ -141,7 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
         parser.error("--from STEP says where to --resume: give both")
     if arguments.command == "replay" and arguments.resume and arguments.to_step is not None:
-        parser.error("--to STEP is said when a replay begins: leave it out with --resume")
+        parser.error("--to STEP is set when a replay begins: leave it out with --resume")
     return arguments
 
 
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
-    """Return what to type after a checkpoint was found damaged."""
+    """Return the command line to use after a checkpoint was found damaged."""
     if arguments.command == "replay" and not arguments.resume:
         return "choose another with --from"
     if arguments.command == "replay" and error.whole is None:

@@ -1,1 +1,1 @@
-"""Tandem from Python: ``tandem.train``, ``tandem.load_run``, and what they give back."""
+"""Tandem from Python: ``tandem.train``, ``tandem.load_run``, and what they return."""

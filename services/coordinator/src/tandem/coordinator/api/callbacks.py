@@ -1,7 +1,7 @@
-"""Callbacks: what a program is told of a run that it began, while the run goes on.
+"""Callbacks: methods of the user's program that are called while a run that it began goes on.
 
-One thread (`Observation._observe`) reads the steps that the run's journal has, as ``for step in run`` does, and calls
-every callback in order. It produces nothing that the run reads, except a request to stop. The run does not wait for it.
+One thread (`Observation._observe`) reads steps from the run's journal, as ``for step in run`` does, and calls every
+callback in order. It produces nothing that the run reads, except a request to stop. The run does not wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 30.0
 _WIDTH = 120
-"""Columns of a line that is rewritten in place, where the terminal does not say how wide it is."""
+"""Width of a line that is rewritten in place, in columns, where the terminal does not report its own."""
 
 
 class Callback:
@@ -36,20 +36,20 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Take note that the run has begun and its configuration was checked."""
+        """Handle the start of the run, after its configuration was checked."""
 
     def on_step(self, run: Run, step: StepRecord) -> None:
-        """Take note of a training step that is done."""
+        """Handle a finished training step."""
 
     def on_validation(self, run: Run, step: StepRecord) -> None:
-        """Take note of a validation: its metrics begin with ``val_``. Step 0 is that of the initial weights."""
+        """Handle a validation: its metrics begin with ``val_``. Step 0 validates the initial weights."""
 
     def on_end(self, run: Run) -> None:
-        """Take note that the run has ended: `run.state` and `run.error` say how."""
+        """Handle the end of the run: `run.state` and `run.error` say how it ended."""
 
 
 class ProgressLine(Callback):
-    """A line that shows the newest step.
+    """One line that shows the newest step.
 
     A terminal or a notebook shows one line that is rewritten in place. Anything else, such as a file, gets the first
     and the last step, and at most one line every 30 seconds between them.
@@ -73,7 +73,7 @@ class ProgressLine(Callback):
             self._write()
 
     def on_end(self, run: Run) -> None:
-        """Show the last step, and how the run has ended."""
+        """Show the last step, and how the run ended."""
         if not self._is_written:
             self._write()
         lead = "\n" if self._in_place and self._num_columns else ""
@@ -100,14 +100,14 @@ class Observation:
         self._run = run
         self._callbacks = callbacks
         self._reported: set[int] = set()
-        # No daemon: a program that comes to its end waits until the last callback has returned.
+        # Not a daemon: a program that reaches its end waits until the last callback has returned.
         self._thread = threading.Thread(target=self._observe, name="tandem-callbacks", daemon=False)
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the last callback has returned; False if the time was up before.
+        """Wait until the last callback has returned; return False on timeout.
 
-        Returns at once in the thread of the callbacks itself.
+        In the callbacks' own thread, return at once.
         """
         if threading.current_thread() is self._thread:
             return True
@@ -119,7 +119,7 @@ class Observation:
         try:
             for step in self._run._records():
                 self._tell(step)
-        except TandemError as error:  # the journal cannot be read; the callbacks still hear of the end
+        except TandemError as error:  # the journal cannot be read; on_end is called all the same
             print(f"callbacks: {error}", file=sys.stderr)
         self._run._await_process()
         self._call(lambda each: each.on_end(self._run))
@@ -143,7 +143,7 @@ class Observation:
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
-    """Return the callbacks that were given. Raises `ConfigError`."""
+    """Return the callbacks that were given. Raise `ConfigError` if one of them is not a callback."""
     if callbacks is None:
         return ()
     if isinstance(callbacks, Callback):

@@ -1,11 +1,11 @@
 """The process of a run that a Python program began.
 
-``python -m tandem.coordinator.api.child LIFELINE ORDER REPORTS OWNER``: descriptors, and the id of the program.
+``python -m tandem.coordinator.api.child LIFELINE ORDER REPORTS OWNER``: descriptors, and the program's process id.
 
     program -- guardian -- coordinator -- services
 
-The guardian ends all that is below it when the program closes the lifeline, and when the program ends, however that
-comes about: of a notebook whose kernel is killed nothing stays.
+The guardian ends everything below it when the program closes the lifeline or ends in any way. After a notebook's kernel
+is killed, no process is left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.common.process_lifetime import fork_guarded
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be the guardian, or its child that carries out the order, to its end."""
+    """Run as the guardian, or as its child that carries out the request, to the end."""
     lifeline, order, reports, owner = map(int, argv)
     fork_guarded(lifeline, owner)
     for descriptor in (order, reports):

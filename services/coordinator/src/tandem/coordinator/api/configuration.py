@@ -1,4 +1,4 @@
-"""The configuration of a run that a program begins: what was given, its arguments, its overrides."""
+"""The configuration of a run that a program begins: its base, the arguments and the overrides."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from tandem.coordinator.api.rewards import RewardFunction
 from tandem.coordinator.api.rows import ANSWER, QUESTION
 
 SOLVED_AT = "solved_at"
-"""Key of what the first function says at least to a response that is right."""
+"""Key of the first function's lowest value for a response that counts as solved."""
 _SOURCE = "tandem.train"
 _NO_FILE_YET = "-"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration in the making."""
+    """A configuration that is still being put together."""
 
     layers: Layers
     overrides: Mapping[str, Any]
 
     def with_argument(self, argument: Mapping[str, Any]) -> Settings:
-        """Return the settings with what an argument of `tandem.train` says over the configuration."""
+        """Return the settings with an argument of `tandem.train` laid over the configuration."""
         layers = laid_over(self.layers, dict(argument), _SOURCE)
         return Settings(layers=layers, overrides=self.overrides)
 
     def built(self, *arguments: Mapping[str, Any]) -> Config:
-        """Return the configuration with what arguments say over it, and overrides over that. Raises `ConfigError`."""
+        """Return the configuration with arguments laid over it, and overrides over those. Raise `ConfigError`."""
         return build(self._layers(*arguments))
 
     @property
     def says_what_is_held_out(self) -> bool:
-        """Whether the user says how many rows are held out."""
+        """Whether the user sets how many rows are held out."""
         data = self._layers().merged.get("data")
         keys = ("num_validation", "split_validation_size")
         return isinstance(data, Mapping) and any(data.get(key) is not None for key in keys)
@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(config: object, overrides: object) -> Settings:
-    """Read what the user gave. Raises `ConfigError`."""
+    """Read the user's configuration and overrides. Raise `ConfigError` if they have the wrong type."""
     if not isinstance(config, str | Path | Mapping | Config):
         raise ConfigError(f"config: expected a path, a dict or a Config, got {shown(config)[:200]}")
     given = {} if overrides is None else overrides
@@ -72,7 +72,7 @@ def settings_of(config: object, overrides: object) -> Settings:
 
 
 def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[str, Any]:
-    """Return what has functions score the samples; who resumes the run must give functions that look the same."""
+    """Return the settings by which functions score the samples; a resumed run needs functions with equal settings."""
     if isinstance(solved_at, bool) or not isinstance(solved_at, int | float) or not math.isfinite(solved_at):
         raise ConfigError(f"solved_at: expected a finite number, got {shown(solved_at)[:200]}")
     described = {
@@ -84,9 +84,9 @@ def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[s
 
 
 def of_rows(train: str | None, validation: str | None, num_held_out: int | None = None) -> dict[str, Any]:
-    """Return what has a run learn from files of rows (`tandem.coordinator.api.rows`).
+    """Return the settings by which a run learns from files of rows (`tandem.coordinator.api.rows`).
 
-    `num_held_out` of those to train on are held out, if nothing else says how many.
+    `num_held_out` training rows are held out, unless another setting says how many.
     """
     held_out = {} if num_held_out is None else {"num_validation": num_held_out}
     return {
@@ -103,13 +103,16 @@ def of_rows(train: str | None, validation: str | None, num_held_out: int | None 
 
 
 def without_rows() -> dict[str, Any]:
-    """Return the same without what `of_rows` says of fields, to find out what the user says of these."""
+    """Return the settings of `of_rows` without the names of fields, so that the user's own names can be read."""
     data = of_rows(None, None)["data"]
     return {"data": {key: value for key, value in data.items() if not key.endswith("_key")}}
 
 
 def row_keys(config: Config) -> tuple[str, str] | None:
-    """Return what functions know a problem's question and its reference answer by; None if its row has both as well."""
+    """Return the names under which functions get a problem's question and its reference answer.
+
+    None if the row has both by itself.
+    """
     if config.data.dataset_name in GENERATED:
         return "question", "answer"
     return None if config.data.input_key == QUESTION else (config.data.input_key, config.data.output_key)

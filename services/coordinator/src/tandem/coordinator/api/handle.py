@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 State = Literal["starting", "running", "finished", "interrupted", "failed", "ended"]
 _LOOK_S = 0.1
 _SHOWN = ("reward", "val_accuracy", "loss", "val_loss", "kl", "mean_generation_length")
-"""Metrics that a notebook shows, of those that a run has."""
+"""Metrics that a notebook shows, where the run has them."""
 
 
 class Run:
-    """A run that goes on, or has ended; `tandem.train` and `tandem.load_run` return one.
+    """A run that goes on or has ended; `tandem.train` and `tandem.load_run` return one.
 
-    Iterating over it yields its steps as they are done, and ends when the run does; then it raises the run's error, if
-    it has failed. As a context manager it stops the run at the end of the block, if it still goes on.
+    Iterating over it yields its steps as they finish, and ends when the run ends. If the run failed, the iteration then
+    raises its error. As a context manager it stops the run at the end of the block, if it still goes on.
     """
 
     def __init__(self, folder: Path, process: RunProcess | None = None) -> None:
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """How the run is.
+        """State of the run.
 
         ``starting``, ``running``, ``finished``, ``interrupted`` (it was stopped, and has saved), ``failed``, or
         ``ended``: it was killed before its last step, and could not record how.
@@ -67,12 +67,12 @@ class Run:
 
     @property
     def error(self) -> TandemError | None:
-        """What has ended the run, if it has failed; known of a run that this program began."""
+        """Error that ended the run, if it failed; known only for a run that this program began."""
         return None if self._process is None or not self._process.has_ended.is_set() else self._process.error
 
     @property
     def config(self) -> Config:
-        """The configuration that the run goes by."""
+        """Configuration of the run."""
         from tandem.observe.run_folder.recorded import config_of
 
         with self._journal() as journal:
@@ -80,15 +80,15 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         with self._journal() as journal:
             return journal.run_id
 
     @property
     def log(self) -> str:
-        """What the run has said so far, as `coordinator up` prints it.
+        """Console output of the run so far, as `coordinator up` prints it.
 
-        Of a run that no program began, and that printed it elsewhere: the events that its journal has.
+        Where a run was not begun by a program, its output went elsewhere: then the events in its journal.
         """
         with contextlib.suppress(FileNotFoundError):
             return self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """The file of what the run says, where a program began it; the logs of its processes lie beside."""
+        """File of the run's console output, where a program began it; the logs of its processes lie beside it."""
         from tandem.coordinator.api.process import LOG
 
         return self.folder / LOG
@@ -108,16 +108,16 @@ class Run:
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Every step that is done, in order. Step 0 is the validation of the weights that the run began with."""
+        """Finished steps, in order. Step 0 is the validation of the initial weights."""
         if not self._has_journal():
             return []
         with self._journal() as journal:
             return journal.steps()
 
     def metrics(self, name: str) -> dict[int, float]:
-        """Return a metric by step, of the steps that have it.
+        """Return a metric by step, for the steps that have it.
 
-        Raises `KeyError` where no step has it, which names the nearest that there is.
+        Raise `KeyError` if no step has it; the error names the metric with the nearest name.
         """
         steps = self.steps
         found = {record.step: record.metrics[name] for record in steps if name in record.metrics}
@@ -127,11 +127,11 @@ class Run:
 
     @property
     def metric_names(self) -> list[str]:
-        """The metrics that steps have, in order of their names."""
+        """Names of the metrics that steps have, sorted."""
         return sorted({name for record in self.steps for name in record.metrics})
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return the steps as a table of pandas: a row a step, its metrics, and its seconds as ``seconds/PHASE``."""
+        """Return the steps as a pandas table: a row for each step, with its metrics and seconds (``seconds/PHASE``)."""
         import pandas
 
         steps = self.steps
@@ -142,10 +142,10 @@ class Run:
         return pandas.DataFrame(rows, index=pandas.Index([record.step for record in steps], name="step"))
 
     def samples(self, step: int | None = None, *, validation: bool = False) -> list[Sample]:
-        """Return the samples that a step was trained on, in the order of their groups; None for the newest recorded.
+        """Return a step's training samples, in the order of their groups; None selects the newest recorded step.
 
-        With `validation`: those that it was validated by. They are recorded once their step is done, as far as
-        ``logger.samples`` has them kept.
+        With `validation`, return the samples that it was validated on. Samples are recorded when their step is done, as
+        far as ``logger.samples`` keeps them.
         """
         from tandem.coordinator.api.samples import read_samples
 
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Folders of the checkpoints that there are, by step. The model is in the folder ``policy`` of each."""
+        """Folders of the existing checkpoints, by step. The model is in each one's folder ``policy``."""
         from tandem.observe.run_folder.recorded import checkpoints_of
 
         if not self._has_journal():
@@ -163,9 +163,9 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        """The newest model, as Transformers reads it: ``AutoModelForCausalLM.from_pretrained(run.model_folder)``.
+        """Folder of the newest model, for Transformers: ``AutoModelForCausalLM.from_pretrained(run.model_folder)``.
 
-        Raises `RunFolderError` where no checkpoint was saved yet.
+        Raises `RunFolderError` if no checkpoint was saved yet.
         """
         checkpoints = self.checkpoints
         if not checkpoints:
@@ -177,9 +177,9 @@ class Run:
     # --- while it goes on --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[StepRecord]:
-        """Yield steps as they are done, until the run ends; then raise its error, if it has failed.
+        """Yield steps as they finish, until the run ends; then raise its error, if it failed.
 
-        Of a run that this program began or resumed: the steps that it has done since. Of one that was loaded: all.
+        For a run that this program began or resumed, yield the steps done since; for one that was loaded, all steps.
         """
         yield from self._records()
         self._await_callbacks(None)
@@ -191,7 +191,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             journal: JournalReader | None = None
             while True:
-                is_over = self._is_over()  # before the look: what was done until then is seen by it
+                is_over = self._is_over()  # before the look, which then sees every step done until now
                 if journal is None and self._has_journal() and (is_over or is_taken(self.folder)):
                     journal = stack.enter_context(self._journal())
                 for record in () if journal is None else journal.steps(after=last, since=since):
@@ -204,8 +204,8 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait until the run ends; return it.
 
-        Ctrl-C has the run save and end. Raises the run's error if it has failed, and `TimeoutError` if it goes on
-        after `timeout_s`.
+        Ctrl-C makes the run save and end. Raise the run's error if it failed, and `TimeoutError` if it goes on after
+        `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -223,9 +223,9 @@ class Run:
         return self
 
     def stop(self, *, wait: bool = True) -> None:
-        """Have the run save and end, as Ctrl-C does; one that has ended stays as it is.
+        """Make the run save and end, as Ctrl-C does; a run that has ended stays as it is.
 
-        Without `wait` it may go on for a moment. Raises `RunFolderError` for a run that another program began.
+        Without `wait` it may go on for a moment. Raise `RunFolderError` for a run that another program began.
         """
         if self._process is None:
             if is_taken(self.folder):
@@ -237,7 +237,7 @@ class Run:
             self._await_callbacks(None)
 
     def kill(self) -> None:
-        """End the run's processes at once. It can be resumed from its newest checkpoint."""
+        """Kill the run's processes at once. It can be resumed from its newest checkpoint."""
         if self._process is not None:
             self._process.kill()
             self._process.join(None)
@@ -257,7 +257,7 @@ class Run:
         return f"Run({str(self.folder)!r}, {self.state})"
 
     def _repr_html_(self) -> str:
-        """Show the run in a notebook: what its newest step says, and how that came about."""
+        """Show the run in a notebook: the newest values of its metrics, and their curves."""
         steps = [record for record in self.steps if record.step > 0]
         at = f"step {steps[-1].step}" if steps else "no step done"
         rows = []
@@ -273,7 +273,7 @@ class Run:
     # --- callbacks ---------------------------------------------------------------------------------------------------
 
     def _observe(self, callbacks: Sequence[Callback]) -> None:
-        """Have callbacks called from now on."""
+        """Call callbacks from now on."""
         from tandem.coordinator.api.callbacks import Observation
 
         self._observation = Observation(self, callbacks)
@@ -288,7 +288,7 @@ class Run:
     # --- below -------------------------------------------------------------------------------------------------------
 
     def _has_journal(self) -> bool:
-        """Tell whether the run has begun. Until it has, the folder may hold another that is yet to be set aside."""
+        """Return whether the run has begun. Before that, the folder may hold an older run that will be set aside."""
         return (self.folder / JOURNAL_NAME).exists()
 
     def _journal(self) -> JournalReader:
@@ -311,7 +311,7 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Open the run in a run folder, whoever began it, whether it goes on or has ended.
+    """Open the run in a run folder, whether it goes on or has ended, and whatever began it.
 
     Args:
         folder: ``logger.log_dir`` of its configuration.
@@ -321,7 +321,6 @@ def load_run(folder: str | Path) -> Run:
 
     Raises:
         RunFolderError: there is no run in the folder.
-
     """
     run = Run(Path(folder))
     with run._journal():

@@ -1,7 +1,6 @@
 """A model and a tokenizer that a program has in memory, saved as a folder of the run.
 
-The folder is named after the content of its files, so that a run resumed with another model is told from one that goes
-on with the same.
+The folder is named after the content of its files. Resuming the run with another model is thus noticed.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.common.returned import shown
 
 FOLDER = "models"
-"""Within the run folder."""
+"""Folder of the models within the run folder."""
 _CHUNK = 1 << 24
 
 
 class SavedObjects(msgspec.Struct, frozen=True):
-    """Model and tokenizer files that lie beside the run folder, to be moved into it."""
+    """Model and tokenizer files beside the run folder, to be moved into it."""
 
     temporary: Path
     folder: Path
-    """Where they will lie."""
+    """Final folder of the files."""
     settings: dict[str, Any]
-    """Configuration that names the folder."""
+    """Configuration that names the final folder."""
 
     def keep(self) -> None:
-        """Move the files into the run folder, unless they are there."""
+        """Move the files into the run folder, unless they are already there."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         if not self.folder.exists():
             self.temporary.rename(self.folder)
 
 
 def check_objects(model: object, tokenizer: object) -> None:
-    """Raise `ConfigError` for arguments that cannot be saved as Transformers saves models and tokenizers."""
+    """Raise `ConfigError` for arguments that Transformers cannot save as a model or a tokenizer."""
     for value, argument, kind in (
         (model, "model", "transformers.PreTrainedModel"),
         (tokenizer, "tokenizer", "transformers.PreTrainedTokenizerBase"),
@@ -53,13 +52,13 @@ def check_objects(model: object, tokenizer: object) -> None:
 
 
 def without_objects(model: object, tokenizer: object) -> dict[str, Any]:
-    """Return the configuration with placeholders for what will be saved, to find out where the run folder is."""
+    """Return the configuration with placeholders for the saved objects, to find out where the run folder is."""
     return _settings(model, tokenizer, "-")
 
 
 @contextlib.contextmanager
 def saved_objects(model: Any, tokenizer: Any, run_folder: Path) -> Iterator[SavedObjects | None]:
-    """Save a model, a tokenizer or both beside the run folder; whatever was not kept is deleted at the end."""
+    """Save a model, a tokenizer or both beside the run folder; files that are not kept are deleted at the end."""
     if model is None and tokenizer is None:
         yield None
         return

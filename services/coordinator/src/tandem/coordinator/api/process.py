@@ -1,8 +1,8 @@
-"""The process of a run, as the program that began it sees it.
+"""The process of a run, as seen by the program that began it.
 
-One thread (`RunProcess._watch`) starts the process and waits for its end. It consumes what the process reports, and
-what it writes to its console; it produces the log, and the outcome. The process's guardian is tied to it, too: the
-kernel tells a process when the thread that has started it ends.
+One thread (`RunProcess._watch`) starts the process and waits for its end. It consumes the process's reports and console
+output; it produces the log and the outcome. The guardian's life is tied to this thread, too: the kernel signals a
+process when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tandem.common.texts import last_of
 from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, error_of
 
 LOG = "logs/console.log"
-"""Within the run folder: what the run said, as on a console."""
+"""Console output of the run, within the run folder."""
 _LOOK_S = 0.1
 _TAIL_LINES = 3
 _reports = msgspec.json.Decoder(Report)
@@ -41,7 +41,7 @@ class RunProcess:
     """A run that goes on beside this program."""
 
     def __init__(self, order: RunOrder, folder: Path, *, show: bool, at_end: Callable[[], None]) -> None:
-        """Start it; `at_end` is called when it has ended, however that came about."""
+        """Start the process; `at_end` is called when it has ended, for whatever reason."""
         self._order = order
         self._folder = folder
         self._show = show
@@ -56,7 +56,7 @@ class RunProcess:
         self._asked_to_stop = False
         self._lock = threading.Lock()
         self.has_begun = threading.Event()
-        """Set when the run was looked through, or has ended before that."""
+        """Set when the run was checked, or has ended before that."""
         self.has_ended = threading.Event()
         self.outcome: Ended | None = None
         self._ends_with_the_program()
@@ -66,27 +66,27 @@ class RunProcess:
 
     @property
     def error(self) -> TandemError | None:
-        """What has ended the run, if that is an error."""
+        """Error that ended the run, if it failed."""
         return None if self.outcome is None else error_of(self.outcome)
 
     def stop(self) -> None:
-        """Ask the run to save and to end, once; does not wait."""
+        """Ask the run once to save and end; do not wait."""
         with self._lock:
             process = self._process
             if self._asked_to_stop or process is None or self.has_ended.is_set() or process.poll() is not None:
                 return
             self._asked_to_stop = True
-            # To all of its processes, as a terminal does: the coordinator alone acts on it.
+            # Signal all of its processes, as a terminal does; only the coordinator acts on it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all of its processes at once; what is on disk stays."""
+        """Kill all of its processes at once; files on disk stay."""
         with contextlib.suppress(OSError):
             self._lifeline.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait for the end; False if the time was up before."""
+        """Wait for the end; return False on timeout."""
         return self.has_ended.wait(timeout_s)
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class RunProcess:
                 self.has_ended.set()
 
     def _start(self) -> int:
-        """Start the process; return the descriptor that it reports to."""
+        """Start the process; return the descriptor of its reports."""
         reports, theirs = os.pipe()
         order = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
         with order, self._guarded, open(theirs, "wb"):
@@ -131,14 +131,14 @@ class RunProcess:
                 stdout=self._console,
                 stderr=self._console,
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C is this program's to hear: an interrupted cell shall not end the run
+                start_new_session=True,  # Ctrl-C is for this program: an interrupted cell does not end the run
             )
         self._process = process
         self._has_started.set()
         return reports
 
     def _hear(self, reports: int) -> None:
-        """Take reports until the other end is closed, and pass on what is printed meanwhile."""
+        """Take reports until the other end is closed, and pass on the console output meanwhile."""
         rest = b""
         with open(reports, "rb", buffering=0) as file:
             while True:
@@ -158,7 +158,7 @@ class RunProcess:
             self.outcome = report
 
     def _exit_code(self) -> int | None:
-        """Wait for the guardian, which has ended everything by then; return how the run's process has ended."""
+        """Wait for the guardian, which has ended everything by then; return the exit code of the run's process."""
         assert self._process is not None
         while self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,7 +171,7 @@ class RunProcess:
         return None
 
     def _pass_on(self) -> None:
-        """Write what the run has printed since the last time to its log, and show it."""
+        """Write the run's new console output to its log, and show it."""
         size = os.fstat(self._console.fileno()).st_size
         if self._show and size > self._num_shown:
             text = os.pread(self._console.fileno(), size - self._num_shown, self._num_shown)
@@ -202,7 +202,7 @@ class RunProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with what lets the run import what this program can import."""
+    """Return this process's environment, extended so that the run can import whatever this program can import."""
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.path.abspath(sys.path[0] or ".")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
@@ -219,7 +219,7 @@ def _at_exit_once() -> None:
 
 
 def _await_all() -> None:
-    """Wait for runs that go on when the program has come to its end; one that has failed has them save and end."""
+    """Wait for runs that still go on when the program reaches its end; if it failed, make them save and end."""
     is_unhappy = hasattr(sys, "last_value") or hasattr(sys, "ps1") or "ipykernel" in sys.modules
     for process in [*_alive]:
         if is_unhappy:

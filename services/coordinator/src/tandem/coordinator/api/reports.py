@@ -1,4 +1,4 @@
-"""What the process of a run is told by the program that began it, and what it reports, as JSON."""
+"""Messages between a program and the process of its run, as JSON: the request, and the reports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, 
 
 
 class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
+    """Request to carry out a run."""
 
     source: str
-    """What the configuration was read from."""
+    """File or name that the configuration was read from."""
     config_json: bytes
     mode: Mode
     from_step: int | None
@@ -25,26 +25,26 @@ class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The run was looked through, and nothing is wrong with it."""
+    """Report that the run was checked, and nothing is wrong with it."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The run is over."""
+    """Report that the run is over."""
 
     outcome: Literal["finished", "interrupted", "failed"]
     kind: str = ""
-    """Class of the error, if it is one of ours."""
+    """Class of the error, if it is one of Tandem's."""
     what: tuple[str, ...] = ()
     """Arguments of that class."""
     whole: int | None = None
-    """As in `DamagedCheckpoint`."""
+    """`DamagedCheckpoint.whole` of the error."""
 
 
 Report = Begun | Ended
 
 
 def failure(error: BaseException) -> Ended:
-    """Describe what has ended a run."""
+    """Describe the error that ended a run."""
     kind = type(error).__name__
     match error:
         case ConfigError():
@@ -60,13 +60,13 @@ def failure(error: BaseException) -> Ended:
 
 
 def error_of(ended: Ended) -> TandemError | None:
-    """Return the error that has ended a run, None if none has."""
+    """Return the error that ended a run, None if it did not fail."""
     if ended.outcome != "failed":
         return None
     kind = _KINDS.get(ended.kind, TandemError)
     try:
         error = kind(*ended.what)
-    except TypeError:  # a class whose arguments are not told
+    except TypeError:  # a class that takes other arguments
         return TandemError(" ".join(ended.what))
     if isinstance(error, DamagedCheckpoint):
         error.whole = ended.whole

@@ -1,11 +1,12 @@
-"""The reward functions of this program, behind a socket that rollouts ask.
+"""The reward functions of this program, served to rollout engines through a socket.
 
-Their end of it is `tandem.rollout.environments.program`.
-One thread (`RewardServer._serve`) has the socket to itself. It consumes `ScoreResponses`, and what comes of calls; it
-produces `ResponsesScored` as scores are there, and `StillScoring` every second while a rollout waits. It waits for
-nothing but the next of these, a moment at a time, and ends when the server is closed. Functions run in threads of a
-pool; those that are ``async def`` on an event loop, which is the same from call to call. No thread can be killed: one
-whose call takes too long is left alone, and another takes its place.
+The engines' end is `tandem.rollout.environments.program`.
+
+One thread (`RewardServer._serve`) alone uses the socket. It consumes `ScoreResponses` and the results of calls. It
+produces `ResponsesScored` as scores arrive, and `StillScoring` every second while an engine waits. It waits for nothing
+else, and ends when the server is closed. Functions run in the threads of a pool, ``async def`` functions on one event
+loop that all calls share. No thread can be killed: if its call takes too long, it is left alone, and another takes its
+place.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _MAX_REQUEST_BYTES = 1 << 28
 _IDLE_S, _BUSY_S = 0.2, 0.005
 _SIGN_OF_LIFE_S = 1.0
 _SAY_SO_S = 1.0
-"""How much longer than its deadline a coroutine may take to be cancelled, before its event loop is given up."""
+"""Extra seconds for cancelling a coroutine after its deadline, before its event loop is given up."""
 _LONGEST_TRACE = 20_000
 
 
 class _Item(msgspec.Struct, eq=False):
-    """A response, and what functions have said to it so far."""
+    """A response, and the values that functions have returned for it so far."""
 
     peer: Peer
     asked: ResponseToScore
     values: list[float | None]
     missing: int
-    """Functions that have not answered yet."""
+    """Number of functions that have not answered yet."""
     is_done: bool = False
 
 
@@ -59,22 +60,22 @@ class _Call(msgspec.Struct, eq=False):
     """A call of a function, for one response or for several."""
 
     place: int
-    """Of the function."""
+    """Index of the function."""
     items: list[_Item]
     started: float | None = None
     is_given_up: bool = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits for what comes of it."""
+        """Whether its result is still needed."""
         return not self.is_given_up and not all(item.is_done for item in self.items)
 
 
 class RewardServer:
-    """Scores responses with functions of this process."""
+    """A server that scores responses with functions of this process."""
 
     def __init__(self, functions: Sequence[RewardFunction], config: Config) -> None:
-        """Listen where the coordinator will. Raises `ConfigError` if that cannot be."""
+        """Listen on the coordinator's host. Raise `ConfigError` if that fails."""
         settings, address = config.env[PYTHON_REWARDS], config.cluster.address
         self._functions = functions
         self._timeout_s = settings.timeout_s
@@ -87,7 +88,7 @@ class RewardServer:
         )
         port = int(self._hub.address.rpartition(":")[2])
         self.at = messages.RewardServer(port=port, public_key=own.public, callers=callers)
-        """What rollouts are told."""
+        """Address and keys for the engines."""
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[tuple[_Call, list[float | None] | BaseException]] = queue.SimpleQueue()
         self._running: dict[_Call, threading.Thread | None] = {}
@@ -95,7 +96,7 @@ class RewardServer:
         self._threads: set[threading.Thread] = set()
         self._loop = _EventLoop() if any(function.is_async for function in functions) else None
         self._items: set[_Item] = set()
-        """Not answered."""
+        """Responses that are not answered yet."""
         self._shown: set[str] = set()
         self._is_closed = threading.Event()
         for _ in range(settings.num_workers):
@@ -104,7 +105,7 @@ class RewardServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more; a function that hangs is left to the end of the process."""
+        """Stop answering; a function that hangs is left to the end of the process."""
         self._is_closed.set()
         self._thread.join()
         for _ in self._threads:
@@ -121,7 +122,7 @@ class RewardServer:
                 try:
                     request = self._codec.decode(frames).message
                 except WireError:
-                    continue  # no rollout's; who asks in earnest has a deadline
+                    continue  # malformed: an engine's own request has a deadline
                 self._begin(peer, request.responses)
             answers: dict[Peer, list[ScoredResponse]] = defaultdict(list)
             while not self._came.empty():
@@ -153,7 +154,7 @@ class RewardServer:
     def _take(
         self, call: _Call, came: list[float | None] | BaseException, answers: dict[Peer, list[ScoredResponse]]
     ) -> None:
-        """Take what came of a call; a response that all functions have spoken to is answered."""
+        """Take the result of a call, and answer the responses that have a result from every function."""
         self._running.pop(call, None)
         if call.is_given_up:
             return
@@ -210,7 +211,7 @@ class RewardServer:
         return ScoredResponse(number=0, failure=f"took longer than {self._timeout_s:g} s in {name}", timed_out=True)
 
     def _failure(self, call: _Call, error: BaseException) -> ScoredResponse:
-        """Describe what a function raised; show it to whoever looks at this program, the first time."""
+        """Describe the error that a function raised; print it the first time."""
         function = self._functions[call.place]
         if isinstance(error, TimeoutError) and function.is_async and self._is_late(call):
             return self._too_slow(call)
@@ -273,17 +274,17 @@ class _EventLoop:
         self._thread.start()
 
     def begin(self, coroutine: Any) -> None:
-        """Have a coroutine run."""
+        """Schedule a coroutine on the loop."""
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def is_stuck(self) -> bool:
-        """Tell whether it does nothing that it is asked to; takes a moment."""
+        """Return whether the loop runs nothing that it is given; takes a moment."""
         turn = threading.Event()
         self._loop.call_soon_threadsafe(turn.set)
         return not turn.wait(0.2)
 
     def close(self) -> None:
-        """End it; one that is stuck is left to the end of the process."""
+        """End the loop; one that is stuck is left to the end of the process."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_SAY_SO_S)
 
@@ -297,7 +298,7 @@ class _EventLoop:
 
 
 def _folder_of(function: Callable[..., Any]) -> str:
-    """Return where the file of a function is, or of its class; empty where nobody knows."""
+    """Return the folder of the file that defines a function or its class; empty if unknown."""
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "__call__", None), "__code__", None)  # noqa: B004
     return os.path.dirname(os.path.abspath(code.co_filename)) if isinstance(code, CodeType) else ""

@@ -1,8 +1,8 @@
-"""Reward functions of a program: which columns they take, which shape they have, what they return.
+"""Reward functions of a program: the columns that they take, their two forms, and their return values.
 
-A function either scores one response, ``f(prompt, response, **columns) -> float``, or has the signature of TRL's
-``reward_funcs``, ``f(prompts, completions, **columns) -> list[float]``: a parameter named `prompts` or `completions`
-says that it takes several at once. Arguments are passed by name, and only those that a function has.
+A function has one of two forms. It scores one response, ``f(prompt, response, **columns) -> float``, or it has the
+signature of TRL's ``reward_funcs``, ``f(prompts, completions, **columns) -> list[float]``. A parameter named `prompts`
+or `completions` marks the second. Arguments are passed by name, and only those that the function takes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WITHOUT_NAMES = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL
 
 
 class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """A function, and how it is called."""
+    """A reward function, and how it is called."""
 
     name: str
-    """Of its part of the reward."""
+    """Name of its component of the reward."""
     call: Callable[..., Any]
     weight: float
     takes_batches: bool
@@ -36,14 +36,14 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
     accepts: frozenset[str]
     """Names of its parameters."""
     requires: tuple[str, ...]
-    """Those without a default."""
+    """Names of parameters without a default."""
     accepts_all: bool
     """Whether it has ``**columns``."""
 
     def arguments(self, responses: Sequence[ResponseToScore], keys: tuple[str, str] | None) -> dict[str, Any]:
-        """Return what it is called with: for one response, or, if it takes batches, for several.
+        """Return the arguments of a call: for one response, or, if the function takes batches, for several.
 
-        `keys` are those of the question and the reference answer in a row that has not them by itself.
+        `keys` are the names of the question and the reference answer, for rows that do not have both.
         """
         rows = [_row(response, keys) for response in responses]
         if self.takes_batches:
@@ -58,7 +58,7 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
         return given if self.accepts_all else {name: given[name] for name in self.accepts if name in given}
 
     def values(self, returned: Any, count: int) -> list[float | None]:
-        """Return what it said to `count` responses; None where it says nothing. Raises `RewardError`."""
+        """Return the values for `count` responses, None where the function returned None. Raise `RewardError`."""
         if not self.takes_batches:
             return [_value(returned)]
         plain = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
@@ -70,7 +70,7 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[RewardFunction, ...]:
-    """Look functions through. Raises `ConfigError` that says which of them cannot be one."""
+    """Check functions and their weights. Raise `ConfigError` that names the one that cannot be used."""
     given = [rewards] if callable(rewards) else rewards
     if not isinstance(given, list | tuple) or not given:
         raise ConfigError(f"rewards: expected a function or a list of functions, got {shown(rewards)}")
@@ -82,9 +82,9 @@ def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[
     found = []
     for index, (function, weight) in enumerate(zip(given, weights, strict=True)):
         if not callable(function):
-            raise ConfigError(f"rewards[{index}]: {shown(function)} is no function")
+            raise ConfigError(f"rewards[{index}]: {shown(function)} is not a function")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"reward_weights[{index}]: {shown(weight)} is no finite number")
+            raise ConfigError(f"reward_weights[{index}]: {shown(weight)} is not a finite number")
         if wrong := beyond(weight):
             raise ConfigError(f"reward_weights[{index}]: {wrong}")
         name = _name(function)
@@ -95,7 +95,7 @@ def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[
 
 
 def check_columns(functions: Sequence[RewardFunction], columns: Collection[str]) -> None:
-    """Raise `ConfigError` for a parameter that no row of these columns fills."""
+    """Raise `ConfigError` for a parameter that is not among the columns of the rows."""
     for index, function in enumerate(functions):
         given = [*columns, *(_OF_A_BATCH if function.takes_batches else _OF_ONE)]
         for name in function.requires:
@@ -104,7 +104,7 @@ def check_columns(functions: Sequence[RewardFunction], columns: Collection[str])
 
 
 def total(functions: Sequence[RewardFunction], values: Sequence[float | None]) -> float:
-    """Return the weighted sum of what functions said. Raises `RewardError` if none of them said anything."""
+    """Return the weighted sum of the functions' values. Raise `RewardError` if all are None."""
     said = [function.weight * value for function, value in zip(functions, values, strict=True) if value is not None]
     if not said:
         raise RewardError("every reward function returned None")
@@ -145,7 +145,7 @@ def _looked_through(where: str, function: Callable[..., Any], name: str, weight:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return a name for what a function says: its own, or that of its class."""
+    """Return a name for a function's component: the function's name, or that of its class."""
     inner = getattr(function, "func", function)  # of a functools.partial
     name = getattr(inner, "__name__", type(inner).__name__)
     return "reward" if name == "<lambda>" else str(name)[:MAX_NAME]
@@ -156,9 +156,9 @@ def _lacks(name: str, given: Collection[str]) -> str:
 
 
 def _row(response: ResponseToScore, keys: tuple[str, str] | None) -> dict[str, Any]:
-    """Return what there is to say of a response by name: the row's columns, then prompt and response.
+    """Return the arguments that a response offers, by name: the row's columns, then prompt and response.
 
-    A row whose prompt is a list of messages keeps it, as TRL does.
+    A prompt that is a list of messages stays one, as in TRL.
     """
     problem = response.problem
     named = {} if keys is None else {keys[0]: problem.question, keys[1]: problem.answer}
@@ -169,14 +169,14 @@ def _row(response: ResponseToScore, keys: tuple[str, str] | None) -> dict[str, A
 
 
 def _completion(row: Mapping[str, Any]) -> Any:
-    """Return a response as TRL gives it: text, or, where the prompt is a list of messages, one message."""
+    """Return a response as TRL does: text, or a list of one message if the prompt is a list of messages."""
     if isinstance(row["prompt"], list):
         return [{"role": "assistant", "content": row["response"]}]
     return row["response"]
 
 
 def _value(given: Any) -> float | None:
-    """Return a reward as a number: tensors of one element and truth values are some, too."""
+    """Return a reward as a number; tensors of one element and booleans are accepted."""
     if given is None:
         return None
     if callable(getattr(given, "item", None)):

@@ -1,7 +1,7 @@
-"""A data set that a program has in memory, as a file in the run folder, where the run finds it.
+"""A dataset that a program has in memory, saved as a file in the run folder.
 
-Rows stay as they are, and get two fields more: the prompt and the reference answer as text. The file is named after its
-content, so that a run which is resumed with other rows is told from one that goes on with the same.
+Rows stay as they are, and get two more fields: the prompt and the reference answer as text. The file is named after its
+content. Resuming the run with other rows is thus noticed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tandem.config.schema import Data
 from tandem.coordinator.data import sources
 
 FOLDER = "data"
-"""Within the run folder."""
+"""Folder of the rows within the run folder."""
 QUESTION, ANSWER = "_question", "_answer"
-"""Fields that rows get."""
+"""Fields that are added to rows."""
 _PROMPTS = ("prompt", "question", "input", "problem")
 _ANSWERS = ("answer", "solution", "output", "reference", "ground_truth")
 
@@ -29,16 +29,16 @@ Row = Mapping[str, Any]
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """Rows, looked through."""
+    """Checked rows."""
 
     content: bytes
-    """Of the file."""
+    """Content of the file."""
     columns: tuple[str, ...]
-    """Of the first row."""
+    """Columns of the first row."""
     num_rows: int
 
     def write(self, path: Path) -> None:
-        """Write the file, unless it is there."""
+        """Write the file, unless it is already there."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             temporary = path.with_name(f".{path.name}")
@@ -46,14 +46,14 @@ class Rows(msgspec.Struct, frozen=True):
             temporary.rename(path)
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return where the file lies in a run folder."""
+        """Return the path of the file in a run folder."""
         return folder / FOLDER / f"{name}-{hashlib.sha256(self.content).hexdigest()[:12]}.jsonl"
 
 
 def rows_of(dataset: object, data: Data, argument: str) -> Rows:
-    """Look a data set through: a list of rows, a ``datasets.Dataset``, or the path of a JSON-lines file.
+    """Check a dataset: a list of rows, a ``datasets.Dataset``, or the path of a JSON-lines file.
 
-    Raises `DataError` that begins with `argument`, the name of what was given.
+    Raise `DataError` if it is unusable; its text begins with `argument`, the name of what was given.
     """
     found = _rows(dataset, argument)
     first = found[0]
@@ -86,7 +86,7 @@ def _rows(dataset: object, argument: str) -> Sequence[Row]:
             raise DataError(f"{argument}[{index}]: expected a mapping of names to values, got {shown(row)[:200]}")
         for name in (QUESTION, ANSWER):
             if name in row:
-                raise DataError(f"{argument}[{index}]: a row has no field {name!r} of its own: call it otherwise")
+                raise DataError(f"{argument}[{index}]: rows must not have a field named {name!r}: rename it")
     return found
 
 
@@ -109,7 +109,7 @@ def _line(row: Row, question: str, answer: str | None, where: str) -> bytes:
 
 
 def _text(prompt: object, where: str) -> str:
-    """Return what the user says: the text, or the one message of a conversation, which the chat template completes."""
+    """Return the user's text: the prompt, or the content of its only message, which the chat template completes."""
     if not isinstance(prompt, list | tuple):
         return str(prompt)
     said = [message for message in prompt if isinstance(message, Mapping) and message.get("role") == "user"]
@@ -122,5 +122,5 @@ def _text(prompt: object, where: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has no word for: a number of numpy's as one of Python's, anything else as text."""
+    """Return a value that JSON lacks as one that it has: NumPy values as Python's, anything else as text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

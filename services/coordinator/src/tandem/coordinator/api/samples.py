@@ -12,39 +12,39 @@ from tandem.samples.sample_files import FOLDER
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample that a step was trained on, or validated by."""
+    """One sample that a step was trained on or validated on."""
 
     step: int
-    """Step that it was trained on, or after which it was made to validate."""
+    """Step that it was trained on, or after which it was generated for validation."""
     group: int
-    """Rollout group of the step: samples of one prompt."""
+    """Rollout group within the step: the samples of one prompt."""
     sample: int
-    """Place in the group."""
+    """Index within the group."""
     problem_id: str
-    """Which row of the data it is."""
+    """Identifier of its row in the data."""
     prompt: str
-    """As the model saw it, special tokens included."""
+    """Prompt as the model saw it, special tokens included."""
     response: str
-    """What followed: the policy's responses, with what an environment said between them."""
+    """Text after the prompt: the policy's responses, and what an environment inserted between them."""
     reference: str
-    """The reference answer; empty where there is none."""
+    """Reference answer; empty if there is none."""
     reward: float
     components: dict[str, float]
-    """What the reward is made of: what each reward function returned, by its name."""
+    """Components of the reward: what each reward function returned, by its name."""
     correct: bool
     """Whether it counts as solved."""
     advantage: float | None
-    """None where the sample was not trained on, as in validation."""
+    """Advantage; None where the sample was not trained on, as in validation."""
     finish_reason: str
     """``stop``, ``length`` or ``turns``."""
     num_tokens: int
-    """Of the whole sequence."""
+    """Length of the whole sequence."""
     failure: str
-    """What went wrong with its reward; empty if nothing did."""
+    """Description of what went wrong with its reward; empty if nothing did."""
 
 
 def read_samples(run_folder: Path, step: int | None, run_id: str, purpose: Purpose) -> list[Sample]:
-    """Return the samples of a step, or of the newest one that is recorded. Raises `SamplesError`."""
+    """Return the samples of a step, or of the newest recorded one. Raise `SamplesError` if they cannot be read."""
     folder = run_folder / FOLDER
     if step is None:
         steps = sample_record.steps(folder, purpose)

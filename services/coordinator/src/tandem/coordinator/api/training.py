@@ -1,4 +1,4 @@
-"""``tandem.train``: a run that a program begins, whose samples are scored by functions of the program."""
+"""``tandem.train``: begin a run; functions of the program score its samples."""
 
 from __future__ import annotations
 
@@ -52,46 +52,46 @@ def train(
     """Begin a run, and return its handle while it goes on.
 
     The run is a process of its own, with all the others below it: this may be called in a notebook, in any thread, and
-    several times. When this program is killed, so are they. A program that comes to its end waits for its runs; Ctrl-C,
-    or an error, has them save and end.
+    several times. When this program is killed, its runs are killed too. A program that reaches its end waits for its
+    runs; Ctrl-C or an error makes them save and end.
 
     Args:
-        config: Path of a YAML file, the same as a dictionary, or a `Config`.
-        rewards: A function, or several, that score samples; they run in this process, in threads of their own. Without
-            any, the environment that the configuration names does. Either ``f(prompt, response, **columns) -> float``
-            or, with the parameters of TRL's ``reward_funcs``, ``f(prompts, completions, **columns) -> list[float]``;
-            ``async def`` as well. Columns are those of the data's row; a function is given those that it names, and
-            all of them if it has ``**columns``. What is None counts as nothing said.
-        reward_weights: A number for each function; the reward is the weighted sum. All are one if it is None.
-        solved_at: A sample counts as solved, for the accuracy, if the first function says at least this.
+        config: Path of a YAML file, a dictionary of the same content, or a `Config`.
+        rewards: One function, or several, that score samples. They run in this process, in threads of their own.
+            Without any, the configuration's environment scores. The signature is either
+            ``f(prompt, response, **columns) -> float`` or, with the parameters of TRL's ``reward_funcs``,
+            ``f(prompts, completions, **columns) -> list[float]``; ``async def`` works as well. Columns are those of
+            the data's row. A function gets the columns that it names, and all of them if it has ``**columns``.
+            A result of None is left out of the reward.
+        reward_weights: A number for each function; the reward is the weighted sum. By default all are one.
+        solved_at: Lowest value of the first function at which a sample counts as solved, for the accuracy.
         dataset: Rows to train on in place of the configuration's data: a list of dictionaries, a ``datasets.Dataset``,
             or the path of a JSON-lines file. The prompt is in the column `data.input_key`, or else ``prompt``,
-            ``question``, ``input`` or ``problem``; the reference answer, if there is one, in `data.output_key`, or else
-            ``answer``, ``solution``, ``output``, ``reference`` or ``ground_truth``. The rows are copied into the run
-            folder.
-        validation_dataset: Rows to validate on, likewise. Without them `data.num_validation` rows of `dataset` are held
-            out: by default a tenth, 256 at most.
-        model: A model to train in place of `policy.model_name`. It is saved once in the run folder, and is not changed.
-        tokenizer: Its tokenizer, likewise, in place of `policy.tokenizer.name`.
-        callbacks: Objects that are told of the start, of steps, of validations and of the end. They run in this
-            process.
-        progress: Show a line about the newest step on stderr. It is left out if `show` is set.
+            ``question``, ``input`` or ``problem``. The reference answer, if there is one, is in `data.output_key`, or
+            else ``answer``, ``solution``, ``output``, ``reference`` or ``ground_truth``. The rows are copied into the
+            run folder.
+        validation_dataset: Rows to validate on, in the same form. Without them `data.num_validation` rows of `dataset`
+            are held out: by default a tenth, 256 at most.
+        model: A model to train in place of `policy.model_name`. It is saved once in the run folder, and not changed.
+        tokenizer: Its tokenizer, in place of `policy.tokenizer.name`, saved in the same way.
+        callbacks: Objects with methods that are called, in this process, at the start, at the end, and after each step
+            and validation.
+        progress: Show a line about the newest step on stderr, unless `show` is set.
         overrides: Settings over those of `config`: ``{"grpo.max_num_steps": 20}``.
         resume: Continue the run that is in the run folder. `dataset` may be left out; `rewards` may not.
         restart: Set an earlier run in the run folder aside, and begin anew.
         from_step: With `resume`: go on from the checkpoint of this step, and do later ones again.
-        show: Print what the run says. It is in ``logs/console.log`` of the run folder in any case.
-        wait: Return when the run has ended, and raise its error if it has failed.
+        show: Print the run's console output, which is also in ``logs/console.log`` of the run folder.
+        wait: Return when the run has ended, and raise its error if it failed.
 
     Returns:
-        The handle of the run, which has been looked through: what can be known to be wrong with it is raised here.
+        The handle of the run, after its checks: problems that are known before it starts are raised here.
 
     Raises:
-        ConfigError: the configuration, or an argument, cannot be run as it is.
+        ConfigError: the configuration or an argument is invalid.
         DataError: the data cannot be used.
-        ModelError: the model cannot be loaded, or not be saved.
-        RunFolderError: the run folder holds a run already, or, with `resume`, none, or one that differs.
-
+        ModelError: the model cannot be loaded or saved.
+        RunFolderError: the run folder already holds a run; or, with `resume`, none, or one that differs.
     """
     mode = _mode(resume=resume, restart=restart, from_step=from_step)
     settings = settings_of(config, overrides)
@@ -128,7 +128,7 @@ def _with_objects(
     if model is None and tokenizer is None:
         yield settings, None
         return
-    # To find the run folder: what scores samples, and what is learned from, does not matter yet.
+    # To find the run folder; rewards and data do not matter yet.
     first = settings.with_argument(without_objects(model, tokenizer))
     found = first.built(of_rewards((), 1.0), {**without_rows()})
     if mode == "new":
@@ -147,17 +147,17 @@ def _mode(*, resume: bool, restart: bool, from_step: int | None) -> Mode:
 
 
 def _source(config: object) -> str:
-    """Return what the configuration was read from; the user's modules are found beside it."""
+    """Return the path that the configuration was read from; the user's modules are found beside it."""
     return str(config) if isinstance(config, str | Path) else str(Path.cwd() / "tandem.train")
 
 
 def _with_data(
     settings: Settings, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
 ) -> tuple[Config, dict[Path, Rows]]:
-    """Return the configuration, and the rows to be written to the files that it names."""
+    """Return the configuration, and the rows to write to the files that it names."""
     if dataset is None and mode != "resume":
         return settings.built(of_functions), {}
-    # To find the run folder, and the columns that are configured: who scores samples does not matter yet.
+    # To find the run folder and the configured columns; rewards do not matter yet.
     first = settings.built(of_functions or of_rewards((), 1.0), without_rows())
     folder = Path(first.logger.log_dir)
     earlier = _rows_of_run(folder, has_rewards=bool(of_functions)) if mode == "resume" else None
@@ -177,7 +177,7 @@ def _with_data(
     paths = (*map(str, files), None)[:2]
     for given, before, name in zip(paths, (earlier or paths)[:2], ("dataset", "validation_dataset"), strict=True):
         if given != before:
-            raise RunFolderError(f"cannot resume {folder}: {name} is not what the run has begun with")
+            raise RunFolderError(f"cannot resume {folder}: {name} is not the one that the run began with")
     num_held_out = None
     if not says_how_many and validation is None:
         num_held_out = share_held_out(train.num_rows) if earlier is None else earlier[2]
@@ -187,9 +187,9 @@ def _with_data(
 def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | None, int | None] | None:
     """Return the files of rows, to train and to validate on, of the run in a folder; None if it has none.
 
-    The third is how many rows are held out of those to train on.
+    The third value is the number of training rows that are held out.
 
-    Raises `ConfigError` if functions score its samples, and there are none now.
+    Raise `ConfigError` if functions score its samples, and none are given now.
     """
     if not (folder / JOURNAL_NAME).exists():
         return None
@@ -212,7 +212,7 @@ def _refuse_what_rewards_cannot_score(config: Config) -> None:
 
 
 def _refuse_folder(config: Config, mode: Mode) -> None:
-    """Raise `RunFolderError` for a run folder that the run cannot begin in, or not go on in."""
+    """Raise `RunFolderError` if the run can neither begin in its run folder nor continue there."""
     folder = Path(config.logger.log_dir)
     has_begun = (folder / JOURNAL_NAME).exists()
     if mode == "new" and has_begun:
@@ -234,7 +234,7 @@ def _begin(
     *,
     show: bool,
 ) -> Run:
-    """Start the run, and wait until it was looked through."""
+    """Start the run, and wait until it was checked."""
     server = None if functions is None else RewardServer(functions, config)
     order = RunOrder(
         source=source,

@@ -1,1 +1,1 @@
-"""The subcommands of ``coordinator``, a module each: `add` declares one and names what carries it out."""
+"""The subcommands of ``coordinator``, a module each: `add` declares one and its function."""

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the exit codes that all of them have."""
+"""Arguments that several commands take, and the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 SETTINGS = "key=value"
-"""What help calls settings that replace a configuration's."""
+"""Name of settings that replace a configuration's, in help texts."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Where a command adds its parser."""
+"""Subparsers to which a command adds its own."""
 CarryOut: TypeAlias = Callable[[argparse.Namespace], int]
-"""What a command does with its arguments; returns the exit code. Its parser has it as the default ``carry_out``."""
+"""Function that carries out a command and returns the exit code; the parser's default ``carry_out``."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take a configuration file and settings that replace the file's."""
+    """Add a configuration file, and settings that replace the file's, to a parser."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar=SETTINGS, help="settings that replace the file's")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take a run folder."""
+    """Add a run folder to a parser."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
 
 
 def number(which: str, is_valid: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return what reads a finite number from the command line."""
+    """Return a function that reads a finite number from the command line."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):

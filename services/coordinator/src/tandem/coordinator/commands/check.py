@@ -39,7 +39,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _earlier(ready: Ready) -> Iterator[str]:
-    """Yield what there is already of a run, and of the one before it, and what to know of that until it is done."""
+    """Yield notes about what exists of a run, and about the one before it until that is done."""
     from tandem.coordinator.preparing.prerequisite import differences, has_begun, is_done, model_differences
 
     config = ready.config
@@ -56,7 +56,7 @@ def _earlier(ready: Ready) -> Iterator[str]:
 
 
 def _summary(ready: Ready) -> str:
-    """Say on one line what a run will be."""
+    """Describe a run on one line."""
     from tandem.launch.expected import expected_processes
 
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"

@@ -1,4 +1,4 @@
-"""``coordinator completion``: what a shell needs to complete the command line."""
+"""``coordinator completion``: print the script with which a shell completes the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.coordinator.commands.arguments import OK, SETTINGS, Commands
 SHELLS = ("bash", "zsh", "fish")
 _FILES = ("CONFIG", "FILE")
 _FOLDERS = ("RUN", "FOLDER")
-"""What arguments are, by their metavars."""
+"""Kinds of arguments, by their metavars."""
 _HOW_TO_LOAD = """examples:
   bash:  source <(coordinator completion bash)       in ~/.bashrc
   zsh:   eval "$(coordinator completion zsh)"        in ~/.zshrc, after compinit
@@ -67,20 +67,20 @@ function _tandem_settings
 end
 """
 _MENDED = {
-    # As shtab has it, only what is evaluated is registered, and what is sourced called at once.
+    # shtab registers only an evaluated script, and calls a sourced one at once; this does it the right way round.
     "zsh_eval_context[-1] == eval": "zsh_eval_context[-1] != loadautofunc",
-    # The last of positional arguments, of which there are several: as shtab has it, zsh completes the first alone.
+    # The last positional argument, if repeated: shtab has zsh complete only the first one.
     '"(*)::': '"*:',
     '"(*):': '"*:',
 }
-"""Of what shtab writes for zsh."""
+"""Corrections of shtab's script for zsh."""
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
     completion = commands.add_parser(
         "completion",
-        help="print what a shell needs to complete commands, files and configuration keys",
+        help="print the script with which a shell completes commands, files and configuration keys",
         epilog=_HOW_TO_LOAD,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -105,7 +105,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(action: argparse.Action) -> None:
-    """Say of an argument what it may be, where argparse does not know; of a command what help says in one line."""
+    """Set the possible values of an argument where argparse does not know them; describe a command by its help."""
     import shtab
 
     if action.metavar == SETTINGS:
@@ -123,7 +123,7 @@ def _prepare(action: argparse.Action) -> None:
 
 
 def _choices_of_init() -> dict[str, list[str]]:
-    """Return what can be chosen of a starting configuration; `coordinator init` itself refuses what cannot be."""
+    """Return the choices of a starting configuration; `coordinator init` itself rejects invalid combinations."""
     from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
 
     return {
@@ -143,7 +143,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _preamble(shell: str) -> str:
-    """Return the function that completes settings, which are those of the schema."""
+    """Return the shell function that completes settings, from the schema."""
     keys, choices = _settings()
     listed = " ".join(f"{key}=" for key in keys)
     quoted = " ".join(f"'{key}='" for key in keys)
@@ -167,7 +167,7 @@ def _settings() -> tuple[list[str], dict[str, list[str]]]:
     from tandem.config.unsupported import NOT_SUPPORTED_YET
 
     found = dict(choices_of_keys())
-    for row in NOT_SUPPORTED_YET:  # what would be refused is not offered
+    for row in NOT_SUPPORTED_YET:  # offer no value that would be rejected
         if all(word in found.get(row.key, []) for word in row.off):
             found[row.key] = [str(word) for word in row.off]
     return [*found], {key: words for key, words in found.items() if words}

@@ -1,4 +1,4 @@
-"""``coordinator doctor``: say what a node has, what works there, and how fast bytes move."""
+"""``coordinator doctor``: report what a node has, what works there, and how fast bytes move."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import sys
 
 from tandem.coordinator.commands.arguments import FAILED, OK, SETTINGS, Commands, number
 
-_DESCRIPTION = """Look over this machine, on which services of a run are to run: a line for each check, and the
-rates that coordinator plan predicts with. What may hang is tried in processes of its own. With a
-configuration, the exit code is 1 if something is missing without which it cannot run."""
+_DESCRIPTION = """Check this machine, on which services of a run are to run: a line for each check, and the
+rates that coordinator plan predicts with. Checks that may hang run in processes of their own. With a
+configuration, the exit code is 1 if something is missing that it needs."""
 _DEADLINE_S = 60.0
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
     doctor = commands.add_parser(
-        "doctor", help="look over this machine: what it has, what works, how fast bytes move", description=_DESCRIPTION
+        "doctor", help="check this machine: what it has, what works, how fast bytes move", description=_DESCRIPTION
     )
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run that this machine is for")
     doctor.add_argument("overrides", nargs="*", default=[], metavar=SETTINGS, help="settings that replace the file's")
     network = doctor.add_mutually_exclusive_group()
     network.add_argument("--peer", metavar="HOST:PORT", help="measure the network to a machine that listens")
     network.add_argument(
-        "--listen", metavar="HOST:PORT", help="do nothing but answer those who measure, until Ctrl-C; port 0 is any"
+        "--listen", metavar="HOST:PORT", help="only answer doctors that measure, until Ctrl-C; port 0 is any"
     )
     doctor.add_argument("--json", action="store_true", help="print a report as JSON, for machines")
     doctor.add_argument(

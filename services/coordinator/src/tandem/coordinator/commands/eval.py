@@ -32,18 +32,18 @@ def add(commands: Commands) -> None:
         "--checkpoints",
         choices=("newest", "best", "all"),
         default="newest",
-        help="which of a run folder's count (default: newest; best is by checkpointing.metric_name)",
+        help="which checkpoints of a run folder to score (default: newest; best is by checkpointing.metric_name)",
     )
     evaluation.set_defaults(carry_out=_eval)
 
 
 _DESCRIPTION = """Draw samples for the held-out problems of a configuration (of a run, or of an evaluation in NeMo-RL's
-form) and score them. The section eval says how many and how; results are in eval.save_path."""
+form) and score them. The section eval sets how many and how; results are in eval.save_path."""
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     models = [word for word in arguments.models or () if _is_path(word)]
-    # Behind --model the shell's words have no end: settings among them are settings all the same.
+    # The shell's words after --model have no end: settings among them are taken out here.
     overrides = [*arguments.overrides, *(word for word in arguments.models or () if not _is_path(word))]
     config = load_evaluation(arguments.config, overrides)
     from tandem.coordinator.evaluation.evaluate import check_settings

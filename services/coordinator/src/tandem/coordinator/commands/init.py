@@ -24,19 +24,19 @@ def add(commands: Commands) -> None:
     init = commands.add_parser(
         "init",
         help="write a commented starting configuration",
-        description="Write a starting configuration from a few choices. On a terminal those that are not given as "
-        "options are asked for; elsewhere they have their defaults. An algorithm that samples, on a new "
+        description="Write a starting configuration from a few choices. On a terminal, choices that are not given as "
+        "options are asked for; elsewhere they take their defaults. An algorithm that samples, on a new "
         "model, gets a second file, FILE_sft.yaml: SFT that makes the model. Nothing is overwritten.",
     )
     init.add_argument("file", nargs="?", default=_DEFAULT_FILE, metavar="FILE", help=f"(default: {_DEFAULT_FILE})")
     init.add_argument("--algorithm", metavar="NAME", help="grpo (default), sft, dpo, ppo, rm or distillation")
     source = init.add_mutually_exclusive_group()
-    source.add_argument("--task", metavar="TASK", help="of reasoning-gym (default: chain_sum)")
-    source.add_argument("--from", dest="data", metavar="FILE", help="a JSONL or CSV file has them")
+    source.add_argument("--task", metavar="TASK", help="a task of reasoning-gym (default: chain_sum)")
+    source.add_argument("--from", dest="data", metavar="FILE", help="a JSONL or CSV file with the problems")
     init.add_argument(
         "--model", metavar="MODEL", help="a Hugging Face folder, a name on the Hub, or new (default): a small one"
     )
-    init.add_argument("--teacher", metavar="MODEL", help="the model to distil; of a new model, SFT makes it")
+    init.add_argument("--teacher", metavar="MODEL", help="the model to distil; a new one is made by SFT")
     init.add_argument("--lora", action="store_true", help="train low-rank adapters, and no other weights")
     init.add_argument("--engine", metavar="NAME", help="transformers (default) or vllm")
     init.add_argument("--environment", metavar="NAME", help="scores problems of a file: exact_match (default) or math")
@@ -65,7 +65,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _choices(arguments: argparse.Namespace) -> Choices:
-    """Return what was given as options, and the rest as it is answered on a terminal, or else by default."""
+    """Return the choices: from options, else from answers on a terminal, else from defaults."""
     from tandem.coordinator.starting import choices as chosen
 
     asks = sys.stdin.isatty()
@@ -104,7 +104,7 @@ def _choices(arguments: argparse.Namespace) -> Choices:
 def _choose(
     given: str | None, what: str, known: Mapping[str, str], default: str, check: Callable[[str], None], *, asks: bool
 ) -> str:
-    """Return what was given, or else answered on a terminal, or else the default. What cannot be is asked again."""
+    """Return the given value, else the answer on a terminal, else the default. An invalid answer is asked for again."""
     if given is not None or not asks:
         return default if given is None else given
     print(f"{what}:")

@@ -1,4 +1,4 @@
-"""``coordinator join``: launch this node's services of a run whose coordinator is on another node."""
+"""``coordinator join``: launch this node's services of a run that another node coordinates."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     join = commands.add_parser(
         "join",
-        help="launch this node's share of a run whose coordinator is on another node",
-        description="Launch the trainers and rollouts that are for this node, keep them running, and end with the run. "
-        "Which they are follows from cluster.num_nodes and the GPUs of each: `coordinator plan` says it.",
+        help="launch this node's part of a run whose coordinator is on another node",
+        description="Launch this node's trainers and rollout engines, keep them running, and end with the run. "
+        "Which they are follows from cluster.num_nodes and the GPUs of each: `coordinator plan` shows it.",
     )
     add_config(join)
-    join.add_argument("--node", type=int, required=True, metavar="N", help="which one this is; the first has number 0")
-    join.add_argument("--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's listens")
+    join.add_argument("--node", type=int, required=True, metavar="N", help="number of this node; the first is 0")
+    join.add_argument("--coordinator", required=True, metavar="tcp://HOST:PORT", help="the coordinator's address")
     join.add_argument(
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="the run's keys (default: RUN/keys/members.json, where all nodes see the run folder)",
+        help="the run's keys (default: RUN/keys/members.json, if all nodes see the run folder)",
     )
     above_0 = number("above 0", lambda number: number > 0)
     join.add_argument(
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
         type=above_0,
         default=300.0,
         metavar="S",
-        help="asked to end, wait so long for the coordinator to end the run (default: 300)",
+        help="seconds to wait, once asked to end, for the coordinator to end the run (default: 300)",
     )
     join.set_defaults(carry_out=_join)
 
@@ -61,7 +61,7 @@ def _join(arguments: argparse.Namespace) -> int:
     keys = arguments.key_file or key_file(Path(config.logger.log_dir))
     signals.interrupt_when_asked()
     wait_for_key_file(keys, arguments.join_timeout, say)
-    read_key_file(keys)  # what is wrong with it is better said here, once
+    read_key_file(keys)  # report a damaged key file here, once
     make_importable(arguments.config)
     logs = Path(config.logger.log_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``coordinator keys``: make the keys of a run before it begins, for services that are started by hand."""
+"""``coordinator keys``: make a run's keys before it begins, for services started by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    keys = commands.add_parser("keys", help="make a run's keys before it begins, and say where those for services are")
+    keys = commands.add_parser("keys", help="make a run's keys before it begins, and print the services' key file")
     add_config(keys)
     keys.set_defaults(carry_out=_keys)
 

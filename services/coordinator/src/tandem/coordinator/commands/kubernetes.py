@@ -18,19 +18,19 @@ def add(commands: Commands) -> None:
         "kubernetes",
         help="write the manifests by which Kubernetes runs a configuration",
         description="Print a JobSet with a pod for each of cluster.num_nodes nodes, and the service, the "
-        "configuration and the secret that it needs, for kubectl apply -f. The cluster has the JobSet controller.",
+        "configuration and the secret that it needs, for kubectl apply -f. The cluster needs the JobSet controller.",
     )
     add_config(kubernetes)
-    kubernetes.add_argument("--image", required=True, help="of a container with Tandem in it: docker/ has two")
+    kubernetes.add_argument("--image", required=True, help="container image with Tandem in it: docker/ has two")
     kubernetes.add_argument(
         "--claim", required=True, metavar="NAME", help="a PersistentVolumeClaim that all pods can write to"
     )
     kubernetes.add_argument("--folder", default="/workspace", help="where it is mounted (default: /workspace)")
-    kubernetes.add_argument("--name", help="of the JobSet (default: the file's)")
-    kubernetes.add_argument("--cpus", default="8", metavar="N", help="of each pod (default: 8)")
-    kubernetes.add_argument("--memory", default="64Gi", metavar="SIZE", help="of each pod (default: 64Gi)")
+    kubernetes.add_argument("--name", help="name of the JobSet (default: the file's)")
+    kubernetes.add_argument("--cpus", default="8", metavar="N", help="CPUs of each pod (default: 8)")
+    kubernetes.add_argument("--memory", default="64Gi", metavar="SIZE", help="memory of each pod (default: 64Gi)")
     kubernetes.add_argument(
-        "--shared-memory", default="16Gi", metavar="SIZE", help="of that, at most so much in /dev/shm (default: 16Gi)"
+        "--shared-memory", default="16Gi", metavar="SIZE", help="part of it that /dev/shm may take (default: 16Gi)"
     )
     kubernetes.add_argument("--output", type=Path, metavar="FILE", help="write them to a file (default: print them)")
     kubernetes.set_defaults(carry_out=_kubernetes)
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
 
 def _kubernetes(arguments: argparse.Namespace) -> int:
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(arguments.config).stem.lower()).strip("-")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # with what a pod's name adds it has 63 at most
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # a pod's name adds a suffix, and has 63 at most
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
     from tandem.coordinator.members.members import new_run_keys

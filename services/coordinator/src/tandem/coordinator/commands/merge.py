@@ -1,4 +1,4 @@
-"""``coordinator merge``: make a plain model of the adapters that a run has trained."""
+"""``coordinator merge``: merge the adapters that a run has trained into a plain model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
     merge = commands.add_parser(
         "merge",
         help="make a plain Hugging Face model of adapters that a run has trained",
-        description="Write the model whose weights are the base's and what its adapters add, once and for all. "
+        description="Write the model whose weights are the base's plus what the adapters add. "
         "It is loaded whole into host memory.",
     )
     merge.add_argument(
@@ -34,7 +34,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
     (found,) = adapters_in(arguments.adapters)
     words = [str(found.folder), str(arguments.target), *([arguments.base] if arguments.base else [])]
-    # A process of its own: this one imports no torch.
+    # In a process of its own: this one imports no torch.
     code = subprocess.run([sys.executable, "-m", "tandem.trainer.merging", *words], check=False).returncode
     if code == OK:
         print(f"{arguments.target} is {found.label} with its adapters merged")

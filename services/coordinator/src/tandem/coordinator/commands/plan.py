@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
     add_config(plan)
     rates = plan.add_argument_group(
         "rates",
-        "of a synchronous step, for what asynchronous ones would take; those that are not given are medians of the run "
+        "rates of a synchronous step, from which asynchronous ones are predicted; by default medians of the run "
         "in logger.log_dir, if there is one",
     )
     above_0, from_1 = number("above 0", lambda number: number > 0), number("from 1 on", lambda number: number >= 1)
@@ -40,7 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)
-    with contextlib.suppress(TandemError):  # what can be said of a model whose sizes are not known is said
+    with contextlib.suppress(TandemError):  # a plan is printed even if the model's sizes are unknown
         config, _ = find_on_hub(config, "new", None, fetches_weights=False)
     explain(config, Console(), given)
     return OK

@@ -1,4 +1,4 @@
-"""Carry out a run, whichever command asks for it, and say how it ended."""
+"""The run of a configuration for any command, and the report of how it ended."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def run_to_end(
     supervision: Supervision | None = None,
     unfinished_code: int = OK,
 ) -> int:
-    """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted.
+    """Run a configuration, read from `source`, to its end; `to_continue` is the command line that resumes it.
 
-    `unfinished_code` is what to return where the time that the run was given is over.
+    `unfinished_code` is the exit code if the run's time limit is reached.
     """
     finish = run_to_outcome(source, config, mode, from_step, supervision=supervision)
     if supervision is not None and (finish.error is None or finish.error.is_final):
@@ -65,13 +65,12 @@ def run_to_outcome(
     *,
     supervision: Supervision | None = None,
 ) -> Finish:
-    """Run a configuration, and report on it when it has finished; `begun` is called when it was looked through.
+    """Run a configuration, and report on it when it has finished; `begun` is called after the checks.
 
-    `supervision` is that of this process, if another goes on when it is lost.
+    `supervision` belongs to this process if another one takes over when it is lost.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
-
     """
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
@@ -82,12 +81,12 @@ def run_to_outcome(
 
     signals.interrupt_when_asked()
     try:
-        # First: what follows imports much as well.
+        # First, because the imports below are large, too.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
         environment = config.policy.environment
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             if supervision is not None:
-                supervision.start()  # not before: what is forked had better have no threads
+                supervision.start()  # not before: a process with threads should not fork
             from tandem.coordinator.loop.invocation import Invocation
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
@@ -113,7 +112,7 @@ def run_to_outcome(
 
 
 def _report(config: Config, folder: Path) -> str:
-    """Write the report of a run that finished; return what to say of it."""
+    """Write the report of a finished run; return its summary."""
     from tandem.observe.report.report import format_report, write_report
 
     beside = [] if config.replay is None else [Path(config.replay.run)]
@@ -127,7 +126,7 @@ def _report(config: Config, folder: Path) -> str:
 
 
 def _what_next(config: Config, folder: Path) -> str:
-    """Say where the model is, and what to type to talk to it, or to make one of adapters."""
+    """Return where the model is, and the command line to talk to it or to merge its adapters."""
     from tandem.config.models import lora
     from tandem.observe.run_folder.recorded import checkpoints_of
 
@@ -144,7 +143,7 @@ def _what_next(config: Config, folder: Path) -> str:
 
 
 def _evaluated(folder: Path) -> str:
-    """Say what the validation of a run's model has found."""
+    """Return the results of the validation of a run's model."""
     from tandem.observe.run_folder.journal import read_journal
 
     with read_journal(folder) as journal:

@@ -1,4 +1,4 @@
-"""``coordinator samples``: show what a run was trained on, and what it was validated by."""
+"""``coordinator samples``: show the samples that a run was trained on or validated on."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     samples = commands.add_parser("samples", help="show samples that a run recorded: prompts, responses, rewards")
     add_run(samples)
-    samples.add_argument("--step", type=int, metavar="N", help="of this step (default: the newest that is recorded)")
+    samples.add_argument("--step", type=int, metavar="N", help="samples of this step (default: the newest recorded)")
     which = samples.add_mutually_exclusive_group()
     which.add_argument("--worst", action="store_true", help="those with the lowest rewards first")
     which.add_argument("--best", action="store_true", help="those with the highest rewards first")
-    samples.add_argument("--group", type=int, metavar="G", help="of this group of the step only: one prompt's")
+    samples.add_argument("--group", type=int, metavar="G", help="only this group: the samples of one prompt")
     samples.add_argument("--contains", default="", metavar="TEXT", help="only those that have this text in them")
-    samples.add_argument("--limit", type=_positive, default=_LIMIT, metavar="N", help=f"so many (default: {_LIMIT})")
-    samples.add_argument("--validation", action="store_true", help="validation samples in the place of training ones")
+    samples.add_argument("--limit", type=_positive, default=_LIMIT, metavar="N", help=f"at most N (default: {_LIMIT})")
+    samples.add_argument("--validation", action="store_true", help="validation samples instead of training ones")
     samples.add_argument(
-        "--tokens", action="store_true", help="the tokens as well, by how far engine and trainer disagree on each"
+        "--tokens", action="store_true", help="also the tokens, and how far engine and trainer disagree on each"
     )
     samples.set_defaults(carry_out=_samples)
 
@@ -85,7 +85,7 @@ def _range(groups: tuple[int, ...]) -> str:
 
 
 def _tokenizer_of(run: Path, config: Config) -> Tokenizer | None:
-    """Return the tokenizer of a run, which a checkpoint has as well; None if it is not on this machine any more."""
+    """Return the tokenizer of a run, or its copy in a checkpoint; None if neither is on this machine."""
     from tandem.common.errors import ModelError
     from tandem.observe.run_folder.recorded import checkpoints_of
     from tandem.samples.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""``coordinator serve``: have a model answer OpenAI's API."""
+"""``coordinator serve``: serve a model by OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    serve = commands.add_parser("serve", help="have a model answer OpenAI's API: chats, completions, streams")
+    serve = commands.add_parser("serve", help="serve a model by OpenAI's API: chats, completions, streams")
     serve.add_argument("folder", type=Path, metavar="FOLDER", help=FOLDER_HELP)
-    serve.add_argument("--port", type=int, default=8000, help="where to listen; 0: any that is free (default: 8000)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    add_token(serve, "whoever asks must send it: Authorization: Bearer TOKEN")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: 8000)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add_token(serve, "clients must send it: Authorization: Bearer TOKEN")
     add_engine(serve)
     serve.add_argument(
         "--tool-call-parser",
         choices=get_args(ToolCallParser),
-        help="how the model writes calls of tools, which are returned as such (default: they stay text)",
+        help="format of the model's tool calls, to return them as such (default: they stay text)",
     )
     add_checkpoint(serve)
     serve.set_defaults(carry_out=_serve)
 
 
 FOLDER_HELP = (
-    "a Hugging Face model, a checkpoint step_N, or a run folder: its rollouts answer while it goes on and has "
-    "policy.generation.expose_http_server, else its newest checkpoint is taken"
+    "a Hugging Face model, a checkpoint step_N, or a run folder: its engines answer while it goes on and has "
+    "policy.generation.expose_http_server, else its newest checkpoint"
 )
 _ENGINE_DEFAULTS: dict[str, Any] = {
     "name": None,
@@ -50,14 +50,14 @@ _ENGINE_DEFAULTS: dict[str, Any] = {
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take whether a checkpoint is meant, and not the run."""
+    """Add the option to serve a checkpoint rather than the run to a parser."""
     parser.add_argument(
-        "--checkpoint", action="store_true", help="of a run that goes on: take its newest checkpoint all the same"
+        "--checkpoint", action="store_true", help="if the run still goes on, serve its newest checkpoint all the same"
     )
 
 
 def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
-    """Tell whether the folder is that of a run whose rollouts answer. Raises `TandemError`."""
+    """Return whether the run in the folder answers by its own engines. Raise `TandemError` for other options."""
     from tandem.serving.live_run import answers_itself
 
     if arguments.checkpoint or not answers_itself(arguments.folder):
@@ -66,37 +66,37 @@ def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
     given = [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(arguments, name) != default]
     if given := [*given, *arguments.overrides]:
         raise ConfigError(
-            f"{given[0]}: the run in {arguments.folder} goes on and its own rollouts answer, which have their engines; "
+            f"{given[0]}: the run in {arguments.folder} goes on and its engines answer, with settings of their own; "
             "--checkpoint serves its newest checkpoint instead"
         )
     return True
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take what there is to say of the engine that generates."""
+    """Add the settings of the engine that generates to a parser."""
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--name", help="what requests call the model (default: the folder's name)")
+    engine.add_argument("--name", help="the model's name in requests (default: the folder's name)")
     engine.add_argument("--engine", choices=("transformers", "vllm"), help="default: transformers, embedded")
     engine.add_argument("--max-batch-size", type=count, metavar="N", help="responses at the same time (default: 32)")
     engine.add_argument(
         "--max-length",
         type=count,
         metavar="TOKENS",
-        help="longest sequence, prompt included (default: what the model was made for, at most 4096)",
+        help="longest sequence, prompt included (default: the model's limit, at most 4096)",
     )
     engine.add_argument("--precision", choices=("float32", "bfloat16"), help="default: that of the model's files")
     engine.add_argument(
         "--timeout-s",
         type=number("above 0", lambda number: number > 0),
         metavar="SECONDS",
-        help="for one request (default: 600)",
+        help="time limit of a request (default: 600)",
     )
     engine.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="key=value",
-        help="settings of vLLM's: vllm_cfg.tensor_parallel_size=2, vllm_kwargs.ARGUMENT=VALUE",
+        help="settings of vLLM: vllm_cfg.tensor_parallel_size=2, vllm_kwargs.ARGUMENT=VALUE",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
 
@@ -143,7 +143,7 @@ def _greeting(serving: Serving, url: str) -> str:
 
 
 def _example(url: str, model: str, token: str | None) -> str:
-    """Return a command that asks a server something."""
+    """Return a command that sends a server one request."""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     if token is not None:

@@ -21,28 +21,28 @@ def add(commands: Commands) -> None:
         "slurm",
         help="write the batch script by which Slurm runs a configuration, and submit it",
         description="Print the batch script of a job that runs a configuration on cluster.num_nodes nodes, or submit "
-        "it. Every node sees this folder, the environment that this command runs in, and logger.log_dir.",
+        "it. Every node must see this folder, this command's Python environment, and logger.log_dir.",
     )
     add_config(slurm)
     where = slurm.add_mutually_exclusive_group()
     where.add_argument("--submit", action="store_true", help="give it to sbatch; the script is kept in the run folder")
     where.add_argument("--output", type=Path, metavar="FILE", help="write it to a file (default: print it)")
-    slurm.add_argument("--name", help="of the job (default: the file's)")
-    slurm.add_argument("--time", metavar="LIMIT", help="as sbatch has it, such as 12:00:00")
+    slurm.add_argument("--name", help="name of the job (default: the file's)")
+    slurm.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 12:00:00")
     slurm.add_argument("--partition", metavar="NAME")
     slurm.add_argument("--account", metavar="NAME")
     slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch: --sbatch=--qos=high"
     )
     slurm.add_argument(
-        "--setup", action="append", default=[], metavar="LINE", help="a line of bash that the job begins with"
+        "--setup", action="append", default=[], metavar="LINE", help="a line of bash at the beginning of the job"
     )
     slurm.add_argument(
         "--save-before",
         type=count,
         default=300,
         metavar="S",
-        help="seconds before its time limit at which the run saves, ends and is queued again (default: 300)",
+        help="save, end and queue the run again S seconds before its time limit (default: 300)",
     )
     slurm.set_defaults(carry_out=_slurm)
 
@@ -74,7 +74,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 
 def _submit(script: str, path: Path) -> int:
-    """Give a script to Slurm and say which job it is. Raises `TandemError` where there is no Slurm."""
+    """Submit a script to Slurm and print the job's number. Raise `TandemError` if there is no Slurm."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise TandemError("--submit: there is no sbatch here; write the script with --output FILE and submit it there")

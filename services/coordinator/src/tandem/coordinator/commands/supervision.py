@@ -1,19 +1,19 @@
 """``coordinator up --supervise``: start the coordinator again when it is killed, or hangs.
 
 The coordinator is a child of this process, and so are the engines and the refit service that it launches: they outlive
-it, and end with this process. The rest of what a coordinator has started ends with it. Another goes on with the run as
-``--resume`` does, where the dead one listened, and takes up the processes that are there:
+it, and end with this process. The coordinator's other children end with it. The next coordinator resumes the run as
+``--resume`` does, at the address of the dead one. It takes over the processes that are left.
 
-| the coordinator | another begins |
-|---|---|
-| was ended by a signal that this process has not passed on, or gave no sign of life in time | at once |
-| has found its newest checkpoint damaged | at once, from the newest that is whole |
-| has failed for a reason that is not the user's: replacements ran out, an error that nobody expected | after a pause |
-| has failed for one that is (`TandemError.is_final`), was given what cannot be run, or was to end | not at all |
+The next coordinator begins
 
-The pause doubles from one to the next, and begins anew after a coordinator that has lived for a while.
+- at once, if the last one was ended by a signal that this process did not pass on, or sent no heartbeat in time.
+- at once, from the newest checkpoint that is whole, if the last one found a later one damaged.
+- after a pause, if it failed for a reason other than the user's: replacements ran out, an unexpected error.
+- not at all, if the reason is the user's (`TandemError.is_final`), the input is invalid, or it was asked to end.
 
-The loop of this process consumes what the coordinator says, and deaths; it waits at most `_LOOK_S` at a time.
+The pause doubles from one to the next, and starts again after a coordinator that has lived for a while.
+
+The loop of this process consumes the coordinator's messages, and deaths; it waits at most `_LOOK_S` at a time.
 """
 
 from __future__ import annotations
@@ -43,64 +43,64 @@ if TYPE_CHECKING:
 
 _COORDINATOR = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _GONE_S = 20.0
-"""How long what a dead coordinator has started may take to end, before it is killed."""
+"""Time for the children of a dead coordinator to end, before they are killed."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""After the first coordinator that has failed by itself, and at most."""
+"""Pause after the first coordinator that failed by itself, and the longest one."""
 _LIVED_S = 600.0
-"""How long a coordinator must have lived for the next pause to be the first again."""
+"""Life of a coordinator after which the next pause is the first again."""
 _LOOK_S, _LOOKED_S = 0.1, 1.0
-"""How often to look what happens, and how late that may be before it was kept from looking."""
+"""Interval between two looks, and the delay from which a look counts as late."""
 
 
 class _End(NamedTuple):
-    """How a coordinator has ended."""
+    """The end of a coordinator."""
 
     why: str
-    """What the next one is told."""
+    """Reason, for the next coordinator."""
     told: str
-    """What people are."""
+    """Reason, for the user."""
     is_its_own: bool = False
-    """Whether it has failed, by itself."""
+    """Whether the coordinator failed by itself."""
 
 
 class Supervisor:
-    """Starts coordinators of one run, one after the other."""
+    """A loop that starts one coordinator of a run after another."""
 
     def __init__(
         self, words: Sequence[str], folder: Path, cluster: Cluster, program: Sequence[str] = _COORDINATOR
     ) -> None:
-        """`words` come after ``coordinator up``, but for how it begins. `cluster` says how often and how long."""
+        """`words` follow ``coordinator up``, without those for how it begins. `cluster` holds the limits."""
         self._program = program
         self._words = words
         self._folder = folder
         self._most, self._window_s = cluster.max_replacements, cluster.replacement_window_s
         self._start_s = cluster.deadlines.join_s
-        """How soon a coordinator shows life for the first time."""
+        """Deadline of a coordinator's first heartbeat."""
         self._replaced_at: list[float] = []
-        """When processes were, and coordinators."""
+        """Times at which processes and coordinators were replaced."""
         self._pause_s = 0.0
-        """Before the next coordinator, where one has failed by itself."""
+        """Pause before the next coordinator, where one has failed by itself."""
         self._is_final = False
-        """Whether the coordinator has said that another would end as it does."""
+        """Whether the coordinator has reported that another would end in the same way."""
         self._asked: list[int] = []
         """Signals that asked the run to end."""
         self._pid: int | None = None
-        """Of the coordinator."""
+        """Process id of the coordinator."""
         self._alive_by = math.inf
-        """When it must have shown life."""
+        """Time by which its next heartbeat is due."""
         self._silent_s: float | None = None
-        """How long it had not, if it was killed for that."""
+        """Length of its silence, if it was killed for that."""
         self._kept: dict[int, str] = {}
         """Children that outlive it, and their names."""
         self._ended: dict[int, tuple[int, float]] = {}
-        """Exit codes of children that have just ended, and when."""
+        """Exit codes of children that have just ended, with the time."""
         self._within_s = self._start_s
-        """How soon the coordinator was to show life again."""
+        """Time from the last heartbeat to the next one's deadline."""
         self._whole: int | None = None
-        """The step of the newest whole checkpoint, if the coordinator has found a later one damaged."""
+        """Step of the newest whole checkpoint, if the coordinator found a later one damaged."""
 
     def run(self, how: Sequence[str]) -> int:
-        """Bring the run to its end; `how` are the words that say how it begins. Return the exit code."""
+        """Bring the run to its end; `how` are the words for how it begins. Return the exit code."""
         from tandem.launch.restarts import within
 
         before, why = self._run_id(), ""
@@ -123,7 +123,7 @@ class Supervisor:
                 self._replaced_at.append(now)
                 if self._whole is not None:
                     how, self._whole = ["--resume", "--from", str(self._whole)], None
-                elif "--resume" in how or self._run_id() != before:  # else it died before it had begun
+                elif "--resume" in how or self._run_id() != before:  # else it died before the run began
                     how = ["--resume"]
                 from_step = f", from the checkpoint of step {how[2]}" if "--from" in how[1:2] else ""
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
@@ -149,20 +149,23 @@ class Supervisor:
         return _End(f"exit code {code}", f"has failed with exit code {code}", is_its_own=True)
 
     def _next_pause_s(self, lived_s: float) -> float:
-        """Return how long to wait after a coordinator that has failed by itself."""
+        """Return the pause after a coordinator that has failed by itself."""
         is_first = lived_s > _LIVED_S or not self._pause_s
         self._pause_s = _PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return self._pause_s
 
     def _rest(self, seconds: float) -> bool:
-        """Wait; return at once, and False, if the run is asked to end."""
+        """Wait; return True, or at once False if the run is asked to end."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._asked:
             time.sleep(_LOOK_S)
         return not self._asked
 
     def _run_once(self, how: Sequence[str], why: str) -> int:
-        """Run a coordinator to its end; `why` the one before is lost. Return the exit code, negative for a signal."""
+        """Run a coordinator to its end; return its exit code, negative for a signal.
+
+        `why` is the reason for which the previous one was lost.
+        """
         from tandem.common.wire import Stalls
         from tandem.launch.supervision import Begun, say, socket_pair
 
@@ -172,7 +175,7 @@ class Supervisor:
                 kept = {name: pid for pid, name in self._kept.items()}
                 say(ours, Begun(why, kept, tuple(self._replaced_at)))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
-                # In a group of its own, so that what a terminal sends to all reaches it once, by way of this process.
+                # In a group of its own: a signal from the terminal then reaches it once, through this process.
                 process = subprocess.Popen(
                     [*self._program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
                 )
@@ -184,11 +187,11 @@ class Supervisor:
             self._hear(ours)
         self._pid = None
         code, _ = self._ended.pop(process.pid)
-        process.returncode = code  # which was not its own to find out
+        process.returncode = code  # it was collected elsewhere, so Popen cannot know
         return code
 
     def _look(self, coordinator: socket.socket, stalls: Stalls) -> None:
-        """Wait for what happens next."""
+        """Wait for the next event."""
         from tandem.launch.supervision import Ended, say
 
         select.select([coordinator], [], [], _LOOK_S)
@@ -205,7 +208,7 @@ class Supervisor:
             os.kill(self._pid, signal.SIGKILL)
 
     def _hear(self, coordinator: socket.socket) -> None:
-        """Take what the coordinator has said."""
+        """Take the coordinator's messages."""
         from tandem.launch.supervision import Alive, Ended, Final, GoBack, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
@@ -224,7 +227,7 @@ class Supervisor:
                 self._kept[said.pid] = said.name
 
     def _await_the_others(self) -> None:
-        """Wait until all is gone that a dead coordinator had started, but for what is kept: the kernel ends it."""
+        """Wait until the children of a dead coordinator are gone, except those that are kept: the kernel ends them."""
         deadline = time.monotonic() + _GONE_S
         while True:
             for pid, _ in _reaped():
@@ -258,7 +261,7 @@ class Supervisor:
 def _reaped() -> list[tuple[int, int]]:
     """Collect the children that have ended, with their exit codes."""
     found = []
-    with contextlib.suppress(ChildProcessError):  # there is none any more
+    with contextlib.suppress(ChildProcessError):  # there is no child any more
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
     return found

@@ -1,4 +1,4 @@
-"""The token that servers ask for: by a file, the environment, or a flag, which ps shows."""
+"""The token that servers ask for: from a file, the environment, or a flag, which ps shows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LONGEST = 4096
 
 
 def add_token(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Have a parser take a token, whose purpose its help says."""
+    """Add the options for a token to a parser; their help states the purpose."""
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
-        "--token", help=f"{purpose}; every user of this machine can read it in ps: better --token-file, or {VARIABLE}"
+        "--token", help=f"{purpose}; every user of this machine can read it in ps: prefer --token-file, or {VARIABLE}"
     )
     ways.add_argument("--token-file", type=Path, metavar="FILE", help="file that holds the token, of mode 0600")
 
 
 def token_of(arguments: argparse.Namespace) -> str | None:
-    """Return the token by flag, file or environment, in this order; None without one. Raises `ConfigError`."""
+    """Return the token by flag, file or environment, in this order; None without one. Raise `ConfigError`."""
     if arguments.token is not None:
         return _checked(arguments.token, "--token")
     if arguments.token_file is not None:
@@ -45,11 +45,11 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"--token-file {path}: cannot read it: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ConfigError(f"--token-file {path}: it is no text") from None
+        raise ConfigError(f"--token-file {path}: it is not text") from None
 
 
 def _checked(text: str, source: str) -> str:
-    """Return a token that can be sent in a header; spaces around it, such as the end of a file's line, are not its."""
+    """Return a token that fits a header; whitespace around it, such as the end of a file's line, is removed."""
     token = text.strip()
     if not token:
         raise ConfigError(f"{source}: the token is empty")

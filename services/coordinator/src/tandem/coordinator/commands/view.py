@@ -1,4 +1,4 @@
-"""``coordinator view``: the page of runs, also of those that ended."""
+"""``coordinator view``: serve the page of runs, finished ones included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     view.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine only)"
     )
-    add_token(view, "what to know to read the page from elsewhere, on an address that is not loopback (default: made)")
+    add_token(view, "token for the page on an address other than loopback (default: a new one)")
     view.set_defaults(carry_out=_view)
 
 

@@ -1,4 +1,4 @@
-"""Problems and conversations: where they come from, which are held out, and how they become tokens."""
+"""Problems and conversations: their sources, the held-out part, and their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn messages into tokens: the prompt, and what the assistant says after it."""
+"""Conversion of messages to tokens: the prompt, and the assistant's answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.samples.tokenizer import Messages, Tokenizer
 
 
 class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows a prompt."""
+    """The tokens after a prompt."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """True where the assistant speaks."""
+    """True for tokens of the assistant."""
 
     def extended(self, token_ids: Sequence[int], *, counts: bool) -> EncodedSolution:
         """Return the solution with more tokens at its end."""
@@ -28,7 +28,7 @@ class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatEncoder:
-    """Renders conversations by the tokenizer's chat template. Errors name the problem, `name`, they are about."""
+    """A renderer of conversations by the tokenizer's chat template. Errors name the problem, by `name`."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._data = config.data
@@ -36,8 +36,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
         is_given = not config.declaration.rolls_out
-        # Generation goes on from where the assistant would speak; where solutions are given, that marker may count as
-        # part of them.
+        # A policy generates after the generation prompt. Where solutions are given, that marker may be part of them.
         self._add_generation_prompt = config.data.add_generation_prompt if is_given else True
         self._first_ids = (
             [tokenizer.bos_id] if is_given and config.data.add_bos and tokenizer.bos_id is not None else []
@@ -46,7 +45,7 @@ class ChatEncoder:
     def check_characters(self, items: Iterable[tuple[str, Sequence[Messages]]], literals: Mapping[str, str]) -> None:
         """Raise one `DataError` for all characters of all items that a character-level tokenizer does not know.
 
-        `items` are names, each with a prompt and what may follow it. `literals` are what templates add to them, by the
+        `items` are names, each with a prompt and what may follow it. `literals` are texts that templates add, by the
         key to change. Any other tokenizer knows every character, and then no item is looked at.
         """
         if self._tokenizer.knows_every_character:
@@ -54,7 +53,7 @@ class ChatEncoder:
         places: dict[str, str] = {}
         for number, (name, (prompt, *answers)) in enumerate(items):
             texts = [message["content"] for messages in (prompt, *answers) for message in messages]
-            if number == 0:  # what the chat template adds to one, it adds to all
+            if number == 0:  # the chat template adds the same to all
                 texts.append(self._render(name, prompt, self._add_generation_prompt))
                 texts += [self._render(name, [*prompt, *answer], False) for answer in answers]
             said = "".join(texts[: sum(map(len, (prompt, *answers)))])
@@ -67,7 +66,7 @@ class ChatEncoder:
             raise DataError(self._unknown(places))
 
     def _unknown(self, places: Mapping[str, str]) -> str:
-        """Say which characters are unknown, those of one place together."""
+        """Describe the unknown characters, grouped by place."""
         together: dict[str, str] = {}
         for character, place in places.items():
             together[place] = together.get(place, "") + character
@@ -77,14 +76,14 @@ class ChatEncoder:
         return f"the tokenizer in {self._tokenizer.where} does not know {what}: {found}{hint}"
 
     def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
-        """Tokenise a prompt, however long. Raises `DataError` if that cannot be done."""
+        """Tokenise a prompt of any length. Raise `DataError` if that fails."""
         tokens = self._encode(name, self._render(name, messages, self._add_generation_prompt))
         if tokens[:1] != self._first_ids:
             tokens = self._first_ids + tokens
         return tuple(tokens)
 
     def complaint(self, prompt_ids: Sequence[int]) -> str | None:
-        """Say how a prompt does not fit the context; None if it does."""
+        """Describe how a prompt does not fit the context; return None if it fits."""
         limit = min(self._data.max_input_seq_length, self._max_total - 1)
         if len(prompt_ids) <= limit:
             return None
@@ -95,19 +94,19 @@ class ChatEncoder:
         )
 
     def leaves_out(self, name: str, complaint: str | None) -> bool:
-        """Say whether an item is left out because it does not fit, if it was read from somewhere.
+        """Return whether an item is left out because it does not fit.
 
-        Where it was made, so is every other: raises `DataError`.
+        Only items that were read are left out. An item that was generated stands for all of them: raise `DataError`.
         """
         if complaint is not None and self._data.dataset_name in GENERATED:
             raise DataError(f"problem {name!r}: {complaint}")
         return complaint is not None
 
     def solution(self, name: str, prompt: Messages, messages: Messages) -> EncodedSolution:
-        """Tokenise what should follow a prompt: turns of the assistant, as the chat template writes them.
+        """Tokenise the solution of a prompt: turns of the assistant, as the chat template writes them.
 
-        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Of several turns each
-        is tokenised by itself, as a rollout meets it. Raises `DataError`.
+        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Each of several turns
+        is tokenised by itself, as in a rollout. Raise `DataError` if that fails.
         """
         solution = EncodedSolution(token_ids=(), loss_mask=())
         said: list[Mapping[str, str]] = []
@@ -125,7 +124,7 @@ class ChatEncoder:
         return solution
 
     def _turn(self, name: str, prompt: Messages, content: str, *, is_first: bool) -> list[int]:
-        """Tokenise one turn of the assistant; the first may have the generation prompt as a part of it."""
+        """Tokenise one turn of the assistant; the first may include the generation prompt."""
         add_generation_prompt = self._add_generation_prompt if is_first else True
         before = self._render(name, prompt, add_generation_prompt)
         answered = [*prompt, {"role": "assistant", "content": content}]
@@ -149,7 +148,7 @@ class ChatEncoder:
             raise ConfigError(f"{error} (problem {name!r})") from error
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        """End a solution where a response ends: a template's line break after the token that ends it is not kept."""
+        """End a solution where a response ends: drop a template's line break after the end-of-sequence token."""
         eos_id = self._tokenizer.eos_id
         if eos_id in tokens:
             end = len(tokens) - tokens[::-1].index(eos_id)

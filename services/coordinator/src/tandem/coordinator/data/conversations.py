@@ -25,15 +25,15 @@ from tandem.samples.tokenizer import Messages
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and what may follow it."""
+    """A prompt and its possible answers."""
 
     name: str
-    """Where it comes from, as errors say it."""
+    """Place in the source, for errors."""
     prompt: Messages
     answers: tuple[Messages, ...]
-    """The solution; of preferences the chosen response, then the rejected one."""
+    """The solution; or, for preferences, the chosen response, then the rejected one."""
     margin: float = 0.0
-    """By how much the score of the chosen response should be ahead."""
+    """Margin by which the chosen response's score should be ahead."""
 
 
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,27 +42,27 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     train: list[Conversation]
     held_out: dict[str, list[Conversation]]
     sizes: tuple[int, ...] = ()
-    """Of the sets that `train` is of, one behind the other; none where it is one."""
-    """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
+    """Sizes of the sets that `train` concatenates; empty if there is one."""
+    """Keys are the names of ``data.val_data_paths``; a single set has the name ``""``."""
     num_ties: int = 0
-    """Pairs of which neither is the better one; they are left out."""
+    """Pairs in which neither response is better; they are left out."""
     num_set_aside: int = 0
-    """Conversations of neither side: they are too much like those held out to be trained on."""
+    """Conversations that are left out because they are too similar to held-out ones."""
 
     @property
     def validation(self) -> list[Conversation]:
-        """Everything held out."""
+        """All held-out conversations."""
         return [conversation for conversations in self.held_out.values() for conversation in conversations]
 
 
 _THREAD = "thread"
 
 Read = Callable[[str, sources.Row, Data], Conversation | None]
-"""From where a row is, the row, and the section ``data`` to a conversation; None for a tie."""
+"""A function from a row's place, the row, and the section ``data`` to a conversation; None for a tie."""
 
 
 def load_conversations(config: Config) -> ConversationSets:
-    """Load or make what a run over a data set learns. Raises `DataError` and `ConfigError` as `load_problems`."""
+    """Load or generate a run's conversations. Raise `DataError` and `ConfigError` as `load_problems` does."""
     data = config.data
     if data.train:
         return _listed(config)
@@ -101,7 +101,7 @@ def load_conversations(config: Config) -> ConversationSets:
 
 
 def _listed(config: Config) -> ConversationSets:
-    """Load the conversations of several data sets."""
+    """Load the conversations of several datasets."""
     training, validation = load_parts(config, load_conversations, with_train=True)
     own: list[list[Conversation]] = [taken(part) for part in training]
     train = [conversation for conversations in own for conversation in conversations]
@@ -119,7 +119,7 @@ def _listed(config: Config) -> ConversationSets:
 
 
 class ConversationWriter:
-    """Writes conversations from problems, by the templates of ``data``."""
+    """A writer of conversations for problems, by the templates of ``data``."""
 
     def __init__(self, config: Config) -> None:
         self._prompts = PromptWriter(config.data)
@@ -128,16 +128,16 @@ class ConversationWriter:
 
     @staticmethod
     def literals(config: Config) -> dict[str, str]:
-        """Return what the templates of prompts and solutions say whatever the problem, by the key to change."""
+        """Return the literal texts of the templates of prompts and solutions, by the key to change."""
         keys = ("solution_template", "rejected_template")
         texts = {f"data.{key}": literal_text(getattr(config.data, key) or "") for key in keys}
         return PromptWriter(config.data).literals() | {key: text for key, text in texts.items() if text}
 
     def __call__(self, problems: Iterable[Problem]) -> list[Conversation]:
-        """Return the problems' prompts with their solutions, and for DPO a worse one behind each.
+        """Return the problems' prompts with their solutions, for DPO each with a worse answer after it.
 
-        Where there are several solutions, or worse ones, each has a conversation of its own. Raises `DataError` and
-        `ConfigError`.
+        Several solutions, or worse answers, make a conversation each. Raise `DataError` and `ConfigError` if that
+        fails.
         """
         return [
             Conversation(name=problem.problem_id, prompt=self._prompts.messages(problem), answers=answers)
@@ -147,7 +147,7 @@ class ConversationWriter:
 
 
 def _reader(config: Config) -> Read | None:
-    """Return what reads the rows of a data set; None if it has problems."""
+    """Return the function that reads the rows of a dataset; None if they are problems."""
     name = config.data.dataset_name
     if config.declaration.learns_preferences:
         pair = _help_steer if name == "HelpSteer3" else _preference
@@ -167,7 +167,7 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     if data.system_key is not None and messages[0]["role"] != "system":
         system = sources.field(where, row, "system_key", data.system_key)
         if not isinstance(system, str):
-            raise DataError(f"{where}: {data.system_key!r} is no text (data.system_key)")
+            raise DataError(f"{where}: {data.system_key!r} is not text (data.system_key)")
         messages = [{"role": "system", "content": system}, *messages]
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
@@ -176,13 +176,13 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
 
 
 class _Answers(msgspec.Struct, frozen=True):
-    """The right ones; the first is learned."""
+    """Correct answers; the first is learned."""
 
     text: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class _SquadRow(msgspec.Struct, frozen=True):
-    """Other fields are ignored."""
+    """A row of SQuAD; other fields are ignored."""
 
     context: str
     question: str
@@ -190,7 +190,7 @@ class _SquadRow(msgspec.Struct, frozen=True):
 
 
 def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
-    """As NeMo-RL has it: the passage is the system message."""
+    """Read a question as NeMo-RL does: the passage is the system message."""
     asked = _converted(where, row, _SquadRow, "question about a passage")
     return Conversation(
         name=where,
@@ -203,13 +203,13 @@ def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
 
 
 def _with_margin(read: Read, where: str, row: sources.Row, data: Data) -> Conversation | None:
-    """Read a pair, and by how much the better one should be ahead if the data set says that."""
+    """Read a pair, and the margin of the better response if the dataset has one."""
     pair, key = read(where, row, data), data.margin_key
     if pair is None or key is None:
         return pair
     value = sources.field(where, row, "margin_key", key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: {key!r} is no number (data.margin_key)")
+        raise DataError(f"{where}: {key!r} is not a number (data.margin_key)")
     if wrong := beyond(value):
         raise DataError(f"{where}: {key!r} is {wrong} (data.margin_key)")
     return msgspec.structs.replace(pair, margin=abs(float(value)))
@@ -235,7 +235,7 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    """NeMo-RL's: the lower rank is the better one."""
+    """A completion in NeMo-RL's format: the lower rank is better."""
 
     rank: int
     completion: list[dict[str, str]]
@@ -245,7 +245,7 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
     try:
         completions = msgspec.convert(row["completions"], list[_Completion])
     except msgspec.ValidationError as error:
-        raise DataError(f"{where}: 'completions' is no list of ranked completions: {error}") from error
+        raise DataError(f"{where}: 'completions' is not a list of ranked completions: {error}") from error
     if len(completions) != 2 or completions[0].rank == completions[1].rank:
         ranks = ", ".join(str(completion.rank) for completion in completions)
         raise DataError(f"{where}: preferences are two completions of different rank, got ranks {ranks or 'of none'}")
@@ -260,7 +260,7 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
 
 
 class _HelpSteerRow(msgspec.Struct, frozen=True):
-    """Other fields are ignored."""
+    """A row of HelpSteer; other fields are ignored."""
 
     context: Any
     response1: str
@@ -269,7 +269,7 @@ class _HelpSteerRow(msgspec.Struct, frozen=True):
 
 
 def _help_steer(where: str, row: sources.Row, data: Data) -> Conversation | None:
-    """A negative preference is for the first response."""
+    """Read a pair of HelpSteer: a negative preference is for the first response."""
     pair = _converted(where, row, _HelpSteerRow, "pair of responses")
     if pair.overall_preference == 0:
         return None
@@ -285,7 +285,7 @@ def _converted(where: str, row: sources.Row, kind: type[Parsed], what: str) -> P
     try:
         return msgspec.convert(row, kind)
     except msgspec.ValidationError as error:
-        raise DataError(f"{where} is no {what}: {error}") from error
+        raise DataError(f"{where} is not a {what}: {error}") from error
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 def _messages(where: str, key: str, value: object, *, role: str | None = None) -> Messages:
-    """Check a list of messages; a text is one message of `role`, where that is given. Raises `DataError`."""
+    """Check a list of messages; with `role`, a text is one message of it. Raise `DataError` for anything else."""
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
     try:

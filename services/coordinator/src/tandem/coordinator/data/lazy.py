@@ -1,4 +1,4 @@
-"""A lazily tokenised data set: a run begins without having tokenised all of it."""
+"""A lazily tokenised dataset: a run begins before all of it is tokenised."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
 
 NUM_CHECKED = 256
-"""Items that are tokenised before a run begins: those that it draws first."""
+"""Number of items tokenised before a run begins: the first that it draws."""
 _NUM_KEPT = 4096
-"""Encoded items that are kept, for who asks again: a step is asked for several times."""
+"""Number of encoded items that are cached: a step is requested several times."""
 
 
 class LazyDataset(Generic[Item, Encoded]):
     """The training items of a run, each encoded when a step first takes it.
 
-    An item that does not fit the context is left out: where it would be drawn, the next of its set that fits is. So
-    what is drawn depends on the items and on nothing that happened before, and a resumed run draws the same.
+    An item that does not fit the context is left out: the next fitting item of its set takes its place. The draw thus
+    depends on the items alone, and a resumed run draws the same.
 
-    What is wrong with a data set is mostly wrong with all of it: the first items drawn are encoded at once, and where
-    items were made by a task, all of them.
+    Most faults of a dataset are in all of its items. The first items drawn are therefore encoded at once, and all of
+    them where a task generated them.
 
     Args:
-        config: of the run.
-        items: one at least, unless none will be drawn.
-        encode: returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
-        sizes: items of each of the sets that `items` are of, one behind the other; empty where they are one.
+        config: Configuration of the run.
+        items: One at least, unless none will be drawn.
+        encode: Returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
+        sizes: Sizes of the sets that `items` concatenates; empty if there is one.
 
     Raises:
-        DataError: one of the first cannot be encoded, or none of them, or none of the first of a set, fits.
-
+        DataError: one of the first cannot be encoded; or none of them fits, or none of the first of a set.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class LazyDataset(Generic[Item, Encoded]):
         self._order = DataOrder(config, sizes or (len(items),))
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
-        """Items that were encoded at once ..."""
+        """Number of items that were encoded at once ..."""
         first = self._order.indexes(0, self.num_checked)
         self.num_too_long = sum(self._encoded(index) is None for index in first)
-        """... and those of them that do not fit."""
+        """... and of those that do not fit."""
         if items and self.num_too_long == self.num_checked:
             which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
             raise DataError(f"data: {which} is longer than policy.max_total_sequence_length allows")
@@ -63,7 +62,7 @@ class LazyDataset(Generic[Item, Encoded]):
             self._check_sets()
 
     def __len__(self) -> int:
-        """Return the number of items, whether they fit or not."""
+        """Return the number of items, including those that do not fit."""
         return self._num_items
 
     def draw(self, first: int, count: int) -> list[Encoded]:
@@ -71,7 +70,7 @@ class LazyDataset(Generic[Item, Encoded]):
         return [self._fitting(index) for index in self._order.indexes(first, count)]
 
     def _check_sets(self) -> None:
-        """Raise `DataError` if nothing at the beginning of a set fits, which would stand for all of it."""
+        """Raise `DataError` if none of a set's first items fits; they stand for all of it."""
         for number in range(self._order.num_sets):
             first = self._order.first_of(number, NUM_CHECKED)
             if all(self._encoded(index) is None for index in first):
@@ -89,7 +88,7 @@ class LazyDataset(Generic[Item, Encoded]):
 
 
 def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:
-    """Return the items that fit, encoded. Raises `DataError` if there are items and none fits."""
+    """Return the items that fit, encoded. Raise `DataError` if there are items and none fits."""
     found = [encoded for encoded in map(encode, items) if encoded is not None]
     if items and not found:
         raise DataError("data: everything held out is longer than policy.max_total_sequence_length allows")
@@ -97,7 +96,7 @@ def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) 
 
 
 def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
-    """Return what a user should know of items that are too long; None where there are none so far."""
+    """Return a notice about items that are too long; None if there are none so far."""
     if not num_too_long:
         return None
     why = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"
@@ -107,7 +106,7 @@ def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
 
 
 def set_aside(num_set_aside: int, num_items: int) -> str | None:
-    """Return what a user should know of items that are too much like those held out; None where there are none."""
+    """Return a notice about items that are too similar to held-out ones; None if there are none."""
     if not num_set_aside:
         return None
     why = "what is held out (data.num_validation) has the same prompt or content"
@@ -115,7 +114,7 @@ def set_aside(num_set_aside: int, num_items: int) -> str | None:
 
 
 def steps_capped(config: Config, num_steps: int, num_items: int, size: int) -> str | None:
-    """Return what a user should know of a run whose passes over the data end before its steps; None if they do not."""
+    """Return a notice if the passes over the data end before the run's steps; None if they do not."""
     section = config.algorithm_section
     asked = section.max_num_steps
     if asked == type(section)().max_num_steps or num_steps >= asked:

@@ -1,4 +1,4 @@
-"""Several data sets as one (``data.train``, ``data.validation``), each loaded as though it were alone."""
+"""Several datasets as one (``data.train``, ``data.validation``), each loaded as if it were alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Item = TypeVar("Item")
 
 
 class Loaded(Protocol[Item]):
-    """What one data set gives."""
+    """The items of one dataset."""
 
     @property
     def train(self) -> list[Item]:
-        """What is trained on, of one that is alone."""
+        """Items to train on."""
         ...
 
     @property
     def held_out(self) -> dict[str, list[Item]]:
-        """What is held out of it."""
+        """Held-out items."""
         ...
 
 
@@ -32,13 +32,13 @@ Sets = TypeVar("Sets", bound=Loaded)  # type: ignore[type-arg]
 
 
 class Part(msgspec.Struct, Generic[Sets], frozen=True, kw_only=True):
-    """One data set of a list."""
+    """One dataset of a list."""
 
     listed: DataSet
     name: str
-    """What metrics call it."""
+    """Name in metrics."""
     data: Data
-    """The section ``data`` as though it were alone."""
+    """Section ``data`` for this dataset alone."""
     sets: Sets
 
 
@@ -47,7 +47,7 @@ def load_parts(
 ) -> tuple[list[Part[Sets]], list[Part[Sets]]]:
     """Load the sets to train on, unless they are not wanted, and those to validate on.
 
-    Of the latter everything is what `load` takes for the training part.
+    Of a validation set, the part that `load` returns for training is used.
     """
     data = config.data
     validation = tuple(data.of_set(each) for each in data.validation)
@@ -62,20 +62,20 @@ def load_parts(
 
 
 def taken(part: Part[Sets]) -> list[Item]:
-    """Return what there is of a set to train on, or of one to validate on: as much and as often as it says."""
+    """Return the items of a set, cut and repeated as its entry says."""
     return list(part.sets.train[: part.listed.max_samples]) * part.listed.repeat
 
 
 class HeldOut(NamedTuple, Generic[Item]):
-    """What is held out of one data set, or is one by itself."""
+    """The held-out items of one dataset."""
 
     items: list[Item]
     data: Data
-    """The section ``data`` as though it were alone."""
+    """Section ``data`` for this dataset alone."""
 
 
 def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, HeldOut[Item]]:
-    """Return everything held out, by name; what is alone has the name ``""``."""
+    """Return all held-out items, by name; a single set has the name ``""``."""
     found: dict[str, HeldOut[Item]] = {}
     for part in training:
         for items in part.sets.held_out.values():

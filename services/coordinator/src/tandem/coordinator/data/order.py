@@ -21,7 +21,7 @@ from tandem.config.schema.data import set_names
 
 _KEY = "data.custom_dataloader"
 _FINEST = 1000
-"""Weights come out as whole places among so many."""
+"""Most places of a pattern, to which weights are rounded."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -30,9 +30,9 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool = True) -> list[int]:
-    """Return `count` indexes, from position `first` on, of the stream of epochs: each a fresh permutation of `size`.
+    """Return `count` indexes, from position `first` on, of the stream of epochs: each a new permutation of `size`.
 
-    Where nothing is to `shuffle`, each is in order.
+    Without `shuffle`, each epoch is in order.
     """
     positions = range(first, first + count)
     if not shuffle:
@@ -41,14 +41,14 @@ def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool 
 
 
 class DataOrder:
-    """The order in which the items of several data sets, which lie one behind the other, are drawn.
+    """The order in which items of several concatenated datasets are drawn.
 
-    A pattern, again and again, says which set each place of the stream is drawn from; each set has a stream of epochs
-    of its own. So what is at a place depends on no other place, and a resumed run draws the same.
+    A repeated pattern says which set each place of the stream is drawn from; each set has a stream of epochs of its
+    own. The item at a place thus depends on no other place, and a resumed run draws the same.
     """
 
     def __init__(self, config: Config, sizes: Sequence[int]) -> None:
-        """`sizes`: items of each set; where nothing says how much of each to draw, they are drawn from as one.
+        """`sizes` are the sizes of the sets. Without weights or a pattern, the sets are drawn from as one.
 
         Raises `ConfigError` if the user's function that chooses between them cannot be imported.
         """
@@ -62,7 +62,7 @@ class DataOrder:
 
     @property
     def num_sets(self) -> int:
-        """Sets that are drawn from apart."""
+        """Number of sets that are drawn from separately."""
         return len(self._sizes)
 
     def indexes(self, first: int, count: int) -> list[int]:
@@ -76,7 +76,7 @@ class DataOrder:
         return [self._starts[number] + index for index in own]
 
     def following(self, index: int) -> Iterator[int]:
-        """Yield an index, and then those that take its place, one after the other: all others of its set."""
+        """Yield an index, and then those that replace it in turn: all others of its set."""
         number = bisect_right(self._starts, index) - 1
         start, size = self._starts[number], self._sizes[number]
         return (start + (index - start + distance) % size for distance in range(size))
@@ -88,41 +88,41 @@ class DataOrder:
 
 
 class _Pattern:
-    """Sets that have their places in a pattern, again and again."""
+    """Sets that take their places in a repeated pattern."""
 
     def __init__(self, pattern: tuple[int, ...]) -> None:
         self._pattern = pattern
         self._counts = [0] * (max(pattern) + 1)
         self._ranks: list[int] = []
-        """Of each place, how many before it are drawn from the same set."""
+        """For each place, the number of earlier places with the same set."""
         for number in pattern:
             self._ranks.append(self._counts[number])
             self._counts[number] += 1
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the set of a place of the stream, and the place in that set's own."""
+        """Return the set of a place of the stream, and the place within that set's stream."""
         cycle, place = divmod(position, len(self._pattern))
         number = self._pattern[place]
         return number, cycle * self._counts[number] + self._ranks[place]
 
 
 class _Chosen:
-    """Sets that a function of the user's chooses (``data.custom_dataloader``), step by step."""
+    """Sets that a user's function chooses (``data.custom_dataloader``), step by step."""
 
     def __init__(self, config: Config, sizes: Sequence[int]) -> None:
-        """Import it. Raises `ConfigError`."""
+        """Import the function. Raise `ConfigError` if that fails."""
         self._path = str(config.data.chooser)
         self._choose: Callable[..., object] = named(self._path, _KEY)
         self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
         self._per_step = config.rollout_section.max_prompts_per_step
         self._numbers = {name: number for number, name in enumerate(self._sizes)}
         self._steps: list[list[int]] = []
-        """Of each step, the sets of its places."""
+        """For each step, the sets of its places."""
         self._before = [[0] * len(sizes)]
-        """Of each step, how many were drawn of each set before it."""
+        """For each step, the number of items drawn from each set before it."""
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the set of a place of the stream, and the place in that set's own. Raises `DataError`."""
+        """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
         step, place = divmod(position, self._per_step)
         while len(self._steps) <= step:
             chosen = self._asked(len(self._steps) + 1)
@@ -147,7 +147,7 @@ class _Chosen:
 
 
 def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
-    """Return which set each place of the stream is drawn from, again and again; zeros where they are drawn as one."""
+    """Return the set of each place in the repeated pattern; zeros where the sets are drawn from as one."""
     if len(data.train) != num_sets or num_sets < 2:
         return (0,)
     if data.use_multiple_dataloader and data.chooser is None:
@@ -159,7 +159,7 @@ def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
 
 
 def _spread(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the shortest pattern with these shares, each spread evenly over it; none is left out."""
+    """Return the shortest pattern with these proportions, each spread evenly; every set has at least one place."""
     wanted = [weight / sum(weights) * _FINEST for weight in weights]
     counts = [max(1, int(share)) for share in wanted]
     by_rest = sorted(range(len(wanted)), key=lambda number: int(wanted[number]) - wanted[number])
@@ -175,6 +175,6 @@ def _spread(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> int:
-    """Return the unsigned 64-bit seed of one sample: BLAKE2b of what identifies it within the run."""
+    """Return the unsigned 64-bit seed of one sample: BLAKE2b of its identity within the run."""
     identity = f"{seed}/{purpose}/{step}/{group}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")

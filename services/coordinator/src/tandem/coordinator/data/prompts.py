@@ -1,4 +1,4 @@
-"""Turn a problem into the messages of its prompt, and of its worked solution."""
+"""Conversion of a problem to the messages of its prompt, and of its worked solution."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
 class Asked(NamedTuple):
-    """A problem, and how it is asked."""
+    """A problem, and the settings of its prompt."""
 
     problem: Problem
     data: Data
-    """The section ``data`` of its set: how its prompt is made, and what scores its samples."""
+    """Section ``data`` of its set: it says how the prompt is written, and what scores the samples."""
     set_name: str = ""
-    """What metrics call that set, where there are several."""
+    """Name of that set in metrics, if there are several."""
 
 
 class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,33 +40,33 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     prompt_ids: tuple[int, ...]
     environment: str = ""
-    """The entry of ``env`` that scores its samples."""
+    """Entry of ``env`` that scores its samples."""
     set_name: str = ""
-    """What metrics call its set, where there are several."""
+    """Name of its set in metrics, if there are several."""
 
 
 class PromptWriter:
-    """Writes the messages of problems by the templates of ``data``."""
+    """A writer of the messages of problems, by the templates of ``data``."""
 
     def __init__(self, data: Data) -> None:
         self._data = data
         self._prompt_file = _read("data.prompt_file", data.prompt_file)
         if self._prompt_file is not None and data.processor == MULTIPLE_CHOICE and "{}" not in self._prompt_file:
-            self._prompt_file += "\n\n{}"  # NeMo-RL's files of instructions for such questions
+            self._prompt_file += "\n\n{}"  # NeMo-RL's instructions for such questions have no {}
         if self._prompt_file is not None and "{}" not in self._prompt_file:
             raise ConfigError(f"data.prompt_file: {data.prompt_file!r} has no {{}} for the prompt to go to")
         self._system_prompt = data.system_prompt or _read("data.system_prompt_file", data.system_prompt_file)
 
     def messages(self, problem: Problem) -> Messages:
-        """Return what is said before the assistant speaks."""
+        """Return the messages before the assistant's turn."""
         question = fill_template("data.prompt_template", self._data.prompt_template, problem)
         if self._prompt_file is not None:
-            # NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
+            # Not by str.format: NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
             question = self._prompt_file.replace("{}", question)
         return self.with_system_message([{"role": "user", "content": question}])
 
     def literals(self) -> dict[str, str]:
-        """Return what the templates say whatever the problem, by the key to change."""
+        """Return the literal texts of the templates, by the key to change."""
         texts = {
             "data.prompt_template": literal_text(self._data.prompt_template),
             "data.prompt_file": self._prompt_file,
@@ -82,14 +82,14 @@ class PromptWriter:
 
 
 class PromptEncoder:
-    """Renders problems by the templates of their sets and the tokenizer's chat template."""
+    """A renderer of problems by the templates of their sets and the tokenizer's chat template."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, views: Iterable[Data] = ()) -> None:
-        """`views` are the sections ``data`` of problems that are not asked as that of the run says."""
+        """Check and keep the templates; `views` are the sections ``data`` of sets that have their own."""
         self._chat = ChatEncoder(config, tokenizer)
         self._reward_models = config.reward_models
         self._views = [config.data, *views]
-        """They are told apart by their identity, and must not go."""
+        """The writers are keyed by identity, so the views must stay alive."""
         self._writers = {id(view): PromptWriter(view) for view in self._views}
 
     def check_characters(self, asked: Iterable[Asked]) -> None:
@@ -102,9 +102,9 @@ class PromptEncoder:
         return self._writers[id(asked.data)].messages(asked.problem)
 
     def encode(self, asked: Asked) -> EncodedProblem | None:
-        """Tokenise a problem's prompt; None if it does not fit the context and is left out.
+        """Tokenise a problem's prompt; return None if it does not fit the context and is left out.
 
-        Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
+        Raise `DataError` if it cannot be tokenised, or was generated for this run and does not fit.
         """
         problem, messages = asked.problem, self._messages(asked)
         prompt_ids = self._chat.prompt(problem.problem_id, messages)
@@ -117,20 +117,20 @@ class PromptEncoder:
 
 
 def literal_text(template: str) -> str:
-    """Return what a format string, or a function in its place, says whatever the problem."""
+    """Return the literal text of a format string; a function's is not known."""
     if _FUNCTION.fullmatch(template):
         return ""
     try:
         return "".join(literal for literal, *_ in string.Formatter().parse(template))
-    except ValueError:  # filling it says what is wrong
+    except ValueError:  # filling the template reports the error
         return ""
 
 
 def solution_writer(key: str, template: str) -> Callable[[Problem], list[Messages]]:
-    """Return what writes a problem's solutions: a function named ``module:function``, or else a format string.
+    """Return a writer of a problem's solutions: a function named ``module:function``, or else a format string.
 
-    Only a function can write a conversation, or several texts, each of which is a solution. `key` is where `template`
-    is configured. Raises `ConfigError` if there is no such function.
+    Only a function can write a conversation, or several solutions. `key` is where `template` is configured. Raise
+    `ConfigError` if there is no such function.
     """
     named = _FUNCTION.fullmatch(template)
     if named is None:
@@ -158,14 +158,14 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], list[Message
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """What a function that writes conversations must return a list of."""
+    """One message in the result of a user's function."""
 
     role: str
     content: str
 
 
 def _solutions(written: object) -> list[Messages]:
-    """Return what a function wrote, by what it is of. Raises `msgspec.ValidationError`."""
+    """Return the solutions that a function wrote. Raise `msgspec.ValidationError` for a result of the wrong type."""
     if isinstance(written, list) and written and isinstance(written[0], str):
         return [_said(text) for text in msgspec.convert(written, list[str])]
     return [_said(msgspec.convert(written, str | list[_Message]))]

@@ -1,4 +1,4 @@
-"""Load problems: reasoning-gym tasks, shuffled puzzles, JSONL files, Hugging Face datasets."""
+"""Sources of problems: reasoning-gym tasks, shuffled puzzles, files, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ from tandem.config.schema import Data
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
-"""Rows of a data set, each with where it is, as errors say it."""
+"""Rows of a dataset, each with its place, for errors."""
 
 _MAX_LINE = 1 << 24
-"""Bytes of a row, at most: a file without line breaks may be no data at all, or gigabytes packed to a few."""
+"""Most bytes of a row: a file without line breaks may be no data at all, or gigabytes packed into a few."""
 _MAX_DEPTH = 200
-"""Lists and objects within one another, at most. Readers call themselves for each level, and Python allows 1000 calls;
-rows travel to rollouts within messages, which have levels of their own."""
+"""Deepest nesting of lists and objects: readers recurse at each level, and messages to engines add some."""
 _MAX_LISTED = 20
-"""Fields of a row that an error lists."""
+"""Most fields of a row that an error lists."""
 
 _ABSENT = object()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPTIONS = "options"
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
-"""reasoning-gym makes problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
+"""reasoning-gym generates problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
 _SEED_RANGE = 2**32 - 2**28
-"""Some tasks seed numpy, which takes 32 bits; the rest of them is room to count on from the first seed."""
+"""Some tasks seed numpy with 32 bits; the difference is room to count on from the first seed."""
 
 
 def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
     """Yield problems of a reasoning-gym task without end; they may repeat.
 
-    Raises `ConfigError` for an unknown task or parameter, naming the valid ones.
+    Raise `ConfigError` for an unknown task or parameter, naming the valid ones.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -68,14 +67,14 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
             yield Problem(
                 problem_id=f"{task}-{first + index}",
                 question=str(entry["question"]),
-                # Where many answers are right there may be none to show; the scorer knows from the metadata.
+                # A problem with many right answers may show none; the scorer reads the metadata.
                 answer="" if entry["answer"] is None else str(entry["answer"]),
                 metadata=_plain(entry["metadata"]),
             )
 
 
 def _refused(task: str, given: Mapping[str, Any], config_class: Any, error: Exception) -> str:
-    """Say which parameter is unknown, or else what the task says is wrong."""
+    """Describe the unknown parameter, or else the task's own error."""
     valid = sorted(set(config_class.__dataclass_fields__) - {"seed", "size"})
     unknown = next((name for name in given if name not in valid), None)
     what = (
@@ -87,7 +86,7 @@ def _refused(task: str, given: Mapping[str, Any], config_class: Any, error: Exce
 
 
 class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``data.task_params`` of sliding puzzles."""
+    """Value of ``data.task_params`` for sliding puzzles."""
 
     size: Annotated[int, msgspec.Meta(ge=2, le=9)] = 3
     shuffle_moves: Annotated[int, msgspec.Meta(ge=1)] = 8
@@ -96,8 +95,8 @@ class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
     """Yield boards without end, each up to ``shuffle_moves`` moves away from the solved one; they may repeat.
 
-    The metadata has ``size``, ``board`` (see `tandem.common.sliding_puzzle`) and ``solution``, moves that solve it; not
-    always the fewest. Raises `ConfigError` for a parameter that is not one, or out of bounds.
+    The metadata has ``size``, ``board`` (see `tandem.common.sliding_puzzle`) and ``solution``, moves that solve it, not
+    always the fewest. Raise `ConfigError` for a parameter that is unknown or out of bounds.
     """
     try:
         parameters = msgspec.convert(data.task_params, _PuzzleParameters)
@@ -118,9 +117,10 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
 
 
 def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Rows]]:
-    """Read the files or splits of a data set: to train on, and those to validate on, by name.
+    """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
-    With `only_held_out`, what there is to train on is not read where what is held out lies apart. Raises `DataError`.
+    With `only_held_out`, training rows are not read where held-out rows have a source of their own. Raise `DataError`
+    if reading fails.
     """
     name = data.dataset_name
     if is_local(name):
@@ -132,19 +132,19 @@ def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Ro
 
 
 def validation_paths(data: Data) -> dict[str, str]:
-    """Return the files to validate on, by name; one that is alone has the name ``""``."""
+    """Return the files to validate on, by name; a single file has the name ``""``."""
     return data.val_data_paths or ({} if data.val_data_path is None else {"": data.val_data_path})
 
 
 def file_rows(path: str) -> Rows:
-    """Read a file of problems: JSONL, unless its name ends in ``.csv`` or ``.parquet``. Raises `DataError`."""
+    """Read a file of problems: JSONL, unless its name ends in ``.csv`` or ``.parquet``. Raise `DataError`."""
     if path.endswith(".parquet"):
         return parquet(path)
     return csv_rows(path) if path.endswith(".csv") else jsonl(path)
 
 
 def parquet(path: str) -> Rows:
-    """Read a Parquet file. Raises `DataError`."""
+    """Read a Parquet file. Raise `DataError` if that fails."""
     import pyarrow
     from pyarrow.parquet import read_table
 
@@ -161,7 +161,7 @@ def parquet(path: str) -> Rows:
 
 
 def csv_rows(path: str) -> Rows:
-    """Read a CSV file whose first line names the columns; every field is text. Raises `DataError` naming the line."""
+    """Read a CSV file with column names in its first line; every field is text. Raise `DataError` naming the line."""
     kind = irregular(path)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a CSV file")
@@ -183,7 +183,7 @@ def csv_rows(path: str) -> Rows:
 
 
 def jsonl(path: str) -> Rows:
-    """Read a file of one JSON object a line, which may be compressed (``.gz``). Raises `DataError` naming the line."""
+    """Read a file of one JSON object a line, which may be compressed (``.gz``). Raise `DataError` naming the line."""
     kind = irregular(path)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a file of one JSON object a line")
@@ -198,10 +198,10 @@ def jsonl(path: str) -> Rows:
 
 
 def hub(name: str, split: str, subset: str | None, commit: str | None = None) -> Rows:
-    """Load a split of a dataset by its name on the Hub, at a commit, or of a folder of data files.
+    """Load a split of a dataset at a commit, by its name on the Hub, or of a folder of data files.
 
-    Where the Hub cannot be reached, the copy of an earlier download of that commit will do. Raises `DataError` on one
-    line for whatever the library says.
+    If the Hub cannot be reached, use the copy of an earlier download of that commit. Raise a one-line `DataError` for
+    any error of the library.
     """
     import datasets
 
@@ -218,7 +218,7 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
         found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
-    except Exception as error:  # the library raises dozens of kinds, from its own to the network's
+    except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
     if not found:
@@ -229,7 +229,7 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
 def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
     """Return a split of a commit that was loaded before, from the library's cache.
 
-    Asked for a commit offline, the library returns whichever it has prepared last. Raises what the library raises.
+    The library, asked for a commit offline, returns the one that it prepared last. Its errors pass through.
     """
     import datasets
     from datasets.naming import camelcase_to_snakecase
@@ -251,7 +251,7 @@ def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
 
 
 def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
-    """Say on one line why the library cannot load a data set, or what went wrong beneath that."""
+    """Describe on one line why the library cannot load a dataset, or the error beneath that."""
     from huggingface_hub.errors import HfHubHTTPError
 
     cause: BaseException | None = error
@@ -271,7 +271,7 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
 
 
 def problem(where: str, row: Row, data: Data) -> Problem:
-    """Read a row that holds a question and its answer. Raises `DataError`."""
+    """Read a row that holds a question and its answer. Raise `DataError` if it lacks one."""
     question = field(where, row, "input_key", data.input_key)
     if question is None:
         raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
@@ -290,7 +290,7 @@ def problem(where: str, row: Row, data: Data) -> Problem:
 
 
 def _options(where: str, row: Row) -> str:
-    """Return the choices of a question, a line each behind its letter. Raises `DataError`."""
+    """Return the choices of a question, a line each after its letter. Raise `DataError` if they are malformed."""
     options = field(where, row, "processor", _OPTIONS)
     if isinstance(options, list | tuple):
         options = dict(zip(string.ascii_uppercase, options, strict=False))
@@ -300,7 +300,7 @@ def _options(where: str, row: Row) -> str:
 
 
 def field(where: str, row: Row, setting: str, key: str) -> Any:
-    """Return what a row has under `key`, the value of ``data.SETTING``. Raises `DataError` if it has no such field.
+    """Return a row's field `key`, the value of ``data.SETTING``. Raise `DataError` if there is no such field.
 
     A key ``a.0.b`` may also be the entry `b` of the first entry of the field `a`.
     """
@@ -320,14 +320,14 @@ def field(where: str, row: Row, setting: str, key: str) -> Any:
 
 
 def _listed(keys: Iterable[str]) -> str:
-    """List the names of fields on one line; of names that are many, or long, or cannot be printed, the beginning."""
+    """List the names of fields on one line; names that are too many or too long are cut, unprintable ones escaped."""
     names = [key if key.isprintable() else repr(key) for key in itertools.islice(keys, _MAX_LISTED + 1)]
     names = [name if len(name) <= MAX_SHOWN else f"{name[: MAX_SHOWN - 3]}..." for name in names]
     return ", ".join(names if len(names) <= _MAX_LISTED else [*names[:_MAX_LISTED], "..."])
 
 
 def _lines(path: str, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file, each with where it is; one that never seems to end is not read to its end."""
+    """Yield the lines of a file, each with its place; an endless line is not read to its end."""
     number = 0
     while chunk := file.readline(_MAX_LINE + 1):
         if len(chunk) > _MAX_LINE:
@@ -357,7 +357,7 @@ def _json_object(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Return how many lists and objects lie within one another at most."""
+    """Return the deepest nesting of lists and objects."""
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
@@ -366,7 +366,7 @@ def _depth(value: object) -> int:
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as plain JSON values: it travels to the environments; what JSON lacks becomes text."""
+    """Return metadata as plain JSON values, which travel to the environments; what JSON lacks becomes text."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(metadata), enc_hook=str))
     return plain
 

@@ -1,13 +1,14 @@
-"""Split problems into those that train and those that are held out.
+"""The split of problems into those to train on and those held out.
 
-A problem is a row: where it lies says which one it is, and rows may have the same prompt, or be the same altogether, as
-many as there are. What must not be is that the same content, prompt and answer and all else, is both trained on and
-validated on. Where the split is ours, membership is decided by the content: by a hash of its prompt first. So train and
-validation never share a problem, and no run, whatever its seed, trains on a problem that another run of the same data
-section is validated on; the SFT stage and the GRPO stage of one example among them. Where the split is given, what is
-in both sides is an error.
+A problem is a row, identified by its place. Rows may share their prompt, or all of their content. The same content
+(prompt, answer and all else) must never be both trained on and validated on.
 
-What a task makes is told apart by its prompt: a task repeats itself as often as it is asked, and numbers what it makes.
+Where Tandem splits the data, a hash of the content decides, of the prompt first. Train and validation thus never share
+a problem. No run, whatever its seed, trains on a problem that another run of the same data section validates on; the
+SFT and the GRPO stage of one example are such runs. Where the split is given, a problem on both sides is an error.
+
+Problems that a task generates are identified by their prompt: a task repeats itself as often as it is asked, and
+numbers each problem.
 """
 
 from __future__ import annotations
@@ -31,44 +32,46 @@ from tandem.coordinator.data.prompts import Asked
 Item = TypeVar("Item")
 
 _PATIENCE = 4
-"""A generator has run dry once it has repeated itself, without a break, this many times for each distinct problem seen.
-If there is one more among ``D`` equally likely ones, it stays hidden for so long with a probability of
-``(1 - 1/D) ** (4 * D)``, less than 2 per cent."""
+"""Patience with a generator: it has run dry after this many repeats in a row for each distinct problem seen.
+
+If there is one more among ``D`` equally likely ones, it stays hidden that long with a probability of ``(1 - 1/D) ** (4
+* D)``, less than 2 per cent.
+"""
 _MIN_PATIENCE = 1000
 _MOST_MADE = 1_000_000
-"""Problems that a task makes at most: they are made before the run begins, and kept."""
+"""Most problems that a task generates: all are generated before the run begins, and kept."""
 
 
 class Source(msgspec.Struct, frozen=True):
     """One of several sets of problems to train on."""
 
     name: str
-    """What metrics call it."""
+    """Name in metrics."""
     data: Data
-    """The section ``data`` as though it were alone: how its prompts are made, and what scores its samples."""
+    """Section ``data`` for this set alone: it says how prompts are written, and what scores the samples."""
     num_problems: int
 
 
 class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
-    """Problems to train on and problems held out."""
+    """Problems to train on and held-out problems."""
 
     train: list[Problem]
     held_out: dict[str, list[Problem]]
-    """By the names of the sets; one that is alone has the name ``""``."""
+    """By the names of the sets; a single set has the name ``""``."""
     sources: tuple[Source, ...] = ()
-    """The sets that `train` is of, one behind the other; none where it is one, which the section ``data`` describes."""
+    """Sets that `train` concatenates; empty if there is one, which the section ``data`` describes."""
     views: Mapping[str, Data] = {}
-    """By the names of sets that are held out, the section ``data`` of those that are listed."""
+    """Section ``data`` of held-out sets that are listed, by name."""
     num_set_aside: int = 0
-    """Problems of neither side: they are too much like those held out to be trained on."""
+    """Problems that are left out because they are too similar to held-out ones."""
 
     @property
     def all_views(self) -> list[Data]:
-        """Every section ``data`` of sets that are listed."""
+        """Sections ``data`` of all listed sets."""
         return [*(source.data for source in self.sources), *self.views.values()]
 
     def train_asked(self, data: Data) -> list[Asked]:
-        """Return how each problem to train on is asked; `data` is the section of the run."""
+        """Return the training problems, each with its settings; `data` is the section of the run."""
         if not self.sources:
             return [Asked(problem, data) for problem in self.train]
         ways = [(source.data, source.name if len(self.sources) > 1 else "") for source in self.sources]
@@ -76,7 +79,7 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
         return [Asked(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
 
     def held_out_asked(self, data: Data) -> dict[str, list[Asked]]:
-        """Return how each problem that is held out is asked, by the names of the sets."""
+        """Return the held-out problems, each with its settings, by the names of the sets."""
         return {
             name: [Asked(problem, self.views.get(name, data), name) for problem in problems]
             for name, problems in self.held_out.items()
@@ -84,17 +87,16 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def validation(self) -> list[Problem]:
-        """Everything held out."""
+        """All held-out problems."""
         return [problem for problems in self.held_out.values() for problem in problems]
 
 
 def load_problems(config: Config) -> ProblemSets:
-    """Load or make the problems of a run.
+    """Load or generate the problems of a run.
 
     Raises:
         DataError: a source is missing, empty, malformed, or has too few distinct problems.
         ConfigError: the task or one of its parameters does not exist, or a template names a missing field.
-
     """
     data = config.data
     if data.train:
@@ -120,7 +122,7 @@ def load_problems(config: Config) -> ProblemSets:
 
 
 def _listed(config: Config) -> ProblemSets:
-    """Load the problems of several data sets."""
+    """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
     training, validation = load_parts(config, load_problems, with_train=not is_alone)
     own: list[list[Problem]] = [taken(part) for part in training]
@@ -138,7 +140,7 @@ def _listed(config: Config) -> ProblemSets:
 
 
 def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
-    """Tell problems apart by their prompts, and by all else that there is of them."""
+    """Return the identity of problems: their prompts, and their whole content."""
 
     def content(problem: Problem) -> str:
         parts = (prompt(problem), problem.answer, problem.metadata)
@@ -175,7 +177,7 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
 
 
 def _all_there_is(data: Data, seen: Mapping[str, Problem]) -> ProblemSets:
-    """Split everything that a generator can make, by prompt; the hash alone did not come out as wanted."""
+    """Split all the problems that a generator can make, by prompt; the hash alone gave too few of one side."""
     num_train, num_validation = data.num_train or 0, data.num_validation or 0
     if len(seen) < num_train + num_validation:
         raise DataError(
@@ -193,13 +195,13 @@ def _name(data: Data) -> str:
 
 
 class Identity(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
-    """What there is to know of an item for splitting."""
+    """Functions that identify an item for splitting."""
 
     place: Callable[[Item], str]
-    """The file and line, or data set and row: which one it is."""
+    """File and line, or dataset and row."""
     prompt: Callable[[Item], str]
     content: Callable[[Item], str]
-    """All of it, the prompt too."""
+    """Whole content, the prompt included."""
 
 
 class Sides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
@@ -208,7 +210,7 @@ class Sides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
     train: list[Item]
     held_out: dict[str, list[Item]]
     num_set_aside: int = 0
-    """Of neither."""
+    """Number of items on neither side."""
 
 
 def hold_out(
@@ -219,12 +221,12 @@ def hold_out(
     *,
     keep_prompts_together: bool,
 ) -> Sides[Item]:
-    """Split one file, or take several apart, into what to train on and what to validate on, by name.
+    """Split one file, or cut several, into items to train on and items to validate on, by name.
 
-    With `keep_prompts_together`, where one file is split, nothing is trained on that has the prompt of something held
-    out, unless too little is left.
+    With `keep_prompts_together`, when one file is split, no training item has the prompt of a held-out one, unless too
+    few would be left.
 
-    Raises `DataError` if there are fewer than wanted, or if files that are apart share something.
+    Raise `DataError` if there are fewer than wanted, or if separate files share an item.
     """
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
     if not apart:
@@ -238,7 +240,7 @@ def hold_out(
 
 
 def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> dict[str, list[Item]]:
-    """Take what is held out from sources of its own. Raises `DataError` if there are fewer than wanted."""
+    """Take held-out items from sources of their own. Raise `DataError` if there are fewer than wanted."""
     names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
     for name, items in apart.items():
         if len(items) < (data.num_validation or 1):
@@ -249,7 +251,7 @@ def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: I
 
 
 def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:
-    """Raise `DataError` if something that is trained on is held out as well."""
+    """Raise `DataError` if a training item is held out as well."""
     held = {identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)}
     shared = [(identity.place(item), held[key]) for item in train if (key := identity.content(item)) in held]
     if shared:
@@ -264,13 +266,13 @@ def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]]
 def _split(
     data: Data, name: str, items: Sequence[Item], identity: Identity[Item], *, keep_prompts_together: bool
 ) -> Sides[Item]:
-    """Split one file: the first way that leaves enough to train on."""
+    """Split one file in the first way that leaves enough to train on."""
     wanted = _num_held_out(data, len(items))
     if len(items) < wanted:
         raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {wanted}")
     prompts = [identity.prompt(item) for item in items]
     contents = [identity.content(item) for item in items]
-    # Prompts decide, and contents where they are the same.
+    # Prompts decide; contents break ties.
     order = sorted(range(len(items)), key=lambda i: (_position(prompts[i]), _position(contents[i])))
     by_prompt = sorted(range(len(items)), key=lambda i: _position(prompts[i]))
     ways: list[tuple[list[int], list[str]]] = [(by_prompt[:wanted], prompts)] if keep_prompts_together else []
@@ -298,7 +300,7 @@ def _split(
 
 
 def share_held_out(num_rows: int) -> int:
-    """Return how many rows to hold out where only their number is known: a tenth, 256 at most, and one at least."""
+    """Return the number of rows to hold out of `num_rows`: a tenth, 256 at most, and one at least."""
     return min(256, max(1, num_rows // 10))
 
 
@@ -308,7 +310,7 @@ def _num_held_out(data: Data, num_items: int) -> int:
 
 
 def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:
-    """Put what has the same content together."""
+    """Group items of the same content."""
     groups: dict[str, list[int]] = {}
     for index in order:
         groups.setdefault(contents[index], []).append(index)
@@ -316,7 +318,7 @@ def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:
 
 
 def _choices(groups: Sequence[list[int]], wanted: int) -> Iterator[list[int]]:
-    """Choose so many to hold out, in ways that need few groups to be cut; what is left of those is of no use."""
+    """Yield choices of `wanted` items to hold out that cut few groups; the rest of a cut group is of no use."""
     held: list[int] = []
     left: list[list[int]] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Check how many sequences a step asks for: no run begins a step that it cannot finish."""
+"""The check of how many sequences a step asks for: no run begins a step that it cannot finish."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 
 MAX_SEQUENCES = 1 << 20
-"""Sequences of one step. The coordinator has a record of each, and the largest runs that are known of have a tenth."""
+"""Most sequences of one step. The coordinator has a record of each; the largest known runs have a tenth of this."""
 
 
 def check_step_size(config: Config, num_items: int) -> None:
-    """Raise `ConfigError` naming the key that asks for more sequences in a step than there can be.
+    """Raise `ConfigError` naming the key that asks for more sequences in a step than the limit.
 
-    `num_items`: in the data set; a step may take each of them several times.
+    `num_items` is the size of the dataset; a step may take each item several times.
     """
     keys: dict[str, float] = {"policy.train_global_batch_size": config.policy.train_global_batch_size}
     if config.declaration.rolls_out:
@@ -20,7 +20,7 @@ def check_step_size(config: Config, num_items: int) -> None:
         keys = {f"{config.algorithm}.{name}": getattr(config.rollout_section, name) for name in names}
     most = 1.0
     for value in keys.values():
-        most *= min(value, MAX_SEQUENCES + 1)  # of what is beyond all bounds there may be no float
+        most *= min(value, MAX_SEQUENCES + 1)  # a larger integer may not fit a float
     if most <= MAX_SEQUENCES:
         return
     key = max(keys, key=lambda name: keys[name])

@@ -1,4 +1,4 @@
-"""Trees of messages, as Open Assistant has them: each path from prompt to leaf is a conversation."""
+"""Trees of messages, as in Open Assistant: each path from prompt to leaf is a conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """A message and what was replied to it; other fields are ignored."""
+    """A message and its replies; other fields are ignored."""
 
     text: str
     role: Literal["prompter", "assistant"]
@@ -22,15 +22,15 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
-    """Yield the threads of a tree that the assistant has a part in, each with where it is, as errors say it.
+    """Yield the threads of a tree in which the assistant speaks, each with its place, for errors.
 
-    A row is the tree's ``prompt``, or has it. What a user says last is left out, since nothing answers it; of threads
-    that are the same without it there is one. Raises `DataError`.
+    A row is the tree's ``prompt``, or has it. A user's last message is left out, since nothing answers it. Threads that
+    are then equal are yielded once. Raise `DataError` for a row without a tree.
     """
     try:
         root = msgspec.convert(row.get("prompt", row), _Node)
     except msgspec.ValidationError as error:
-        raise DataError(f"{where} is no tree of messages: {error}") from error
+        raise DataError(f"{where} is not a tree of messages: {error}") from error
     ends: set[int] = set()
     for number, nodes in enumerate(_ways(root), 1):
         spoken = [index for index, node in enumerate(nodes) if node.role == "assistant"]

@@ -1,6 +1,6 @@
 """Worked solutions for SFT in place of the bare answer, and wrong ones for DPO.
 
-``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these; any function from a `Problem`
+``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these. Any function from a `Problem`
 to text, or to the messages of a conversation, can be named in the same way. Each text here ends with `` = `` and the
 answer, so that an environment with ``answer_after: "="`` finds it.
 """
@@ -20,7 +20,7 @@ _SIGNS = {"+": operator.add, "-": operator.sub}
 
 
 def chain_sum(problem: Problem) -> str:
-    """Return what is left of a sum after each term: ``4 + 3 - 9`` gives `` = 7 - 9 = -2``."""
+    """Return the rest of a sum after each term: ``4 + 3 - 9`` gives `` = 7 - 9 = -2``."""
     total, *rest = str(problem.metadata["expression"]).split()
     solution = ""
     while rest:
@@ -31,16 +31,16 @@ def chain_sum(problem: Problem) -> str:
 
 
 def wrong_number(problem: Problem) -> str:
-    """Return an answer that is off by 1 to 5, always by the same for a question: what DPO rejects."""
+    """Return an answer that is off by 1 to 5, always by the same for a question: DPO's rejected answer."""
     draw = hashlib.blake2b(problem.question.encode(), digest_size=1).digest()[0] % 10
     return f" = {int(problem.answer) + (draw - 5 if draw < 5 else draw - 4)}"
 
 
 def wrong_answers(problem: Problem) -> list[str]:
-    """Return six answers that a policy might come upon: three that are off by 1 to 5, and three that are garbled.
+    """Return six answers that a policy might give: three that are off by 1 to 5, and three that are garbled.
 
-    Who learns only from whole numbers what is wrong has no opinion of `` --7``, and may like it best. A question's are
-    always the same.
+    A reward model that learns only from whole numbers has no opinion of `` --7``, and may like it best. A question's
+    answers are always the same.
     """
     draw = random.Random(problem.question)
     right = f" = {problem.answer}"
@@ -79,7 +79,7 @@ def gcd(problem: Problem) -> str:
 
 
 def calculator(problem: Problem) -> Messages:
-    """Return a conversation with the environment ``calculator``: the expression is passed on, the result repeated."""
+    """Return a conversation with the environment ``calculator``: it gets the expression, and its result is repeated."""
     return [
         {"role": "assistant", "content": f"calc({problem.metadata['expression']})"},
         {"role": "user", "content": problem.answer},
@@ -88,7 +88,7 @@ def calculator(problem: Problem) -> Messages:
 
 
 def tool(problem: Problem) -> Messages:
-    """Return a conversation with a tool that multiplies, called as Llama 3 does: its result is repeated."""
+    """Return a conversation with a tool that multiplies, called in Llama 3's format; its result is repeated."""
     call = {"name": "calc", "parameters": {"x": problem.metadata["expression"]}}
     return [
         {"role": "assistant", "content": json.dumps(call)},

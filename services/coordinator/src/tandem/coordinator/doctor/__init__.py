@@ -1,1 +1,1 @@
-"""Look over the machine: what a node has, what works, and how fast bytes move there."""
+"""The check of a machine: what it has, what works, and how fast bytes move there."""

@@ -1,4 +1,4 @@
-"""Have steps carried out in another process, which is given up when it dies or hangs."""
+"""Execution of steps in another process, which is given up when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from tandem.coordinator.doctor.findings import Finding, Outcome
 from tandem.coordinator.doctor.steps import NEED_CUDA, NEED_TORCH, STEPS, Said
 
 _GONE_S = 5.0
-"""How long a killed process is waited for: one that hangs in a driver cannot be killed."""
+"""Longest wait for a killed process: one that hangs in a driver cannot be killed."""
 _CHUNK = 1 << 16
 
 
 def outcomes(
     names: Sequence[str], num_threads: int, deadline_s: float, program: Sequence[str] = ()
 ) -> Iterator[Outcome]:
-    """Yield what each step finds out, as it does.
+    """Yield the outcome of each step as it arrives.
 
-    A step in which the process dies, or that takes longer than `deadline_s`, is one that failed, and the others are
-    carried out by a new process; but what needs torch, or CUDA, is not tried again after that has failed itself.
-    `program` takes the place of the steps' own.
+    A step fails if its process dies, or if it takes longer than `deadline_s`. A new process then carries out the
+    others. After torch or CUDA has failed, steps that need it are skipped. `program` replaces the steps' own program.
     """
     left = list(names)
     program = program or (sys.executable, "-m", "tandem.coordinator.doctor.steps")
@@ -55,7 +54,7 @@ def outcomes(
 
 
 class _Child:
-    """A process that carries out steps, with all that it starts; gone when this is left."""
+    """A process that carries out steps; leaving the context kills it and its children."""
 
     def __init__(self, program: Sequence[str], num_threads: int, names: Sequence[str]) -> None:
         self._said, theirs = os.pipe()
@@ -77,7 +76,7 @@ class _Child:
             os.close(theirs)
 
     def read(self, deadline_s: float) -> Said | None:
-        """Return the next line; None if the process has ended, or says nothing for so long."""
+        """Return the next line; None if the process has ended, or sends nothing for `deadline_s`."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._said, selectors.EVENT_READ)
@@ -93,7 +92,7 @@ class _Child:
         return msgspec.json.decode(line, type=Said)
 
     def why(self, deadline_s: float) -> str:
-        """Return why there is no further line."""
+        """Return the reason for which no further line came."""
         if self._is_late:
             return f"hangs: no answer for {deadline_s:g} s"
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What was found out about a machine, as lines for people and as JSON for machines."""
+"""Findings about a machine, as lines for people and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import msgspec
 from tandem.config.schema import LinkRates
 
 Status = Literal["ok", "warning", "missing", "skipped"]
-"""Skipped is what there is nothing to try on: without a GPU, that is all that is about GPUs."""
+"""Skipped: there is nothing to test; without a GPU, all checks of GPUs."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check."""
+    """The result of one check."""
 
     name: str
     status: Status
     says: str
     advice: str = ""
-    """What to do about it."""
+    """Advice on what to do about it."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What one step found out."""
+    """The result of one step."""
 
     findings: tuple[Finding, ...]
     rates: dict[str, float] = {}
-    """GB/s, by their keys in ``cluster.links``."""
+    """Rates in GB/s, by their keys in ``cluster.links``."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that was looked over."""
+    """The result for a machine."""
 
     host: str
     findings: tuple[Finding, ...]
     links: dict[str, float]
-    """The rates that were measured, by their keys in ``cluster.links``."""
+    """Measured rates, by their keys in ``cluster.links``."""
     needed_but_missing: tuple[str, ...]
-    """Findings without which the configuration that was given cannot run."""
+    """Missing findings that the given configuration needs."""
 
 
 def report_of(host: str, outcomes: Sequence[Outcome], needed: Collection[str]) -> Report:
-    """Put together what steps found out."""
+    """Combine the outcomes of steps."""
     findings = tuple(finding for outcome in outcomes for finding in outcome.findings)
     return Report(
         host=host,
@@ -60,7 +60,7 @@ def line_of(finding: Finding) -> str:
 
 
 def links_section(rates: Mapping[str, float]) -> str:
-    """Return the section ``cluster.links`` of a configuration; what was not measured is a comment with the default."""
+    """Return the section ``cluster.links`` of a configuration; rates that were not measured are comments."""
     return "\n".join(["cluster:", "  links:  # GB/s", *_link_lines(rates)])
 
 

@@ -1,4 +1,4 @@
-"""Look a node over: the machine, then what is tried in other processes, then the network."""
+"""The order of checks on a node: the machine, then steps in other processes, then the network."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _GPU_FINDINGS = ("CUDA", "copy kernel", "CUDA IPC", "NCCL", "GPU to GPU")
 
 
 def look(config: Config | None, peer: str | None, deadline_s: float) -> Iterator[Outcome]:
-    """Yield what is found out, as it is."""
+    """Yield findings as they arrive."""
     folder = Path("." if config is None else config.logger.log_dir)
     for finding in look_at_machine(folder):
         yield Outcome((finding,))
-    # Processes of a run share the cores; one thread is what the default of cluster.links.memory was measured with.
+    # Processes of a run share the cores; the default of cluster.links.memory was measured with one thread.
     threads = 1 if config is None else config.cluster.threads_per_process or 1
     yield from outcomes([*STEPS], threads, deadline_s)
     yield _network(peer)
 
 
 def needed_by(config: Config | None) -> frozenset[str]:
-    """Return the names of findings without which a configuration cannot run on a node."""
+    """Return the names of findings that a configuration needs on a node."""
     if config is None:
         return frozenset()
     needed = {"torch", "memory copy", "shared memory", "disk"}

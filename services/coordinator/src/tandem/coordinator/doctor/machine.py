@@ -1,4 +1,4 @@
-"""Look at the machine itself: shared memory, limits, clocks, disks; it cannot hang, and needs no torch."""
+"""Checks of the machine: shared memory, limits, clocks, disks; they cannot hang, and need no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNSYNCHRONISED = 0x40
 
 
 def look_at_machine(folder: Path) -> Iterator[Finding]:
-    """Yield what is to be said of this machine, and of the disk that a folder is on, or will be."""
+    """Yield the findings about this machine, and about the disk of a folder, which need not exist yet."""
     yield _python()
     yield _memory()
     yield _shared_memory()
@@ -49,7 +49,7 @@ def _python() -> Finding:
 
 
 def _memory() -> Finding:
-    return Finding("memory", "ok", f"{available_bytes() / _GB:.1f} GB can be had")
+    return Finding("memory", "ok", f"{available_bytes() / _GB:.1f} GB available")
 
 
 def _shared_memory() -> Finding:
@@ -108,7 +108,7 @@ def _clocks() -> Finding:
 
 
 def _synchronised() -> Finding:
-    """Ask the kernel whether something keeps its clock right; to ask takes no privilege."""
+    """Ask the kernel whether its clock is synchronised; asking takes no privilege."""
     name = "clock sync"
     asked = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
     try:
@@ -125,7 +125,7 @@ def _synchronised() -> Finding:
 
 
 def _status_offset() -> int:
-    """Return where ``status`` is in ``struct timex``: behind modes, which is padded, and four longs."""
+    """Return the offset of ``status`` in ``struct timex``: after modes, which is padded, and four longs."""
     word = ctypes.sizeof(ctypes.c_long)
     return word + 4 * word
 

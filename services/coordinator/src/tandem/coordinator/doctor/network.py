@@ -1,8 +1,8 @@
-"""Measure how fast bytes move over TCP, here or to another host that listens, and compare the clocks.
+"""The measurement of TCP, within this host or to another, and of the difference of two clocks.
 
-A visitor says `_HELLO`. The listener answers with its clock, takes bytes until the visitor ends its side, sends as many
-seconds of bytes back, and closes. It keeps nothing and tells nothing else; anyone who can reach the port can have it
-do so, for `_LONGEST_S` at a time.
+A visitor sends `_HELLO`. The listener answers with its clock, takes bytes until the visitor ends its side, sends bytes
+back for as many seconds, and closes. It keeps nothing and reveals nothing else. Any visitor that reaches the port can
+make it do so, for `_LONGEST_S` at a time.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _GB = 1e9
 
 
 class NetworkRate(msgspec.Struct, frozen=True):
-    """One connection."""
+    """The rates of one connection."""
 
     sent: float
     """GB/s to the peer."""
     received: float
     """GB/s from the peer."""
     clock_ahead_s: float
-    """Of the peer's wall clock; right to half of what a message takes there and back."""
+    """Lead of the peer's wall clock; accurate to half of a message's round trip."""
 
     @property
     def slower(self) -> float:
-        """The slower direction."""
+        """Rate of the slower direction."""
         return min(self.sent, self.received)
 
 
 class Listener:
-    """Answers one visitor after another."""
+    """A server that answers one visitor after another."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises `ConfigError` if nothing can listen there."""
+        """Listen on an address. Raise `ConfigError` if that fails."""
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family)
@@ -58,12 +58,12 @@ class Listener:
     def answer_next(self) -> str:
         """Wait for a visitor, answer it, and return its address."""
         connection, (address, *_) = self._socket.accept()
-        with connection, contextlib.suppress(OSError, EOFError):  # one that breaks off is the visitor's loss
+        with connection, contextlib.suppress(OSError, EOFError):  # its own loss, if a visitor breaks off
             connection.settimeout(_SILENCE_S)
             if _exactly(connection, len(_HELLO)) == _HELLO:
                 connection.sendall(_CLOCK.pack(time.time()))
                 _take(connection)
-                connection.sendall(b"." * len(_HELLO))  # all of it has arrived
+                connection.sendall(b"." * len(_HELLO))  # all bytes have arrived
                 _send(connection)
         return str(address)
 
@@ -73,7 +73,7 @@ class Listener:
 
 
 def measure_peer(peer: str) -> NetworkRate:
-    """Measure the connection to ``HOST:PORT``, where `Listener` is. Raises `TandemError`."""
+    """Measure the connection to a `Listener` at ``HOST:PORT``. Raise `TandemError` if that fails."""
     host, port = parse_address(peer)
     try:
         with socket.create_connection((host, port), _SILENCE_S) as connection:
@@ -95,10 +95,10 @@ def measure_loopback() -> NetworkRate:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``. Raises `ConfigError`."""
+    """Return host and port of ``HOST:PORT``. Raise `ConfigError` if `text` is not of this form."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{text!r} is no address: it should be HOST:PORT")
+        raise ConfigError(f"{text!r} is not an address: it should be HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -117,7 +117,7 @@ def _measure(connection: socket.socket) -> NetworkRate:
 
 
 def _send(connection: socket.socket) -> int:
-    """Send for `_MEASURE_S`, and end this side; return how many bytes."""
+    """Send for `_MEASURE_S`, and end this side; return the number of bytes."""
     data, count, until = bytes(_CHUNK), 0, time.monotonic() + _MEASURE_S
     while time.monotonic() < until:
         connection.sendall(data)
@@ -127,7 +127,7 @@ def _send(connection: socket.socket) -> int:
 
 
 def _take(connection: socket.socket) -> int:
-    """Take what comes until the other side ends, for `_LONGEST_S` at most; return how many bytes."""
+    """Take bytes until the other side ends, for `_LONGEST_S` at most; return their number."""
     into, until = bytearray(_CHUNK), time.monotonic() + _LONGEST_S
     return sum(_received(connection, into, until))
 

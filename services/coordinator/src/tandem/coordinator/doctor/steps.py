@@ -1,7 +1,7 @@
-"""What is tried in a process of its own, since it imports torch, or may hang with a driver that does.
+"""Steps tried in a process of their own: they import torch, or may hang with a driver that does.
 
-``python -m tandem.coordinator.doctor.steps DESCRIPTOR THREADS STEP...`` carries out steps in their order and writes a
-line of JSON to the descriptor before and after each of them.
+``python -m tandem.coordinator.doctor.steps DESCRIPTOR THREADS STEP...`` carries out steps in order, and writes a line
+of JSON to the descriptor before and after each.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NO_GPU = "no GPU"
 _MEMORY_BYTES = 256 << 20
 _GPU_BYTES = 1 << 30
 _LEAST_FREE = 4
-"""Of how many times the bytes that are copied a GPU must have room, to be measured."""
+"""Free memory that a GPU must have to be measured, as a multiple of the bytes that are copied."""
 
 
 class Said(msgspec.Struct, frozen=True):
-    """A line: a step that begins, or what it has found out."""
+    """A line of output: the beginning of a step, or its outcome."""
 
     step: str
     outcome: Outcome | None = None
@@ -95,7 +95,7 @@ def _kernel() -> Outcome:
         return _skipped(name)
     for to, from_ in trials.KERNEL_TYPES:
         if not trials.kernels_agree(to, from_):
-            says = f"copies from {from_} to {to} are not what torch makes of them"
+            says = f"copies from {from_} to {to} differ from torch's"
             return Outcome((Finding(name, "missing", says, "report it: refits on this GPU would be wrong"),))
     if _has_room():
         rate = trials.gpu_rate(_GPU_BYTES)
@@ -169,7 +169,7 @@ def _package(name: str, module: str, distributions: tuple[str, ...], extra: str)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         says = f"{_joined(versions)}, which cannot be imported: {why[:300]}"
-        return Outcome((Finding(name, "missing", says, "install it anew, beside the torch that it was built for"),))
+        return Outcome((Finding(name, "missing", says, "install it again, with the torch version it was built for"),))
     tested = {each: _tested_version(each) for each in versions}
     others = {each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]}
     if others:
@@ -191,7 +191,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _tested_version(distribution: str) -> str:
-    """Return the version that Tandem's own extra asks for; empty if it does not say."""
+    """Return the version that Tandem's own extra requires; empty if it sets none."""
     for requirement in requirements():
         named, equals, version = requirement.partition(";")[0].partition("==")
         if equals and named.strip() == distribution:
@@ -221,7 +221,7 @@ STEPS: dict[str, tuple[str, Callable[[], Outcome]]] = {
     "vllm": ("vLLM", _vllm),
     "megatron": ("Megatron-Core", _megatron),
 }
-"""In their order, each with the name of what it finds."""
+"""Steps in order, each with the name of its finding."""
 NEED_TORCH = frozenset(STEPS) - {"gpus", "torch"}
 NEED_CUDA = frozenset({"kernel", "peers", "ipc", "nccl"})
 

@@ -1,1 +1,1 @@
-"""``coordinator eval``: models that runs without steps validate, and the table of their scores."""
+"""``coordinator eval``: runs without steps that validate models, and the table of their scores."""

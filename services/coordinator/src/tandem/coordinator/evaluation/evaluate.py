@@ -1,7 +1,7 @@
-"""Evaluate models: each by a run without steps, of the real trainers and engines.
+"""The evaluation of models: each by a run without steps, with the real trainers and engines.
 
-A run begins with the model's weights, brings them to the engines as any run does, draws the samples of its validation,
-and ends. The processes of all runs are forked by one fork server, one run after another.
+A run begins with the model's weights, brings them to the engines as any run does, generates its validation samples, and
+ends. One fork server forks the processes of all runs, one run after another.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tandem.launch.fork_server import ForkServer
 from tandem.samples.tokenizer import load_tokenizer
 
 RUNS = "runs"
-"""Folder, among the results, of the runs: their journals, and the logs of their processes."""
+"""Folder of the runs within the results: their journals, and the logs of their processes."""
 Say = Callable[[str], None]
 
 
 def check_settings(config: Config, source: str) -> None:
-    """Refuse what no evaluation can be made with. Raises `ConfigError`."""
+    """Raise `ConfigError` for settings that no evaluation can be made with."""
     if not config.declaration.rolls_out:
         raise ConfigError(
             f"{source}: algorithm: {config.algorithm} generates nothing to evaluate: it validates by its loss; "
@@ -51,7 +51,7 @@ def check_settings(config: Config, source: str) -> None:
 
 
 def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
-    """Return the configuration of the run that evaluates a model. Raises `ConfigError`."""
+    """Return the configuration of the run that evaluates a model. Raise `ConfigError` if it is invalid."""
     settings, section, sampling = base.eval, base.rollout_section, _sampling(base)
     num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
     num_batches = -(-section.max_val_samples * num // base.units_per_step)
@@ -100,11 +100,11 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
 
 
 _MOST_BATCHES = 1000
-"""So many times as long as a training step may generate, an evaluation may at most."""
+"""Longest evaluation timeout, as a multiple of the step's generation timeout."""
 
 
 def prepare(source: str, base: Config, models: Sequence[Model], folder: Path) -> list[Ready]:
-    """Look all evaluations through before one begins. Raises `TandemError`."""
+    """Check all evaluations before one begins. Raise `TandemError` if one cannot be run."""
     found = []
     for model in models:
         ready = preflight(source, evaluation_config(base, model.folder, folder / RUNS / model.name), "new")
@@ -114,7 +114,7 @@ def prepare(source: str, base: Config, models: Sequence[Model], folder: Path) ->
 
 
 def prepare_folder(folder: Path, say: Say) -> None:
-    """Make the folder of the results; set those of an earlier evaluation aside. Raises `RunFolderError`."""
+    """Make the folder of the results; set earlier results aside. Raise `RunFolderError` if it cannot be used."""
     if folder.exists():
         if not folder.is_dir():
             raise RunFolderError(f"eval.save_path: {str(folder)!r} is a file")
@@ -131,9 +131,9 @@ def prepare_folder(folder: Path, say: Say) -> None:
 def evaluate(
     base: Config, models: Sequence[Model], readies: Sequence[Ready], folder: Path, say: Say, fork_server: ForkServer
 ) -> tuple[Finish, Evaluation | None]:
-    """Evaluate models one after another; return how the last one ended, and what was found of those that finished.
+    """Evaluate models one after another; return how the last run ended, and the results of finished ones.
 
-    What is found of a model is on disk before the next begins.
+    The results of a model are on disk before the next one begins.
     """
     rows = []
     evaluation: Evaluation | None = None
@@ -174,7 +174,7 @@ def _described(ready: Ready, base: Config, rows: Sequence[Any]) -> Evaluation:
 
 
 def _sampling(config: Config) -> dict[str, Any]:
-    """Return how samples are drawn: as ``eval`` says, and else as validation draws them."""
+    """Return the sampling parameters: those of ``eval``, and else those of validation."""
     settings, generation, validation = config.eval, config.policy.generation, config.rollout_section.val_temperature
     temperature = generation.temperature if validation is None else validation
     return {
@@ -197,7 +197,7 @@ def _algorithm(ready: Ready) -> GrpoAlgorithm:
 
 
 def _check_vocabulary(ready: Ready, model: Model) -> None:
-    """Raise `DataError` if the tokenizer makes tokens of a prompt that the model does not have."""
+    """Raise `DataError` if the tokenizer turns a prompt into tokens that the model does not have."""
     size, algorithm = model_vocabulary(model.folder), _algorithm(ready)
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
     highest = max(max(group.prompt_ids) for group in groups)

@@ -1,4 +1,4 @@
-"""Find the models that an evaluation names: folders, checkpoints, runs with their checkpoints."""
+"""The models that an evaluation names: folders, checkpoints, runs with their checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model to evaluate."""
 
     label: str
-    """As it was named."""
+    """Name as the user gave it."""
     name: str
-    """Of its files among the results."""
+    """Name of its files among the results."""
     folder: Path
 
 
 def find_models(words: Sequence[str], which: Which) -> list[Model]:
-    """Return the models that words on the command line name, each once. Raises `ModelError`."""
+    """Return the models that words of the command line name, each once. Raise `ModelError` if one is not found."""
     models: dict[Path, Model] = {}
     for label, folder in _found(words, which):
         _check_kind(folder)
@@ -40,7 +40,7 @@ def find_models(words: Sequence[str], which: Which) -> list[Model]:
 
 
 def _expanded(word: str) -> list[Path]:
-    """Return the paths that a word stands for: several, if it is a pattern."""
+    """Return the paths that a word stands for; a pattern may match several."""
     path = Path(word)
     if path.exists():
         return [path]
@@ -53,7 +53,7 @@ def _expanded(word: str) -> list[Path]:
 
 
 def _found(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
-    """Yield the models that words name: each as people call it, and where its files are."""
+    """Yield the named models: each with its label and the folder of its files."""
     for path in itertools.chain.from_iterable(map(_expanded, words)):
         try:
             yield from ((model.label, model.folder) for model in models_in(path, which))
@@ -62,7 +62,7 @@ def _found(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
 
 
 def _check_kind(folder: Path) -> None:
-    """Refuse a model of a type that transformers does not know. Raises `ModelError`."""
+    """Raise `ModelError` for a model of a type that Transformers does not know."""
     try:
         refuse_unknown_type(folder, read_json(folder / _CONFIG))
     except ModelError as error:
@@ -70,11 +70,11 @@ def _check_kind(folder: Path) -> None:
 
 
 def _file_name(label: Path, taken: set[str]) -> str:
-    """Return a name for files, which no other model has."""
+    """Return a name for files that no other model has."""
     name = re.sub(r"[^\w.-]+", "-", str(label)).strip("-.") or "model"
     return next(each for each in (name, *(f"{name}.{i}" for i in range(2, len(taken) + 3))) if each not in taken)
 
 
 def _by_number(path: str) -> list[int | str]:
-    """Order ``step_9`` before ``step_10``."""
+    """Return a sort key that puts ``step_9`` before ``step_10``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]

@@ -1,4 +1,4 @@
-"""What an evaluation finds of one model: each problem with its samples, and the scores of all of them."""
+"""The results of one model: each problem with its samples, and the scores of all."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tandem.coordinator.evaluation.scores import Answer, Estimate, estimate, ks,
 
 
 class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem and the samples of it that count; lists are by sample. A row of the Parquet file."""
+    """One problem and its valid samples; lists are by sample. A row of the Parquet file."""
 
     problem_id: str
     question: str
     prompt: str
-    """As the model saw it: decoded from its tokens."""
+    """Prompt as the model saw it: decoded from its tokens."""
     reference: str
-    """The reference answer; empty where there is none."""
+    """Reference answer; empty if there is none."""
     n: int
-    """Samples that count: without those that the environment failed on and that are dropped for it."""
+    """Number of valid samples: without those that are dropped because the environment failed on them."""
     correct: int
-    """Of these."""
+    """Number of correct ones."""
     responses: list[str]
     rewards: list[float]
     is_correct: list[bool]
     answers: list[str | None]
-    """As the environment extracted them; null where it found none."""
+    """Answers that the environment extracted; null where it found none."""
     lengths: list[int]
-    """Tokens that the model made."""
+    """Numbers of generated tokens."""
     finish_reasons: list[str]
     failures: list[str]
-    """Why the environment gave no score; empty where it did."""
+    """Reasons for which the environment gave no score; empty where it gave one."""
 
 
 class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,23 +44,23 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_problems: int
     num_samples: int
-    """That count, of all problems together."""
+    """Number of valid samples, over all problems."""
     accuracy: Estimate
-    """Share of samples that are correct."""
+    """Fraction of correct samples."""
     mean_reward: float
     pass_at: dict[int, Estimate]
-    """By k."""
+    """Estimates of pass@k, by k."""
     majority_at: dict[int, Estimate] | None
-    """By k; null where the environment extracts no answers."""
+    """Estimates of maj@k, by k; null if the environment extracts no answers."""
     mean_length: float
     truncated: float
-    """Share of samples that a limit of tokens cut off."""
+    """Fraction of samples that a limit of tokens cut off."""
     num_failures: int
-    """Samples that the environment gave no score."""
+    """Number of samples without a score."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem as it was put to the model."""
+    """A problem as it was given to the model."""
 
     problem_id: str
     question: str
@@ -69,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def results_of(asked: Sequence[Asked], samples: Sequence[SampleScored]) -> list[ProblemResult]:
-    """Return what became of problems, in their order."""
+    """Return the results of problems, in their order."""
     by_group: dict[int, list[SampleScored]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.group, sample.sample)):
         by_group.setdefault(sample.group, []).append(sample)
@@ -96,14 +96,14 @@ def results_of(asked: Sequence[Asked], samples: Sequence[SampleScored]) -> list[
 def scores_of(
     model: str, results: Sequence[ProblemResult], samples: Sequence[SampleScored], asked_k: int
 ) -> ModelScores:
-    """Return the scores of a model; a problem of which too few samples count for some k is left out there."""
+    """Return the scores of a model; a problem with fewer than k valid samples is left out for that k."""
     counted = [sample for sample in samples if not sample.dropped]
     num_samples = max((result.n for result in results), default=0)
     chosen = ks(num_samples, asked_k)
     votes = [[*map(Answer, result.answers, result.is_correct)] for result in results]
     has_answers = any(answer is not None for result in results for answer in result.answers)
     accuracy = estimate(result.correct / result.n for result in results if result.n)
-    if counted:  # as validation has it, to the last bit
+    if counted:  # equal to validation's, to the last bit
         accuracy = msgspec.structs.replace(accuracy, mean=float(np.mean([sample.correct for sample in counted])))
     return ModelScores(
         model=model,
@@ -122,7 +122,7 @@ def scores_of(
 
 
 def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
-    """Write problems as a Parquet file, a row each. Raises `OSError`."""
+    """Write problems as a Parquet file, a row each. Raise `OSError` if that fails."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

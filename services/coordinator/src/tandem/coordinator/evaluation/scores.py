@@ -1,13 +1,13 @@
 """Scores of an evaluation: accuracy, pass@k and majority votes, each with an interval.
 
-All of them are estimated for each problem from its n samples, and then averaged over problems. The estimates are
-unbiased: the mean, over all ways to choose k of the n samples, of what those k would score.
+Each score is estimated for each problem from its n samples, and then averaged over problems. The estimates are
+unbiased: the mean, over all ways to choose k of the n samples, of the score of those k.
 
-Intervals are Wilson's for a proportion (Wilson 1927), with as many trials as a coin would need to vary so much as the
-mean over problems does: the effective sample size (Franco et al. 2019, "Comparative study of confidence intervals for
-proportions in complex sample surveys"). With one sample a problem that is the number of problems. Problems count as
-drawn at random, and the samples of one as belonging together. Unlike the mean and twice its standard error, these
-intervals are of use near 0 and 1, too.
+Intervals are Wilson's for a proportion (Wilson 1927). Their number of trials is the effective sample size (Franco et
+al. 2019, "Comparative study of confidence intervals for proportions in complex sample surveys"): as many as give a coin
+the variance of the mean over problems. With one sample a problem that is the number of problems. Problems count as
+drawn at random, and the samples of one as belonging together. Unlike the mean plus or minus two standard errors, these
+intervals are useful near 0 and 1, too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 _Z = 1.959963984540054
-"""Of the normal distribution, 95 per cent lie within so many standard deviations."""
+"""Standard deviations within which 95 per cent of the normal distribution lie."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One sample as votes see it."""
+    """One sample's vote."""
 
     extracted: str | None
-    """None: it casts no vote."""
+    """Extracted answer; None casts no vote."""
     correct: bool
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A score, and the interval that has it with a probability of 95 per cent."""
+    """A score and its 95 per cent interval."""
 
     mean: float
     low: float
@@ -39,7 +39,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def ks(num_samples: int, asked: int) -> list[int]:
-    """Return 1, 2, 4 and so on up to the number of samples, that number, and the k that is asked for."""
+    """Return the powers of two up to the number of samples, that number, and the requested k."""
     powers = {2**i for i in range(num_samples.bit_length())}
     return sorted(k for k in powers | {num_samples, asked} if k <= num_samples)
 
@@ -53,9 +53,9 @@ def pass_at(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_at(answers: Sequence[Answer], k: int) -> float:
-    """Return the chance that the answer which most of k samples give is correct; of several, each counts its part.
+    """Return the chance that the most frequent answer of k samples is correct; ties are averaged.
 
-    Samples without an answer cast no vote. An answer is as correct as those who give it are on average.
+    Samples without an answer cast no vote. The worth of an answer is the mean correctness of the samples that give it.
     """
     votes = Counter(answer.extracted for answer in answers)
     silent = votes.pop(None, 0)
@@ -68,10 +68,10 @@ def majority_at(answers: Sequence[Answer], k: int) -> float:
 
 
 def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: int, k: int, most: int) -> float:
-    """Add up what all choices of k samples score in which the winners have just `most` votes.
+    """Add up the scores of all choices of k samples in which the winners have exactly `most` votes.
 
-    Answers are gone through one by one. `ways[chosen][winners]` has how many choices there are of so many samples with
-    so many winners among them, and what all their winners together are worth.
+    Answers are added one by one. `ways[chosen][winners]` holds the number of choices with so many samples and so many
+    winners, and the total worth of their winners.
     """
     longest = k // most
     ways = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]
@@ -94,7 +94,7 @@ def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: in
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Return the mean of what problems score, each from 0 to 1, with its interval; of none, nothing is known."""
+    """Return the mean of problems' scores, each from 0 to 1, with its interval; without scores, nothing is known."""
     scores = [*values]
     num = len(scores)
     if not num:

@@ -1,4 +1,4 @@
-"""The table of an evaluation: a row a model, for people and as JSON."""
+"""The table of an evaluation: a row for each model, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tandem.coordinator.evaluation.scores import Estimate
 
 FILE = "results.json"
 _WIDTH = 120
-"""Columns where the output is no terminal."""
+"""Width of the table, in columns, where the output is not a terminal."""
 INTERVAL = "Wilson, 95 %, over problems, with the effective sample size"
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``results.json`` holds."""
+    """The content of ``results.json``."""
 
     source: str
-    """The configuration file."""
+    """Configuration file."""
     dataset_name: str
     environment: str
     num_tests_per_prompt: int
@@ -32,21 +32,21 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     seed: int
     metric: str
-    """With its k, such as pass@4."""
+    """Metric with its k, such as pass@4."""
     interval: str
-    """Which one it is."""
+    """Kind of the intervals."""
     models: list[ModelScores]
 
 
 def write_table(folder: Path, evaluation: Evaluation) -> None:
-    """Write the table as JSON. Raises `OSError`."""
+    """Write the table as JSON. Raise `OSError` if that fails."""
     temporary = folder / f".{FILE}.tmp"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)))
     temporary.replace(folder / FILE)
 
 
 def print_table(evaluation: Evaluation, config: Config, console: Console) -> None:
-    """Print the table, and what it says."""
+    """Print the table, its settings and its headlines."""
     longest = max(len(row.model) for row in evaluation.models)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH + longest)
@@ -84,7 +84,7 @@ def print_table(evaluation: Evaluation, config: Config, console: Console) -> Non
 
 
 def headline(row: ModelScores, config: Config) -> Estimate | None:
-    """Return the score that ``eval.metric`` asks for."""
+    """Return the score that ``eval.metric`` selects."""
     k = config.eval.k_value
     return row.pass_at.get(k) if config.eval.metric == "pass@k" else (row.majority_at or {}).get(k)
 

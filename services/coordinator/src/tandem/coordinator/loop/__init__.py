@@ -1,1 +1,1 @@
-"""The loop around the scheduler: messages in, actions carried out, a step after a step"""
+"""The loop around the scheduler: it takes messages and carries out actions, step by step."""

@@ -1,4 +1,4 @@
-"""Assemble a term of a run: the scheduler and its spec, the record of samples, the loop around them."""
+"""The parts of an attempt: the scheduler and its spec, the rollout log, the loop around them."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ _ORDERS_OF_A_COORDINATOR = 1 << 32
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """What the terms before leave to the next one."""
+    """The state that an attempt takes over from those before it."""
 
     said: Said
-    """To those who look on."""
+    """State of the observers."""
     next_command_id: int = 1
-    """Above that of every order."""
+    """Next command id, above those of all earlier requests."""
     replaced_at: tuple[float, ...] = ()
-    """When processes were, by `time.monotonic`; trainers that were started again together count once."""
+    """Times of replacements, by `time.monotonic`; trainers that restart together count once."""
     departed: tuple[str, ...] = ()
-    """Engines that have left, in whose place there is none."""
+    """Engines that have left and are not replaced."""
     has_started: bool = False
-    """Whether one has got as far as its first step."""
+    """Whether an attempt has reached its first step."""
 
 
 def lasting(invocation: Invocation, opened: Opened) -> Lasting:
-    """Make what lasts through all terms. No process is started yet."""
+    """Make the parts that last through all attempts. No process is started yet."""
     config, listening = invocation.ready.config, opened.listening
     admits = Admits(listening.hub.at, listening.admitted)
     pulse = Pulse(
@@ -93,9 +93,9 @@ def assemble(
     limits: KeptLimits,
     stack: contextlib.ExitStack,
 ) -> tuple[Loop, LiveFile]:
-    """Make the loop of a term that begins at `start`, and the file that shows it; `stack` closes what they need.
+    """Make the loop of an attempt that begins at `start`, and its live file; `stack` closes their resources.
 
-    `limits` are those of samples that may be taken from the record.
+    `limits` restrict the samples that may be restored from the rollout log.
     """
     config, algorithm = invocation.ready.config, invocation.ready.algorithm
     samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])
@@ -132,7 +132,7 @@ def assemble(
 
 
 def first_command_id(opened: Opened) -> int:
-    """Return an id above that of every order of earlier coordinators: none is given twice in a run."""
+    """Return an id above that of every request of earlier coordinators: none is used twice in a run."""
     return 1 + (opened.journal.num_begun - 1) * _ORDERS_OF_A_COORDINATOR
 
 
@@ -144,7 +144,7 @@ def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers)
 
 
 def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past) -> tuple[LiveFile, Observers]:
-    """Make the observers of a term; the first of them says how the run stands, and the next term goes on from it."""
+    """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
     live = LiveFile(config, folder, spec.last_step, history, past.said)
     observers: list[Observer] = [
@@ -169,7 +169,7 @@ def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past
 def _find_kept(
     invocation: Invocation, samples: SampleFolder, first_step: int, limits: KeptLimits, run_id: str, say: Say
 ) -> dict[Place, KeptGroup]:
-    """Take what is recorded of the steps that are to come out of the record; return what need not be generated."""
+    """Put the rollout log of the coming steps aside; return the groups that need not be generated again."""
     config = invocation.ready.config
     try:
         samples.put_aside_after(first_step - 1, limits)
@@ -184,7 +184,7 @@ def _find_kept(
 def _serve_record(
     algorithm: RunningAlgorithm, registry: Registry, run_id: str, first_step: int, stack: contextlib.ExitStack
 ) -> dict[str, Listener]:
-    """Have trainers fetch recorded samples where the algorithm is to train on these; return where, by source."""
+    """Serve restored samples to trainers if the algorithm trains on them; return the listeners, by source."""
     from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
 
     if not isinstance(algorithm, RecordedAlgorithm):
@@ -194,7 +194,7 @@ def _serve_record(
 
 
 def who_runs_where(config: Config, listening: Listening) -> str:
-    """Say what is launched here, and what to type elsewhere for the rest."""
+    """Describe what is launched here, and the commands that start the rest elsewhere."""
     expected, launched = expected_processes(config), launched_processes(config)
     lines = [f"coordinator listens on {listening.hub.address}"]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""An invocation: the configuration that is to be run, how, and what its caller has at hand."""
+"""An invocation: the configuration to run, the mode, and the resources of its caller."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tandem.launch.supervision import Supervision
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command asks for, made once and read by everything that begins a run."""
+    """The request of a command, made once and read by everything that begins a run."""
 
     ready: Ready
     mode: Mode
     say: Say
-    """Prints a line."""
+    """Function that prints a line."""
     fork_server: ForkServer
-    """Forks the services."""
+    """Fork server of the services."""
     from_step: int | None = None
-    """The step to resume after, where it is not the newest with a checkpoint."""
+    """Step to resume after, if it is not the newest with a checkpoint."""
     supervision: Supervision | None = None
-    """Of this process, if another one goes on when it is lost."""
+    """Supervision of this process, if another one takes over when it is lost."""
     reward_server: RewardServer | None = None
-    """Where a Python program scores samples, if one does."""
+    """Address of the Python program that scores samples, if one does."""
 
     def of_prerequisite(self, prerequisite: Ready, mode: Mode) -> Invocation:
-        """Return what is asked for of the run that comes before, which goes on from wherever it stands."""
+        """Return the invocation of the run that comes before, which continues from its own progress."""
         return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None)

@@ -1,10 +1,9 @@
-"""What a resumed run had generated for the steps to come, found, so that it is not generated again.
+"""Restored samples: groups that a resumed run had generated and need not generate again.
 
-What lies in the folder of the record for these steps is put aside first (`tandem.samples.sample_folder`), so
-that the record itself speaks of nothing but what the run stands by. Of that, groups count that are there as a whole, of
-this run and of the problems that it would draw, and made with weights that engines were proven to hold: of what was
-trained on they were, since nothing else is. How far the weights of the run are still those, the scheduler knows
-(`tandem.coordinator.scheduler.groups.restored`).
+The files of coming steps in the rollout log are put aside first (`tandem.samples.sample_folder`), so that the log
+itself holds only what the run stands by. A group is restored if it is complete, from this run, and of a problem that it
+would draw. Engines must also have been verified to hold its weights; for samples that were trained on, they were. The
+scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.groups.restored`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "ne
 
 
 def limits_of(config: Config, journal: JournalReader) -> KeptLimits:
-    """Return what the journal says of samples that are there, before it forgets what came after the checkpoint."""
+    """Return the limits on restored samples, from the journal before it drops the records after the checkpoint."""
     refits = journal.refits()
     quarantined: dict[str, tuple[int, ...]] = {}
     for refit in refits:
@@ -37,7 +36,7 @@ def limits_of(config: Config, journal: JournalReader) -> KeptLimits:
 
 
 class _Found(NamedTuple):
-    """A group in a file, with all of its samples."""
+    """A complete group in a file."""
 
     step: int
     number: int
@@ -47,7 +46,7 @@ class _Found(NamedTuple):
 
 
 class KeptSamples:
-    """What was put aside in the folder of the record."""
+    """Groups that were put aside in the rollout log's folder."""
 
     def __init__(self, config: Config, folder: SampleFolder, run_id: str, say: Callable[[str], None]) -> None:
         self._config = config
@@ -57,11 +56,11 @@ class KeptSamples:
         self._size = config.rollout_section.num_generations_per_prompt
 
     def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, KeptGroup]:
-        """Return the groups that need not be generated, from `first_step` on; say how many there are."""
+        """Return the groups that need not be generated, from `first_step` on; report their number."""
         found: dict[Place, KeptGroup] = {}
         lost: set[int] = set()
         for aside in self._folder.aside():
-            # What an older folder has of a step is not what the later weights come from, if a newer one had it as well.
+            # If a newer folder had a step's samples, those of an older one do not belong to the later weights.
             lost_before = frozenset(lost)
             for group in self._groups(aside, lost):
                 place = group.step, group.number
@@ -76,15 +75,15 @@ class KeptSamples:
         return found
 
     def _is_still_asked(self, algorithm: RunningAlgorithm, group: _Found) -> bool:
-        """Tell whether the run would draw the same problem, with weights that are not too old."""
+        """Return whether the run would draw the same problem, with weights that are not too old."""
         oldest = group.step - 1 - self._config.max_trajectory_age_steps
         (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
         return asked.problem.problem_id == group.problem_id and group.oldest_version >= oldest
 
     def _groups(self, aside: Path, lost: set[int]) -> Iterator[_Found]:
-        """Yield the groups that count of what was put aside together; what was trained on first, then the newest.
+        """Yield the valid groups that were put aside together; trained ones first, then the newest.
 
-        Adds the steps to `lost` of which a file cannot be read.
+        Add to `lost` the steps with a file that cannot be read.
         """
         try:
             limits = read_limits(aside)
@@ -107,8 +106,8 @@ class KeptSamples:
                 yield group
 
     def _read(self, path: Path, step: int, limits: KeptLimits | None) -> Iterator[_Found]:
-        """Yield the groups in a file that are whole and, with `limits`, made with what was proven."""
-        from tandem.samples.sample_record import read_shard, read_unfinished  # Arrow takes a while to be imported
+        """Yield the groups in a file that are complete and, with `limits`, made with verified weights."""
+        from tandem.samples.sample_record import read_shard, read_unfinished  # importing Arrow takes a while
 
         read = read_shard if path.suffix == SHARD else read_unfinished
         groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -128,7 +127,7 @@ class KeptSamples:
 
 
 def _is_proven(limits: KeptLimits, engine: str, oldest: int, newest: int) -> bool:
-    """Tell whether an engine was proven to hold all versions from the oldest to the newest."""
+    """Return whether an engine was verified to hold all versions from the oldest to the newest."""
     if limits.newest_proven is None:
         return True
     suspect = limits.quarantined.get(engine, ())

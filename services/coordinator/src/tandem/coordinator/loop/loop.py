@@ -1,9 +1,9 @@
 """The loop that carries out what the scheduler decides.
 
-It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
-an event for `tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal
-commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer
-has a deadline in the scheduler, so nothing here can wait for ever.
+It consumes messages from the hub, deaths of launched processes, the clock, and signals such as Ctrl-C. It turns each
+into an event for `tandem.coordinator.scheduler` and carries out the actions that come back: requests to processes,
+journal commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub. The scheduler has a deadline
+for every process that owes an answer, so the loop never waits for ever.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ from tandem.launch.launch import LocalProcesses
 
 _NOT_BACK = "it has not come back after the coordinator was lost"
 _CAUSE_S = 0.5
-"""How long after an error the death of a process that caused it may show."""
+"""Time after an error within which the death of a process that caused it may show."""
 _POLL_S = 0.1
 _RELEASE_S = 60.0
-"""Deadline of an order that nobody waits for."""
+"""Deadline of a request that nothing waits for."""
 _LEAVES_S = 10.0
-"""How long a launched process may take to end that is let go."""
+"""Time for a launched process to end once it is dismissed."""
 _RESEND_AFTER = 0.5
-"""Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
+"""Fraction of its deadline after which an unanswered request is sent again; receivers know repeats by their id."""
 
 
 class Interrupts:
-    """Requests to end the run that nobody has dealt with yet, counted where signals are handled."""
+    """Pending requests to end the run, counted where signals are handled."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -97,7 +97,7 @@ class Interrupts:
 
     def hear(self, number: int) -> None:
         """Count a signal."""
-        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        # `timeout` and systemd ask twice at once; only the user's second Ctrl-C means it.
         now = time.monotonic()
         if number == signal.SIGINT or now - self._asked_at > ASKED_ONCE_S:
             self._count += 1
@@ -105,11 +105,11 @@ class Interrupts:
 
     @property
     def are_there(self) -> bool:
-        """Whether there is one."""
+        """Whether a request is pending."""
         return self._count > 0
 
     def take(self) -> bool:
-        """Take one of them; False if there is none."""
+        """Take one request; return False if there is none."""
         if not self._count:
             return False
         self._count -= 1
@@ -117,7 +117,7 @@ class Interrupts:
 
 
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
-    """What lasts through all terms of a run: its members, and who asks it to end."""
+    """The parts that last through all attempts of a run: its processes, and requests to end it."""
 
     registry: Registry
     processes: LocalProcesses
@@ -127,7 +127,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """An order on its way, kept until it is answered."""
+    """A request on its way, kept until it is answered."""
 
     member: str
     frames: Frames
@@ -135,7 +135,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Loop:
-    """One term of a run: what a scheduler decides until the run is over, or cannot go on with who is there."""
+    """One attempt of a run: it carries out a scheduler's decisions until the run ends or cannot go on."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Loop:
         recorder: Recorder,
         find_kept: Callable[[], Mapping[Place, KeptGroup]],
     ) -> None:
-        """`find_kept` finds what was generated before, and is to be trained on."""
+        """`find_kept` finds restored groups, generated before, to train on."""
         self.scheduler = self._scheduler = scheduler
         self.recorder = self._recorder = recorder
         self._observers = recorder.observers
@@ -161,16 +161,16 @@ class Loop:
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
-        """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
+        """Requests to generate, with the step that trains on their samples; engines may still keep these."""
         self._find_kept = find_kept
         self._finish: Finish | None = None
         self.lost: dict[str, str] = {}
-        """Who was lost in whose place nobody was started yet, and why."""
+        """Lost processes that have not been replaced yet, by name, with the reason."""
         self.replaced_at: list[float] = []
-        """When processes were, by `time.monotonic`."""
+        """Times of replacements, by `time.monotonic`."""
 
     def run(self) -> Finish:
-        """Run until the scheduler finishes; return how it did."""
+        """Run until the scheduler finishes; return its outcome."""
         for joined in self._registry.begin_term():
             self._handle(joined)
         while self._finish is None:
@@ -183,7 +183,7 @@ class Loop:
         return msgspec.structs.replace(self._finish, is_out_of_time=is_out_of_time)
 
     def _replace_missing(self) -> None:
-        """Replace who has not come back to this coordinator, now that all is heard which had arrived."""
+        """Replace processes that have not come back to this coordinator, once everything received is handled."""
         for name in self._registry.not_back() if self._finish is None else ():
             if self._registry.needs(name):
                 self.lost[name] = _NOT_BACK
@@ -201,10 +201,10 @@ class Loop:
             self._carry_out(action)
 
     def _events(self) -> Iterator[Event]:
-        """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
+        """Wait for events, `_POLL_S` at most, and end with a tick."""
         errors: dict[str, Erred] = {}
         leaving: list[ToldToLeave] = []
-        for event, _ in self._registry.receive(_POLL_S):  # no reply has arrays
+        for event, _ in self._registry.receive(_POLL_S):  # replies have no arrays
             if isinstance(event, Erred):
                 errors[event.member] = event
             elif isinstance(event, ToldToLeave):
@@ -213,7 +213,7 @@ class Loop:
                 yield event
         lost = self._losses(_CAUSE_S if errors else 0.0)
         now = time.monotonic()
-        # First: who asks all processes to end has also ended what others now fail for want of.
+        # First: a signal to all processes also ended some, and others now fail because of that.
         while self._interrupts.take():
             self._limit.give_up()
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
@@ -222,7 +222,7 @@ class Loop:
         if (why := self._limit.why_over(now)) is not None:
             self._recorder.note(why)
             yield Interrupted(now=now)
-        # Who fails for want of another is heard before that one's death is seen, and is not to blame.
+        # A process that fails because another died is heard before that death is seen, and is not to blame.
         yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
         yield from (event for event in lost if event.member in errors)
@@ -230,7 +230,7 @@ class Loop:
         yield Ticked(now=now)
 
     def _losses(self, patience_s: float) -> list[Lost]:
-        """Return the launched processes that died, of which one may take so long to be seen."""
+        """Return the launched processes that died, waiting up to `patience_s` for the first to be seen."""
         deadline = time.monotonic() + patience_s
         while not (dead := self._processes.died()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -238,7 +238,7 @@ class Loop:
         return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
 
     def _keep(self, event: Event) -> None:
-        """Keep what a reply brings besides the fact that it came."""
+        """Keep the content of a reply, besides the fact that it came."""
         if isinstance(event, Erred):
             self._observers.answered(event.member, event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
@@ -247,7 +247,7 @@ class Loop:
         match event.reply:
             case SamplesFinished() as finished:
                 self._recorder.note_failures(finished.samples)
-                return  # more answers follow; the scheduler keeps what is known of the samples
+                return  # more answers follow; the scheduler keeps the samples' records
             case Trained() as trained:
                 self._step_metrics.trained(event.member, trained)
                 self._note(trained.step, trained.notes)
@@ -271,7 +271,7 @@ class Loop:
         self._sent.pop(event.reply.command_id, None)
 
     def _note(self, step: int, notes: Iterable[str]) -> None:
-        """Show what is to be known of a step's numbers."""
+        """Show notes about a step's numbers."""
         for text in notes:
             self._recorder.note(f"step {step}: {text}")
 
@@ -323,7 +323,7 @@ class Loop:
         self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:
-        """Send unanswered orders once more, in case their connection broke on the way."""
+        """Send unanswered requests once more, in case their connection broke on the way."""
         self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
         for command_id, sent in self._sent.items():
             if now > sent.resend_at:
@@ -352,7 +352,7 @@ class Loop:
             self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
     def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropKept) -> None:
-        """Carry out what concerns the record of samples."""
+        """Carry out an action on the rollout log."""
         match action:
             case DispatchRecord():
                 self._send(action.member, self._record_orders.order(action), None)
@@ -365,7 +365,7 @@ class Loop:
                 self._recorder.drop_kept(action)
 
     def _release_samples(self, step: int) -> None:
-        """Have rollouts forget the samples of a step that is done, and of those before."""
+        """Let engines drop the samples of a finished step, and of those before."""
         for member, orders in self._generated.items():
             done = tuple(command_id for command_id, its_step in orders if its_step <= step)
             self._generated[member] = [order for order in orders if order[1] > step]
@@ -374,7 +374,7 @@ class Loop:
                 self._registry.send(member, encode(release))
 
     def _do_without(self, action: Replace | LetGo) -> None:
-        """Have the run go on without a process, or with another in its place."""
+        """Let the run go on without a process, or with another in its place."""
         match action:
             case Replace(member=member, why=why):
                 self._replace(member, why)
@@ -382,8 +382,8 @@ class Loop:
                 self._let_go(action)
 
     def _replace(self, member: str, why: str) -> None:
-        """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
-        self.lost.pop(member, None)  # one that only did not answer in time was not there
+        """Launch a process in the place of a lost one, or ask for one if the lost one was started by hand."""
+        self.lost.pop(member, None)  # one that missed a deadline is not in it
         self.replaced_at.append(time.monotonic())
         self._registry.dismiss(member, f"it is replaced: {why}")
         self._observers.lost(member)
@@ -399,7 +399,7 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _let_go(self, action: LetGo) -> None:
-        """Have an engine go in whose place none is launched."""
+        """Dismiss an engine that is not replaced by a launched one."""
         member = action.member
         self.lost.pop(member, None)
         self._registry.dismiss(member, action.why, is_over=True, is_awaited=action.is_awaited)

@@ -1,4 +1,4 @@
-"""Open what a run holds to its end: socket, run folder, journal, writers of metrics, what watches it."""
+"""The resources that a run holds to its end: socket, run folder, journal, metric writers, observers."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowW
 from tandem.observe.run_folder.journal import Journal, read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
 
-if TYPE_CHECKING:  # it needs an extra
+if TYPE_CHECKING:  # needs an extra
     from tandem.coordinator.observers.prometheus import Exporter
 
 _ANY_PORT = ":*"
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run holds open from its beginning to its end."""
+    """The resources that a run holds open from its beginning to its end."""
 
     listening: Listening
     earlier: Earlier | None
-    """The members of a coordinator that was lost, if the run goes on after that."""
+    """Processes of a lost coordinator, if the run goes on after that."""
     journal: Journal
     writers: MetricWriters
     exporter: Exporter | None
-    """Serves Prometheus, if that is on."""
+    """Exporter for Prometheus, if that is on."""
     traces: Traces | None
     watching: tuple[Observer, ...]
-    """Observers that need nothing of the term."""
+    """Observers that need nothing of the attempt."""
 
 
 def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
-    """Open all that a run needs of this host; `stack` closes it. With ``--restart``, set aside what was there."""
+    """Open all that a run needs on this host; `stack` closes it. With ``--restart``, set aside what was there."""
     config, mode, say = invocation.ready.config, invocation.mode, invocation.say
     folder = Path(config.logger.log_dir)
-    keys = read_run_keys(folder) or new_run_keys()  # before its folder is set aside: services may wait with them
+    keys = read_run_keys(folder) or new_run_keys()  # before the folder is set aside: services may wait with them
     # Before the journal: a run that cannot listen has not begun.
     earlier = None
     if mode == "resume":
         earlier = find_earlier(config, has_rewards=invocation.reward_server is not None)
     listening = _listen(config.cluster.address, keys, folder, earlier)
     if earlier is not None and listening.hub.address != earlier.address:
-        earlier = earlier.without(earlier.staying)  # which find nobody where they look
+        earlier = earlier.without(earlier.staying)  # they look at another address
     stack.callback(listening.hub.close)
     exporter = serve_prometheus(config.logger, stack)
     if exporter is not None:
@@ -65,11 +65,11 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     if listener is not None:
         stack.callback(listener.close)
     run_id = _name_run(config, mode, say)
-    if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
+    if mode == "restart":  # its model may lie within the folder that was just set aside
         make_model(config, mode, say)
     writers = MetricWriters()
     stack.callback(writers.close)
-    if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
+    if config.logger.wandb_enabled:  # also before: it may not be installed, and the service may refuse
         writers.add(_wandb(config, run_id))
     if config.logger.mlflow_enabled:
         writers.add(_mlflow(config, run_id))
@@ -100,16 +100,16 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
 
 
 def _listen(address: str, keys: RunKeys, folder: Path, earlier: Earlier | None) -> Listening:
-    """Listen; where any port will do, at that of an earlier coordinator, whose members look for one there."""
+    """Listen; if any port will do, at the address of an earlier coordinator, where its processes look for one."""
     known = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):
-        with contextlib.suppress(ConfigError):  # somebody else has it now
+        with contextlib.suppress(ConfigError):  # another program has it now
             return Listening(earlier.address, keys, key_file(folder), known)
     return Listening(address, keys, key_file(folder), known)
 
 
 def _name_run(config: Config, mode: Mode, say: Say) -> str:
-    """Return the name of the run to continue, or a new one for a folder in which there is no run, or none any more."""
+    """Return the name of the run to continue, or a new one for a folder without a run, or without one any more."""
     folder = Path(config.logger.log_dir)
     if mode == "resume":
         with read_journal(folder) as journal:
@@ -161,7 +161,7 @@ def _open_journal(ready: Ready, mode: Mode, run_id: str) -> Journal:
 
 
 def _bring_back_data(config: Config, folder: Path, aside: Path) -> None:
-    """Copy the data that a run is to have from the folder that was set aside, where it lay within that."""
+    """Copy the run's data back from the folder that was set aside, if it lay within that."""
     for name in (config.data.train_data_path, config.data.val_data_path):
         path = Path(name or ".").absolute()
         if name and path.is_relative_to(folder.absolute()):

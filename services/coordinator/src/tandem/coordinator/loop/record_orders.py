@@ -1,4 +1,4 @@
-"""Make the orders that have the samples of a step recorded, from what its batch was made of; pure."""
+"""Requests to record a step's samples, built from the contents of its batch; pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tandem.common.messages import Purpose, RecordedGroup, RecordSamples
 from tandem.coordinator.scheduler.events import DispatchRecord, SampleRecord
 
 Place = tuple[str, int, int, int]
-"""Of a sample: its rollout, the order that it was made for, its group, and its place there."""
+"""Place of a sample: its engine, its request, its group, and its index there."""
 
 
 class RecordOrders:
-    """What steps were trained on, and validated by, until that is recorded."""
+    """The samples that steps were trained on and validated on, until they are recorded."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, Purpose, str], tuple[RecordedGroup, ...]] = {}
-        """By step, purpose and rollout."""
+        """Groups by step, purpose and engine."""
 
     def keep(
         self,
@@ -25,10 +25,7 @@ class RecordOrders:
         records: Sequence[SampleRecord],
         advantages: Mapping[Place, float] = {},
     ) -> None:
-        """Take note of what a step is trained on: all samples that it had, and the advantages of those in its batch.
-
-        Or of what it was validated by.
-        """
+        """Keep the samples of a step, with the advantages of those in its batch; or its validation samples."""
         self.forget(step, purpose)
         found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
         for record in records:
@@ -42,7 +39,7 @@ class RecordOrders:
             )
 
     def order(self, action: DispatchRecord) -> RecordSamples:
-        """Return the order for what a step had of a rollout."""
+        """Return the request for a step's samples of one engine."""
         return RecordSamples(
             command_id=action.command_id,
             deadline_s=action.deadline_s,

@@ -1,4 +1,4 @@
-"""Record a run: journal, checkpoints, the record of samples. Observers are told what was recorded."""
+"""The recorder of a run: journal, checkpoints, rollout log. It tells observers what was recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.samples.sample_folder import SampleFolder
 
 
 class Recorder:
-    """Where the loop's results go."""
+    """The destination of the loop's results."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Recorder:
         self._journal = journal
         self._checkpoints = checkpoints
         self._num_failures = 0
-        """Of environments, in all samples that came."""
+        """Number of failures of environments, over all samples."""
 
     def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
-        """Return the validation samples to show: each time those after the ones that were shown before."""
+        """Return the validation samples to show: each time those after the ones shown before."""
         count = min(self._config.logger.num_val_samples_to_print, len(validated))
         if not count:
             return []
         period = self._config.rollout_section.val_period
-        first = (-(-step // period) if period else 0) * count  # there may be one more at the end, and one at the start
+        first = (-(-step // period) if period else 0) * count  # the first and the last validation may be off it
         return [validated[(first + index) % len(validated)] for index in range(count)]
 
     def note_failures(self, samples: Sequence[SampleScored]) -> None:
-        """Say of the first sample that its environment failed on, of the tenth, the hundredth, and so on."""
+        """Report the first sample that its environment failed on, the tenth, the hundredth, and so on."""
         for sample in samples:
             if sample.failure:
                 self.observers.sample_failed()
@@ -62,7 +62,7 @@ class Recorder:
         self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
     def note(self, text: str) -> None:
-        """Show a line, and keep it in the journal; what a process said of itself may be anything."""
+        """Show a line, and keep it in the journal; a process's own text may be anything."""
         text = shortened(text)
         self._journal.record_event("coordinator", text)
         self.observers.noted(text)
@@ -74,21 +74,21 @@ class Recorder:
             self.note(line)
 
     def take_recorded(self, action: StepRecorded) -> None:
-        """Keep the record of samples as small as it may be."""
+        """Keep the rollout log within its limits."""
         self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
     def drop_kept(self, action: DropKept) -> None:
-        """Note that groups are generated again that were kept from before the run was resumed."""
+        """Note that restored groups are generated again after all."""
         self._samples.drop_from(action.version)
         self.note(
-            f"{action.num_groups} groups that had been generated are generated again: a group of step {action.version} "
+            f"{action.num_groups} restored groups are generated again: a group of step {action.version} "
             "is, so that its weights may differ"
         )
 
     def publish_checkpoint(self, step: int) -> None:
-        """Give a written checkpoint of a step that is done its final name.
+        """Give a step's written checkpoint its final name.
 
-        It is ranked by the step's own metric, if it was measured.
+        It is ranked by the step's own metric, if that was measured.
         """
         name = self._config.checkpointing.metric_name
         record = CheckpointRecord(
@@ -113,9 +113,9 @@ class Recorder:
         self.observers.committed(self._journal.commit_step(record))
 
     def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
-        """Write to the journal that a version has reached engines, and is attested.
+        """Write to the journal that a version has reached engines, and is verified.
 
-        Raises `DamagedCheckpoint` if it is not what it was before the run was resumed.
+        Raise `DamagedCheckpoint` if its weights differ from those before the run was resumed.
         """
         verify = self._config.refit.verify
         refuse_other_weights(self._journal, self._checkpoints, action.version, action.digest, verify)
@@ -137,7 +137,7 @@ class Recorder:
 
 
 def failure_note(sample: SampleScored, count: int) -> str:
-    """Say that the environment failed on a sample, and on how many so far."""
+    """Describe a sample that the environment failed on, and how many there are so far."""
     became = "is dropped" if sample.dropped else "is worth nothing"
     which = "the first" if count == 1 else f"number {count}"
     return f"{sample.failure}; the sample {became}, {which} so far; all are in the rollout's log"

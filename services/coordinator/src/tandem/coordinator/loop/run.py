@@ -1,4 +1,4 @@
-"""One run from its configuration to its outcome: the run before it, its model, and then its terms."""
+"""One run from its configuration to its outcome: the run before it, its model, and then its attempts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def run(invocation: Invocation) -> Finish:
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
-
     """
     ready, say = invocation.ready, invocation.say
     if ready.prerequisite is not None:
@@ -46,14 +45,14 @@ def run(invocation: Invocation) -> Finish:
 
 
 def _fetch(invocation: Invocation) -> None:
-    """Fetch the models that are on the Hub, before any service needs them, and look through what has come."""
+    """Fetch the models that are on the Hub, before any service needs them, and check them."""
     config = invocation.ready.config
     if fetch_models(config, invocation.say):
         _look_through_models(invocation)
 
 
 def _look_through_models(invocation: Invocation) -> None:
-    """Check models whose weights were not there when the run was looked through."""
+    """Check models that had no weights yet during the checks of the run."""
     config = invocation.ready.config
     check_reward_models(config)
     about_teachers = (
@@ -64,7 +63,7 @@ def _look_through_models(invocation: Invocation) -> None:
 
 
 def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | None:
-    """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
+    """Bring the prerequisite run to its end, from its current progress; return None if it had already ended."""
     how = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
     if how is None:
         return None
@@ -79,18 +78,18 @@ def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | N
 
 
 def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
-    """Check the model that the prerequisite has made; return what is asked for now that it is there."""
+    """Check the model that the prerequisite has made; return the invocation for the run itself."""
     config = invocation.ready.config
     for key, name in missing_models(config).items():
         raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist")
     _look_through_models(invocation)
     if invocation.mode == "resume" and not has_begun(config):
-        return msgspec.structs.replace(invocation, mode="new")  # what was interrupted was the prerequisite
+        return msgspec.structs.replace(invocation, mode="new")  # the prerequisite was interrupted
     return invocation
 
 
 def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
-    """Carry out a run; write to its journal how that ended, also where it ends with a `TandemError`."""
+    """Carry out a run; write its outcome to the journal, also if it ends with a `TandemError`."""
     try:
         finish = carry_out()
     except TandemError as error:
@@ -102,5 +101,5 @@ def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
 
 def _note_end(journal: Journal, finish: Finish, error: TandemError | None) -> None:
     why = f" ({type(error).__name__}): {error}" if error is not None else ""
-    with contextlib.suppress(RunFolderError):  # of a disk that is full: that is what the run failed of
+    with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the failure
         journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{why}")

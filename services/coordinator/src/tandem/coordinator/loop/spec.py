@@ -1,4 +1,4 @@
-"""Make the scheduler's run spec from a configuration."""
+"""The scheduler's run spec, made from a configuration."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_spec(
     samples_folder: str = "",
     reward_server: RewardServer | None = None,
 ) -> RunSpec:
-    """Describe the run to the scheduler."""
+    """Describe the run for the scheduler."""
     section = config.algorithm_section
-    validates = config.has_validation and config.replay is None  # else there is nobody to generate for it
+    validates = config.has_validation and config.replay is None  # else there is no engine to generate for it
     deadlines, generation = config.cluster.deadlines, config.policy.generation
     return RunSpec(
         has_engines=config.generates,
@@ -50,9 +50,9 @@ def run_spec(
         checkpoint_folder=checkpoint_folder,
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
-        # vLLM on a GPU: it asserts that nobody gives memory back, and takes what others take for its own.
+        # vLLM on a GPU asserts that no process frees memory meanwhile, and takes what others allocate for its own.
         engines_first=config.takes_turns and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
-        # Where the two take turns, no engine generates while a trainer steps.
+        # If the two are colocated, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         alias_frozen=config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",

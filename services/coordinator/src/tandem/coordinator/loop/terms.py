@@ -1,14 +1,14 @@
-"""A run, term by term: what is started again when a process is lost without which nobody can go on.
+"""A run, attempt by attempt: all trainers restart when one of their ranks is lost.
 
-A term is what one scheduler and one loop see. It ends with the run, or with the loss of a trainer rank. Then all
-trainers are started again, and the next term goes on from the newest checkpoint by the rules of ``--resume``: steps
-after it do not count any more (`tandem.coordinator.preparing.resuming`), and what was generated for them is trained on
-again (`tandem.coordinator.loop.kept_samples`). Rollouts and the refit service stay. The orders that set up
-any term tell them to begin anew.
+An attempt has one scheduler and one loop. It ends with the run, or with the loss of a trainer rank. Then all trainers
+are started again, and the next attempt continues from the newest checkpoint by the rules of ``--resume``. Steps after
+the checkpoint are invalidated (`tandem.coordinator.preparing.resuming`), and their samples are restored and trained on
+again (`tandem.coordinator.loop.kept_samples`). Engines and the refit service stay; the setup requests of each attempt
+reset them.
 
-Nothing of an earlier term is taken for an answer: ids of orders go on from term to term, and a process that was
-replaced is shut out by its key. A process that only hangs counts as lost: it is killed if it was launched, and told to
-go if not.
+No message of an earlier attempt passes for an answer: command ids continue from attempt to attempt, and the key of a
+replaced process is rejected. A process that hangs counts as lost: it is killed if it was launched, and told to exit if
+not.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ from tandem.samples.sample_folder import KeptLimits
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0
-"""How long processes have to end by themselves. After a failure ranks may sit in a collective operation that nothing
-will ever complete."""
+"""Time for processes to end by themselves. After a failure, ranks may sit in a collective that will never complete."""
 _POLL_S = 0.1
 _AGAIN = "a trainer is lost, and all of them are started again"
 
 
 class Terms:
-    """The terms of a run, one after the other, and the processes that outlive them."""
+    """The attempts of a run, one after the other, and the processes that outlive them."""
 
     def __init__(self, invocation: Invocation, opened: Opened) -> None:
         self._invocation = invocation
@@ -61,11 +60,11 @@ class Terms:
         self._registry = self._members.registry
         self._origin = _origin(invocation)
         self._note = invocation.say
-        """Says a line, and keeps it where the term in progress keeps such lines."""
+        """Function that prints a line, and records it while an attempt is in progress."""
         self._live: LiveFile | None = None
-        """Where the lines of the last term are kept."""
+        """Live file of the last attempt."""
         self._limits = KeptLimits(newest_proven=None)
-        """What counts of the samples that are there, as the journal said before it forgot what came after."""
+        """Limits on restored samples, from the journal before it dropped later records."""
         self._failures = Failures()
         supervision = invocation.supervision
         self._past = Past(
@@ -77,9 +76,9 @@ class Terms:
         )
 
     def run(self) -> Finish:
-        """Run from the newest checkpoint, or that which was asked for, to the end; or see that nothing is to be done.
+        """Run from the newest checkpoint, or the requested one, to the end; or find that nothing is to be done.
 
-        Raises `DamagedCheckpoint` if that turns out to be one.
+        Raise `DamagedCheckpoint` if that checkpoint is damaged.
         """
         journal, say = self._opened.journal, self._invocation.say
         if self._config.evaluates and journal.last_step() is not None:
@@ -96,7 +95,7 @@ class Terms:
             folder = journal.folder / self._config.logger.tensorboard.log_dir
             self._opened.writers.add(TensorBoardWriter(folder, start.first_step))
         outcome: Outcome = "failed"
-        # Who waits for a new process must not keep those that are there waiting for a sign of life.
+        # While a new process starts, the others must still get their heartbeats.
         fork_server = self._invocation.fork_server
         with signals.heard(self._members.interrupts.hear), fork_server.meanwhile(self._registry.beat):
             try:
@@ -107,9 +106,9 @@ class Terms:
         return finish
 
     def _expect_back(self) -> list[str]:
-        """Take up the members of a coordinator that was lost, where they wait for the next one.
+        """Take over the processes of a lost coordinator that wait for the next one.
 
-        Returns the names of those among them that are launched here.
+        Return the names of those that are launched here.
         """
         supervision, launched = self._invocation.supervision, _launched_here(self._config)
         kept = {} if supervision is None else supervision.begun.kept
@@ -127,14 +126,14 @@ class Terms:
         if self._opened.earlier is not None:
             why = "" if supervision is None else supervision.begun.why
             names = " and ".join(earlier.staying)
-            told = f"coordinator is lost: {why or 'nobody saw how'}; another goes on with the run"
+            told = f"coordinator is lost: {why or 'the cause is unknown'}; another goes on with the run"
             told += f", and expects {names} back" if names else ""
             self._invocation.say(told)
             self._opened.journal.record_event("coordinator", told)
         return there
 
     def _carry_out_all(self, start: Start) -> Finish:
-        """Start what is launched here, and carry out one term after the other; return how the last one ended."""
+        """Start what is launched here, and carry out one attempt after another; return how the last one ended."""
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
             absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._past.departed}]
@@ -151,10 +150,10 @@ class Terms:
     def _is_done(self, start: Start) -> bool:
         return start.first_step > self._num_steps and not self._config.evaluates
 
-    # --- where a term begins -----------------------------------------------------------------------------------------
+    # --- where an attempt begins -------------------------------------------------------------------------------------
 
     def _find_start(self, from_step: int | None = None) -> Start:
-        """Return where to go on; from then on the journal stands by nothing that came after."""
+        """Return where to continue; the journal then drops all later steps."""
         checkpoints = self._checkpoints()
         if self._config.checkpointing.enabled:
             checkpoints.prepare()
@@ -173,10 +172,10 @@ class Terms:
     def _resuming(self, checkpoints: CheckpointFolder) -> Resuming:
         return Resuming(self._config, self._opened.journal, checkpoints, self._note, self._origin)
 
-    # --- a term ------------------------------------------------------------------------------------------------------
+    # --- an attempt --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, start: Start) -> tuple[Finish, dict[str, str]]:
-        """Carry out a term; return how it ended, and who is to be replaced for the next one, if there is to be one."""
+        """Carry out an attempt; return its outcome, and the processes to replace for the next one, if any."""
         checkpoints = self._checkpoints()
         with contextlib.ExitStack() as stack:
             loop, self._live = assemble(
@@ -190,7 +189,7 @@ class Terms:
             except DamagedCheckpoint as damaged:
                 damage = damaged
             if damage is not None:
-                self._stop("failed")  # before others are read, which takes a while
+                self._stop("failed")  # first, since reading other checkpoints takes a while
                 raise resuming.with_way_out(damage, start.first_step - 1)
             return finish, self._to_be_replaced(finish, loop)
 
@@ -203,7 +202,7 @@ class Terms:
                 supervision.rest()
 
     def _to_be_replaced(self, finish: Finish, loop: Loop) -> dict[str, str]:
-        """Return who was lost, and why, if the run can go on with others in their places; nobody if not."""
+        """Return the lost processes, with the reasons, if the run can go on without them; empty if not."""
         tables = loop.scheduler.tables
         self._past = msgspec.structs.replace(
             self._past,
@@ -212,7 +211,7 @@ class Terms:
             has_started=self._past.has_started or tables.steps.has_started,
             departed=tuple(sorted(tables.engines.departed)),
         )
-        # A process that does not get as far as the first step would not get there again.
+        # A process that does not reach the first step would not reach it the next time.
         if finish.error is None or not self._past.has_started or tables.steps.is_interrupted:
             return {}
         lost = self._lost_with(finish.error, tables.step)
@@ -229,12 +228,12 @@ class Terms:
         return lost
 
     def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
-        """Return whose loss an error is, or comes from, and why it was lost; nobody if it is something else."""
-        if error.process == "coordinator" or error.phase == Status.ABSENT.value:  # somebody was waited for in vain
+        """Return the lost process behind an error, with the reason; empty if the error has another cause."""
+        if error.process == "coordinator" or error.phase == Status.ABSENT.value:  # a process never joined
             return {}
         if isinstance(error, ServiceLost | DeadlineExceeded):
             return {error.process: error.what}
-        # A rank that is lost has others fail at once, and one that was started by hand is known to be lost later.
+        # After one rank is lost, others fail at once; the loss of one started by hand is noticed later.
         others = [name for name in self._registry.members if _is_trainer(name) and name != error.process]
         if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
             return {}
@@ -246,7 +245,7 @@ class Terms:
         return {error.process: f"it failed while {error.phase}: {what}"}
 
     def _silent_among(self, others: Sequence[str]) -> dict[str, str]:
-        """Wait for as long as a process may be silent; return which of these falls silent, and why it is lost."""
+        """Wait until one of these processes falls silent; return it with the reason, or nothing after `patience_s`."""
         patient_until = time.monotonic() + self._registry.patience_s
         while time.monotonic() < patient_until and not self._members.interrupts.are_there:
             for event, _ in self._registry.receive(_POLL_S):
@@ -254,10 +253,10 @@ class Terms:
                     return {event.member: event.why}
         return {}
 
-    # --- between two terms -------------------------------------------------------------------------------------------
+    # --- between two attempts ----------------------------------------------------------------------------------------
 
     def _start_again(self, lost: Mapping[str, str]) -> Start:
-        """Start all trainers again, and whoever else is lost; return where they begin."""
+        """Start all trainers and other lost processes again; return where they begin."""
         told = "; ".join(f"{name} is lost: {why}" for name, why in lost.items())
         try:
             trainers = [f"trainer-{index}" for index in range(self._config.num_trainers)]
@@ -299,7 +298,7 @@ def _is_trainer(name: str) -> bool:
 
 
 def _origin(invocation: Invocation) -> Start:
-    """Return where a run begins that has no checkpoint yet."""
+    """Return where a run without a checkpoint begins."""
     if invocation.ready.config.replay is None:
         return FROM_THE_MODEL
     from tandem.coordinator.preparing.replay import origin_of

@@ -1,11 +1,11 @@
-"""The time by which a run must have saved, and when it ends so as to keep to it."""
+"""The time by which a run must have saved, and the decision when to end for it."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _RECENT = 5
-"""Steps whose times say how long the next one may take."""
+"""Number of recent steps from which the next one's duration is estimated."""
 
 
 def seconds_of(duration: str) -> int:
@@ -15,10 +15,10 @@ def seconds_of(duration: str) -> int:
 
 
 class TimeLimit:
-    """Knows how long steps and checkpoints have taken, and so when no further step fits.
+    """A limit that knows how long steps and checkpoints take, and thus when no further step fits.
 
-    A run ends between two steps where it can: then nothing is thrown away. Only a step that takes longer than those
-    before is left in the middle.
+    A run ends between two steps if it can: then no work is lost. Only a step that takes longer than those before is
+    abandoned.
     """
 
     def __init__(self, must_save_by: str | None, began_at: float) -> None:
@@ -32,32 +32,32 @@ class TimeLimit:
         self._is_between = False
         self._is_over = False
         self.has_ended_run = False
-        """Whether it has ended the run, and nobody else asked for that."""
+        """Whether the limit has ended the run, without another request to end it."""
 
     def copied(self, now: float) -> None:
-        """Take note that a checkpoint is begun."""
+        """Note that a checkpoint has begun."""
         if self._copied_at is None:
             self._copied_at = now
 
     def published(self, now: float) -> None:
-        """Take note that it is whole."""
+        """Note that the checkpoint is complete."""
         if self._copied_at is not None:
             self._saving_s = max(self._saving_s, now - self._copied_at)
             self._copied_at = None
 
     def committed(self, now: float) -> None:
-        """Take note that a step is done."""
+        """Note that a step is done."""
         self._steps_s.append(now - self._step_began_at)
         self._step_began_at = now
         self._is_between = True
 
     def give_up(self) -> None:
-        """Somebody else has asked the run to end: a second request would end it at once."""
+        """Do not end the run: another request already has, and a second one would end it at once."""
         self._is_over = True
         self.has_ended_run = False
 
     def why_over(self, now: float) -> str | None:
-        """Return why the run is to save and end now; None if it may go on. Said once."""
+        """Return, once, why the run is to save and end now; None if it may go on."""
         is_between, self._is_between = self._is_between, False
         needed = self._saving_s + (max(self._steps_s) if is_between else 0.0)
         if self._is_over or not self._steps_s or now + needed < self._ends_at:

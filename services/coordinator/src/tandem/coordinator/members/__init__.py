@@ -1,1 +1,1 @@
-"""The processes of a run: how they join, and the checks of what they answer"""
+"""The processes of a run: how they join, and the checks of their replies."""

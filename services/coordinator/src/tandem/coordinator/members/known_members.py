@@ -1,8 +1,8 @@
-"""Members that outlive their coordinator: a list on disk, from which the next one takes them up.
+"""Processes that outlive their coordinator: a list on disk, from which the next one takes them over.
 
-Engines and the refit service keep what they have, wait where their coordinator was (``cluster.orphan_timeout_s``), and
-are known again by their keys. Trainers are told to go: they start anew, as in any term. So is everybody where the
-configuration is not that which they were made with, or a Python program scores samples, which is another one now.
+Engines and the refit service keep their state, wait at the coordinator's address (``cluster.orphan_timeout_s``), and
+are recognised by their keys. Trainers are told to exit, and start anew as in any attempt. So is every process if the
+configuration has changed, or if a Python program scores samples, since that program is a new one.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from tandem.config import Config, config_to_json
 from tandem.observe.run_folder.journal import read_journal
 
 SUPERVISED_S = 300.0
-"""How long services wait for the next coordinator where there will be one, unless the configuration says."""
+"""Default time that services wait for the next coordinator, if the run is supervised."""
 
 
 class Earlier(msgspec.Struct, frozen=True, kw_only=True):
-    """Members of a coordinator that was lost."""
+    """The processes of a lost coordinator."""
 
     address: str
-    """Where they look for the next one."""
+    """Address at which they look for the next one."""
     staying: Mapping[str, Key] = {}
-    """Those that are taken up, by their names."""
+    """Processes that are taken over, with their keys, by name."""
     leaving: tuple[Key, ...] = ()
-    """The keys of those that are told to go."""
+    """Keys of processes that are told to exit."""
     departed: tuple[str, ...] = ()
-    """Engines that had left before it was lost: nobody waits for others in their places."""
+    """Engines that had left before; they are not replaced."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Of all of them."""
+        """Keys of all of them."""
         return (*self.staying.values(), *self.leaving)
 
     def without(self, names: Collection[str]) -> Earlier:
-        """Return the same, but that others take the places with these names."""
+        """Return the same, with these processes among the leaving, so that others may take their names."""
         staying = {name: key for name, key in self.staying.items() if name not in names}
         gone = (key for name, key in self.staying.items() if name in names)
         return msgspec.structs.replace(self, staying=staying, leaving=(*self.leaving, *gone))
@@ -53,9 +53,9 @@ def orphan_timeout_s(config: Config, *, is_supervised: bool) -> float:
 
 
 def find_earlier(config: Config, *, has_rewards: bool) -> Earlier | None:
-    """Return the members of the coordinator that was lost, of a run that goes on; None if none was.
+    """Return the processes of a lost coordinator of the run to resume; None if there are none.
 
-    `has_rewards` says whether a Python program scores samples. Raises `ConfigError` for a list that others can change.
+    `has_rewards` says whether a Python program scores samples. Raise `ConfigError` if other users can change the list.
     """
     folder = Path(config.logger.log_dir)
     if (admitted := read_admitted(folder)) is None:
@@ -68,10 +68,10 @@ def find_earlier(config: Config, *, has_rewards: bool) -> Earlier | None:
 
 
 class KnownMembers:
-    """The list on disk of who is admitted, where services wait for another coordinator; else there is none."""
+    """The list of admitted processes on disk, kept only if services wait for another coordinator."""
 
     def __init__(self, run: Path, address: str, *, is_kept: bool, earlier: Earlier | None = None) -> None:
-        """`earlier` are on it already."""
+        """Begin with the processes of `earlier` on the list."""
         self._run = run
         self._address = address
         self._is_kept = is_kept
@@ -81,21 +81,21 @@ class KnownMembers:
             forget_admitted(run)
 
     def note(self, name: str, key: Key) -> None:
-        """Put a process on it, in the place of another of the name. Raises `ConfigError`."""
+        """Put a process on the list, in place of another of that name. Raise `ConfigError` if that fails."""
         if self._members.get(name) != key:
             self._members[name] = key
             self._departed.discard(name)
             self._write()
 
     def forget(self, name: str, *, has_left: bool = False) -> None:
-        """Take a process off it, if it is there, or note that it has left for good. Raises `ConfigError`."""
+        """Take a process off the list, or note that it has left for good. Raise `ConfigError` if that fails."""
         was_there = self._members.pop(name, None) is not None
         if was_there or (has_left and name not in self._departed):
             self._departed |= {name} if has_left else set()
             self._write()
 
     def end(self) -> None:
-        """Have no list any more: whoever is there is told to go."""
+        """Delete the list: the remaining processes are told to exit."""
         self._is_kept = False
         forget_admitted(self._run)
 

@@ -1,4 +1,4 @@
-"""Membership of the run: admission, names, heartbeats, and which connection is whose."""
+"""The processes of the run: admission, names, heartbeats, and their connections."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
 _MOST_ENROLLED = 10_000
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
 _MOST_ROLLOUTS = 1_000_000
-"""Where nothing else is said."""
+"""Most rollout engines, if no limit is set."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator's terms for staying in touch."""
+    """The coordinator's settings for heartbeats."""
 
     interval_s: float
     timeout_s: float
@@ -73,39 +73,39 @@ class Member:
         self.last_seen = now
         self.phase = "idle"
         self.trainer_keys = 0
-        """The number of the newest `TrainerKeys` that it was sent."""
+        """Number of the newest `TrainerKeys` that was sent to it."""
 
 
 def new_run_keys() -> RunKeys:
-    """Return the keys of a run that has none yet."""
+    """Return new keys for a run."""
     return RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
 
 
 class Listening:
-    """The coordinator's socket, and whom it hears: at first those alone who have proven the joining key."""
+    """The coordinator's socket, and the keys that it admits: at first only the joining key."""
 
     def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
-        """Bind. Raises `ConfigError` if the address is taken or is none.
+        """Bind. Raise `ConfigError` if the address is taken or is invalid.
 
-        `key_file` will have the keys for services. `known` are heard from the first moment on.
+        `key_file` will have the keys for services. `known` keys are admitted from the first moment on.
         """
         self.joining_key = keys.joining.public
-        """Whoever proves it may name a key of its own."""
+        """A process that proves it may register a key of its own."""
         self.admitted = Admitted([self.joining_key, *known])
         self.hub = wire.Hub(address, keys.coordinator, self.admitted)
         self._key_file = key_file
 
     def how_to_join(self, kind: str) -> str:
-        """Return what to type for a service of this run."""
+        """Return the command that starts a service of this run."""
         return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
 
 
 class Registry:
-    """Turns what arrives at the hub into events, and names into connections.
+    """A registry that turns messages of the hub into events, and names into connections.
 
-    Launched processes keep the number they were launched with; processes started by hand get the numbers after those,
-    in the order in which they join, or that of one that is awaited. All are known by their keys: one that is lost is
-    shut out by its key.
+    Launched processes keep the number they were launched with. Processes started by hand get the numbers after those,
+    in the order in which they join, or that of an awaited process. All are known by their keys; the key of a lost
+    process is rejected.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Registry:
         max_rollouts: int | None = None,
         known: KnownMembers | None = None,
     ) -> None:
-        """`max_rollouts` may be in the run at once, where it has any; as many as come if None.
+        """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
-        `known` is told who is admitted.
+        `known` is kept up to date with the admitted processes.
         """
         self._known = known
         self._hub = listening.hub
@@ -129,11 +129,11 @@ class Registry:
         self._admitted = listening.admitted
         self._joining_key = listening.joining_key
         self._enrolled: dict[str, None] = {}
-        """Keys whose owners have not said hello yet, the oldest first."""
+        """Keys that are registered and have not said hello yet, the oldest first."""
         self.trainers = Admitted()
-        """The keys of all trainers."""
+        """Keys of all trainers."""
         self._trainer_keys = 0
-        """How often these have changed."""
+        """Number of changes of these."""
         self._all_told = True
         self._expected = expected
         self._places: dict[ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
@@ -145,14 +145,14 @@ class Registry:
         self._replies = replies
         self._reserved: dict[str, str] = {}
         self._expected_back: dict[str, Key] = {}
-        """Members of an earlier coordinator that have not said hello to this one yet."""
+        """Processes of an earlier coordinator that have not said hello to this one yet."""
         self._expected_until = math.inf
         self._is_launched: set[str] = set()
-        """The names of those among them whose processes are there for certain."""
+        """Names of those that certainly exist."""
         self._leaving: dict[Key, None] = {}
-        """The keys of others, which are told to go."""
+        """Keys of the others, which are told to exit."""
         self._awaited: dict[str, None] = {}
-        """Names of members that are gone, in whose place the run needs others: these come first."""
+        """Names of lost processes that the run must replace; they are given out first."""
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
@@ -160,22 +160,22 @@ class Registry:
 
     @property
     def address(self) -> str:
-        """Where processes join."""
+        """Address at which processes join."""
         return self._hub.address
 
     @property
     def patience_s(self) -> float:
-        """After how long it is known at the latest that a process is gone."""
+        """Longest time until a lost process is noticed."""
         return self._pulse.timeout_s + self._pulse.interval_s
 
     def reserve(self, *launched: Launched) -> None:
-        """Keep the names of processes that were just launched."""
+        """Reserve the names of processes that were just launched."""
         self._reserved |= {each.public_key: each.name for each in launched}
 
     def expect_back(self, members: Mapping[str, Key], launched: Iterable[str]) -> None:
-        """Keep the names of members of an earlier coordinator for them, for `patience_s` from the next term on.
+        """Reserve the names of an earlier coordinator's processes, for `patience_s` from the next attempt on.
 
-        Of those that were `launched`, processes are there; the place of another is given to who comes first.
+        The `launched` ones certainly exist; the place of another is given to the first process that joins.
         """
         self._expected_back |= members
         self._is_launched |= {*launched}
@@ -184,13 +184,13 @@ class Registry:
             self._admitted.add(key)
 
     def send_away(self, keys: Iterable[Key]) -> None:
-        """Tell these members of an earlier coordinator to go, whenever they are heard."""
+        """Tell these processes of an earlier coordinator to exit, whenever they are heard."""
         for key in keys:
             self._leaving[key] = None
             self._admitted.add(key)
 
     def not_back(self) -> list[str]:
-        """Return those whose names are not kept any more, since they have not come back in time."""
+        """Return the processes that have not come back in time; their names are free again."""
         if time.monotonic() < self._expected_until:
             return []
         names = [*self._expected_back]
@@ -200,12 +200,12 @@ class Registry:
         return names
 
     def needs(self, name: str) -> bool:
-        """Tell whether the run cannot do without the owner of a name: it is not one that has come beyond those."""
+        """Return whether the run needs the process of this name; it can do without extra ones."""
         kind, _, index = name.rpartition("-")
         return any(kind == expected and int(index) < count for expected, count in self._expected.items())
 
     def enrol(self, key: str) -> None:
-        """Hear a process by a key that it has made itself."""
+        """Admit a process by a key that it made itself."""
         self._enrolled[key] = None
         self._admitted.add(key)
         while len(self._enrolled) > _MOST_ENROLLED:
@@ -214,10 +214,10 @@ class Registry:
             self._admitted.remove(oldest)
 
     def dismiss(self, name: str, reason: str, *, is_over: bool = False, is_awaited: bool = True) -> None:
-        """Free the name of a member that is lost, or is to start again, and tell it to go: it may only be hanging.
+        """Free the name of a process that is lost, or is to restart, and tell it to exit: it may only hang.
 
-        Nothing that it still sends is heard, and it cannot come back. If `is_over`, it is not to start again either;
-        `is_awaited` says whether another is to have the name before any other name.
+        Its further messages are ignored, and it cannot come back. With `is_over`, it is not to restart either.
+        `is_awaited` says whether the name is given out again before any other.
         """
         self._awaited.pop(name, None)
         if is_awaited:
@@ -238,7 +238,7 @@ class Registry:
             self._known.forget(name, has_left=is_over and not is_awaited)
 
     def begin_term(self) -> list[Joined]:
-        """Expect no answer to what was ordered before; return who is there already, as if they had joined now."""
+        """Forget earlier requests; return the processes that are present, as if they had joined now."""
         self._replies.forget_orders()
         now = time.monotonic()
         if self._expected_back:
@@ -246,7 +246,7 @@ class Registry:
         return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
-        """Wait up to `timeout_s` for something to happen; yield what did, with its arrays."""
+        """Wait up to `timeout_s` for messages; yield the events with their arrays."""
         for peer, frames in self._hub.receive(timeout_s):
             now = time.monotonic()
             member = self._by_peer.get(peer)
@@ -273,22 +273,22 @@ class Registry:
         yield from ((event, {}) for event in self._watch(now))
 
     def order(self, name: str, order: Order, frames: wire.Frames) -> None:
-        """Send a member an order for the first time; its replies are checked against it."""
+        """Send a process a request for the first time; its replies are checked against it."""
         self._tell_trainer_keys()
         self._replies.ordered(name, order)
         self.send(name, frames)
 
     def send(self, name: str, frames: wire.Frames) -> bool:
-        """Send to a member; False if its connection is gone."""
+        """Send to a process; return False if its connection is gone."""
         return self._hub.send(self.members[name].peer, frames)
 
     def broadcast(self, message: Message) -> None:
-        """Send to every member that can still be reached."""
+        """Send to every process that can still be reached."""
         for member in self.members.values():
             self._hub.send(member.peer, wire.encode(message))
 
     def beat(self) -> None:
-        """Tell members that the coordinator is there, when it is time to."""
+        """Send a heartbeat to all processes, if it is due."""
         now = time.monotonic()
         if now - self._last_beat >= self._pulse.interval_s:
             self._last_beat = now
@@ -296,11 +296,11 @@ class Registry:
             self._tell_trainer_keys()
 
     def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
-        """Return what a message means. Raises `WireError` for a reply that cannot be one."""
+        """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):
                 member.phase = shortened(phase)
-                if number < member.trainer_keys:  # perhaps they were lost, with a connection
+                if number < member.trainer_keys:  # they may have been lost with a connection
                     member.trainer_keys, self._all_told = number, False
                 return None
             case Hello():
@@ -311,13 +311,13 @@ class Registry:
                 return Lost(now=now, member=member.name, why=f"it left: {shortened(reason)}")
             case reply:
                 if not self._replies.take(member.name, reply, received.arrays):
-                    return None  # a repetition, or the answer to an order that was abandoned
+                    return None  # a repeat, or the answer to an abandoned request
                 if isinstance(reply, Failed):
                     return Erred(now=now, member=member.name, failed=_readable(reply))
                 return Replied(now=now, member=member.name, reply=reply)
 
     def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
-        """Welcome or refuse a process that says hello; anything else is dropped."""
+        """Welcome or reject a process that says hello; drop anything else."""
         if peer.key in self._leaving:
             self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
             del self._leaving[peer.key]
@@ -333,9 +333,9 @@ class Registry:
         except WireError:
             return None
         if (peer.key == self._joining_key) != (hello.enrols is not None):
-            return None  # with the joining key one can do nothing else, and with others not that
+            return None  # the joining key serves to register, and only that
         if hello.enrols is None and peer.key not in self._reserved and peer.key not in self._enrolled:
-            return None  # a member's, over a second connection
+            return None  # a second connection of an admitted process
         name = self._name_for(hello, peer.key)
         if name is None:
             self._hub.send(peer, wire.encode(self._refusal(hello)))
@@ -350,7 +350,7 @@ class Registry:
         if self._expected_back.get(name) == peer.key:
             del self._expected_back[name]
         else:
-            self._give_up(name)  # of whoever comes first it is
+            self._give_up(name)  # the first to come gets it
         if self._known is not None:
             self._known.note(name, peer.key)
         member = Member(hello, name, peer, now)
@@ -382,21 +382,21 @@ class Registry:
             places, first = range(hello.index, hello.index + (hello.index in places)), []
         wanted = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
         names = [*first, *(f"{hello.service}-{index}" for index in wanted)]
-        # Of one that is expected back nobody knows whether it comes, unless its process was just started.
+        # A process that is expected back may not come, unless it was just started.
         vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
         more = (f"{hello.service}-{index}" for index in range(max(places.start, wanted.stop), places.stop))
         free, beyond = ((name for name in group if name not in taken) for group in (names, more))
         return next(itertools.chain(free, vague, beyond), None)
 
     def _give_up(self, name: str) -> None:
-        """Keep the name for nobody who is expected back."""
+        """Free the name of a process that is expected back."""
         self._is_launched.discard(name)
         if (key := self._expected_back.pop(name, None)) is not None:
             self._reserved.pop(key, None)
             self._admitted.remove(key)
 
     def _refusal(self, hello: Hello) -> Refused:
-        """Say why there is no place for a process."""
+        """Describe why there is no place for a process."""
         wanted = len(self._places.get(hello.service, range(0)))
         most = " (cluster.max_rollouts)" if wanted > self._expected.get(hello.service, 0) else ""
         processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}{most}"
@@ -408,14 +408,14 @@ class Registry:
         return Refused(reason=reason, is_for_good=True)
 
     def _note_trainers(self, changed: Member) -> None:
-        """Admit the trainers that there are, and no others, to the samples."""
+        """Admit the current trainers, and no others, to the samples."""
         if changed.hello.service == "trainer":
             self.trainers.replace(m.peer.key for m in self.members.values() if m.hello.service == "trainer")
             self._trainer_keys += 1
             self._all_told = False
 
     def _tell_trainer_keys(self) -> None:
-        """Tell rollouts who may fetch samples, where they have not heard it yet."""
+        """Tell engines which trainers may fetch samples, if they do not know yet."""
         if self._all_told:
             return
         told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
@@ -426,16 +426,16 @@ class Registry:
         self._all_told = True
 
     def _watch(self, now: float) -> Iterator[Event]:
-        """Beat when it is time; report members that have been silent for too long."""
+        """Send heartbeats when due; report processes that have been silent for too long."""
         self.beat()
-        for member in list(self.members.values()):  # who hears of it may forget the member
+        for member in list(self.members.values()):  # the caller may remove the process meanwhile
             silent_s = now - member.last_seen
             if silent_s > self._pulse.timeout_s:
                 yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")
 
 
 def _readable(failed: Failed) -> Failed:
-    """Return what a process says of itself as it is shown: its text may be anyone's."""
+    """Return a process's error in printable form: its text may be anything."""
     return msgspec.structs.replace(
         failed,
         phase=shortened(failed.phase),

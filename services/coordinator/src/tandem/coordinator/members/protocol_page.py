@@ -1,4 +1,4 @@
-"""Write the message tables of ``docs/protocol.md``, whose path is the argument of this module."""
+"""The message tables of ``docs/protocol.md``; this module's argument is the path of the page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PARTS = (
     messages.ScoredResponse,
 )
 _ARRAYS = {"TABLE": batch.Batch.check_table, "TOKENS": batch.Batch.check_tokens, "SAMPLES": batch.Batch.check_samples}
-"""What checks the numbers of the arrays of a message, by the name of the list of these."""
+"""Checks of the arrays of a message, by the name of their list."""
 _LIMITS = {
     "ge": "at least",
     "gt": "above",
@@ -56,7 +56,7 @@ _LIMITS = {
     "min_length": "of length at least",
     "max_length": "of length at most",
 }
-"""What `msgspec.Meta` may say of a type, in words."""
+"""Limits of `msgspec.Meta`, in words."""
 _MARKED = re.compile(r"(<!-- messages -->\n).*?(<!-- /messages -->)", re.DOTALL)
 
 
@@ -66,7 +66,7 @@ def with_tables(page: str) -> str:
 
 
 def tables() -> str:
-    """Return a section a link, a table a message, then the structs that messages are made of."""
+    """Return a section for each link, a table for each message, then the structs inside messages."""
     lines = [f"Protocol version {messages.PROTOCOL_VERSION}."]
     shown: set[type] = set()
     for title, union in LINKS.items():
@@ -94,7 +94,7 @@ def _table(message: type[msgspec.Struct], module: ModuleType = messages) -> list
     for field in fields:
         kind = _type(message, field.name)
         meaning = docs.get(field.name, "")
-        if kind.startswith("Annotated["):  # what it may be is said here, not in the table of types
+        if kind.startswith("Annotated["):  # its limits are told here, not in the table of types
             kind = _plain(ast.parse(kind, mode="eval").body)
             meaning = f"{meaning} Must be {_limits(hints[field.name])}.".strip()
         lines.append(f"| `{field.encode_name}` | `{kind}` | {meaning} |")
@@ -103,7 +103,7 @@ def _table(message: type[msgspec.Struct], module: ModuleType = messages) -> list
 
 
 def _array_table(name: str) -> list[str]:
-    """Return the table of the arrays that `tandem.samples.batch` lists under a name."""
+    """Return the table of the arrays in a list of `tandem.samples.batch`."""
     docs = _field_docs(batch.Batch, batch)
     (about,) = (text for each, _, text in _documented(ast.parse(inspect.getsource(batch))) if each == name)
     lines = [f"**`{name}`**: {about}", "", "| array | type | meaning |", "|---|---|---|"]
@@ -119,7 +119,7 @@ def _type(message: type[Any], field: str) -> str:
 
 
 def _types() -> list[str]:
-    """Return a table of the types that say what a field may be."""
+    """Return a table of the types that limit a field's values."""
     lines = ["| type | is | must be | meaning |", "|---|---|---|---|"]
     declared = _documented(ast.parse(inspect.getsource(messages))), _documented(ast.parse(inspect.getsource(keys)))
     for name, value, meaning in chain(*declared):
@@ -131,14 +131,14 @@ def _types() -> list[str]:
 
 
 def _plain(annotated: ast.expr | None) -> str:
-    """Return what ``Annotated[...]`` annotates, as it is written."""
+    """Return the inner type of ``Annotated[...]`` as it is written."""
     assert isinstance(annotated, ast.Subscript)
     assert isinstance(annotated.slice, ast.Tuple)
     return ast.unparse(annotated.slice.elts[0])
 
 
 def _limits(kind: Any) -> str:
-    """Return in words what an annotated type may be."""
+    """Return the limits of an annotated type, in words."""
     said = []
     for meta in kind.__metadata__:
         for limit, words in _LIMITS.items():
@@ -160,7 +160,7 @@ def _field_docs(message: type[Any], module: ModuleType) -> dict[str, str]:
 
 
 def _documented(definition: ast.ClassDef | ast.Module) -> Iterator[tuple[str, ast.expr | None, str]]:
-    """Yield each name that has a docstring under it: its name, what it is assigned, and the docstring."""
+    """Yield each name that has a docstring under it, with its assigned value and the docstring."""
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         match field, after:
             case (

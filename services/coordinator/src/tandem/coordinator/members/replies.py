@@ -1,10 +1,12 @@
-"""Check replies against the orders that they answer; pure, no sockets and no clock.
+"""The check of replies against their requests; pure, no sockets and no clock.
 
-`Replies` is told of every order that is sent (`ordered`) and of every member that is gone (`forget`). Every reply comes
-by here before it is an event (`take`), so that nothing which cannot be the answer to its order ever reaches a batch, a
-metric or the journal. What a field may be by itself was checked when it was decoded (the types in
-`tandem.common.messages`); here it is compared with what was asked for, by a rule a message (`reply_rules`), whose
-docstrings ``docs/protocol.md`` lists (`tandem.coordinator.members.protocol_page`).
+`Replies` is told of every request that is sent (`ordered`) and of every process that is lost (`forget`). Every reply
+passes `take` before it becomes an event. A reply that cannot answer its request thus never reaches a batch, a metric or
+the journal.
+
+Decoding has already checked each field by itself (the types in `tandem.common.messages`). Here fields are compared with
+the request, by one rule for each message (`reply_rules`). ``docs/protocol.md`` lists the rules' docstrings
+(`tandem.coordinator.members.protocol_page`).
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from tandem.coordinator.members.reply_rules import RULES
 
 
 class Replies:
-    """The orders that are not answered yet, and whether a reply can be the answer to one."""
+    """The unanswered requests, and the check whether a reply can answer one."""
 
     def __init__(self, limits: Limits, newest: int = 0) -> None:
-        """`newest` is not below the id of any order that the members were given by an earlier coordinator."""
+        """`newest` is at least every command id that an earlier coordinator gave out."""
         self._limits = limits
         self._asked: dict[int, Asked] = {}
         self._members: dict[str, Member] = {}
         self._newest = newest
-        """Of all ids of orders so far."""
+        """Highest command id so far."""
 
     def ordered(self, name: str, order: Order) -> None:
-        """Note an order that is sent to a member."""
+        """Note a request that is sent to a process."""
         self._newest = max(self._newest, order.command_id)
-        if isinstance(order, BuildEngine):  # which begins anew: it holds no version that it was given before
+        if isinstance(order, BuildEngine):  # it begins anew, without any version
             self._members[name] = Member()
         member = self._members.setdefault(name, Member())
         match order:
@@ -41,7 +43,7 @@ class Replies:
             case Refit() if name in order.only or not order.only:
                 if order.version not in member.versions[-1:]:
                     bisect.insort(member.versions, order.version)
-            case Generate() | Attest():  # what it gives up for this, it never answers
+            case Generate() | Attest():  # the requests that this cancels are never answered
                 oldest = order.cancel_before if isinstance(order, Generate) else order.command_id
                 self._asked = {
                     i: asked
@@ -53,18 +55,18 @@ class Replies:
         self._asked[order.command_id] = Asked(name, order, member, self._limits)
 
     def forget(self, name: str) -> None:
-        """Expect nothing more of a member; another of the name begins anew."""
+        """Expect nothing more of a process; another of its name begins anew."""
         self._asked = {i: asked for i, asked in self._asked.items() if asked.name != name}
         self._members.pop(name, None)
 
     def forget_orders(self) -> None:
-        """Take no answer any more to what was ordered so far."""
+        """Accept no more answers to earlier requests."""
         self._asked = {}
 
     def take(self, name: str, reply: Reply | Failed, arrays: Arrays) -> bool:
-        """Check a reply; return whether it answers an order that is still open, and not one that is over.
+        """Check a reply; return whether it answers an open request, rather than one that is over.
 
-        Raises `WireError`, which begins with the message and the field, if it cannot be an answer to that order.
+        Raise `WireError` if it cannot be an answer to that request; its text begins with the message and the field.
         """
         try:
             return self._take(name, reply, arrays)
@@ -74,9 +76,9 @@ class Replies:
     def _take(self, name: str, reply: Reply | Failed, arrays: Arrays) -> bool:
         asked = self._asked.get(reply.command_id)
         if asked is None:
-            must(reply.command_id <= self._newest, "command_id", reply.command_id, "of an order")
+            must(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
             return False
-        must(asked.name == name, "command_id", reply.command_id, f"of an order to {name}, not to {asked.name}")
+        must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
         if not isinstance(reply, Failed):
             rules, kind = RULES[type(reply)], type(asked.order)
             names = " or a ".join(rule.order.__name__ for rule in rules)

@@ -1,4 +1,4 @@
-"""What the rules of replies are made of: orders as they are remembered, and comparisons that raise."""
+"""The parts of reply rules: requests as they are remembered, and comparisons that raise."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tandem.observe.exporters.nvml import MEASURED
 from tandem.refit import layout
 
 SHOWN = 100
-"""Characters of a value that an error shows."""
+"""Most characters of a value that an error shows."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What no sample of a run goes beyond."""
+    """Limits of every sample of a run."""
 
     vocabulary: int
     max_tokens: int
-    """Of a whole sequence."""
+    """Most tokens of a whole sequence."""
     max_turns: int
     plays: bool = False
-    """Whether an agent makes them, whose prompts are its own."""
+    """Whether an agent plays episodes, with prompts of its own."""
     speakers: frozenset[str] = frozenset({"trainer-0"})
-    """The trainers whose metrics are the run's: the first of each group that holds the same models."""
+    """Trainers that report the run's metrics: the first of each model group."""
 
     @staticmethod
     def of(config: Config) -> Limits:
-        """Return those of a run whose model's folder is there."""
+        """Return the limits of a run; its model folder must exist."""
         policy, longest = config.policy, config.policy.max_total_sequence_length
         if policy.generation.backend == "vllm":
             longest = max(longest, policy.generation.vllm_cfg.max_model_len)
@@ -53,40 +53,40 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """What is known of a process from its orders and replies."""
+    """The state of a process as its requests and replies tell it."""
 
     def __init__(self) -> None:
         self.is_engine = False
         self.num_tensors: tuple[int, ...] = ()
-        """In the layout of each of its parts."""
+        """Numbers of tensors in the layouts of its shards."""
         self.versions: list[int] = []
-        """That it was given, in ascending order."""
+        """Versions that it was given, in ascending order."""
         self.version = 0
-        """That it has said to hold, the last time."""
+        """Version that it last reported."""
 
 
 class Asked:
-    """An order whose answer has not come, or not all of it."""
+    """A request without a complete answer."""
 
     def __init__(self, name: str, order: Order, member: Member, limits: Limits) -> None:
         self.name = name
         self.order: Any = order
-        """Of the type that the rule of the reply goes with."""
+        """Request of the type that the reply's rule names."""
         self.member = member
         self.limits = limits
         self.oldest_version = member.version
-        """That the member can make tokens with while it carries the order out."""
+        """Oldest version with which the process may generate for this request."""
         self.arrived: set[tuple[int, int]] = set()
-        """Samples that are here, by group and place."""
+        """Samples received so far, by group and index."""
         self.num_tokens = 0
-        """That the policy made in these samples."""
+        """Number of generated tokens in these samples."""
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
 def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
-    """Compare the sizes of each sample with its order."""
+    """Compare the sizes of each sample with its request."""
     order: Generate = asked.order
     limits, groups = asked.limits, {group.group: group for group in order.groups}
     seen: set[tuple[int, int]] = set()
@@ -96,7 +96,7 @@ def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
             raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
         prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
         fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
-        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
         seen.add((sample.group, sample.sample))
         if limits.plays and made:
             _check_episode(asked, row, sample)
@@ -109,7 +109,7 @@ def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
         fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
         length = sample.num_tokens
         fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
-        # Between two responses the environment has spoken.
+        # An environment inserts text between two responses.
         is_all = length == prompt + made if turns <= 1 else length >= prompt + made
         fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
@@ -117,7 +117,7 @@ def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
 
 
 def _check_episode(asked: Asked, row: int, sample: SampleScored) -> None:
-    """Compare the sizes of an agent's episode, whose prompts are its own, with each other and with its order."""
+    """Compare the sizes of an agent's episode with each other and with its request; its prompts are its own."""
     limits, turns, made = asked.limits, sample.num_turns, sample.response_length
     fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
     most = turns * asked.order.sampling.max_new_tokens
@@ -140,20 +140,20 @@ def check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
 
 
 def check_digests(asked: Asked, digests: tuple[bytes, ...]) -> None:
-    """Compare the sizes of digests with the layouts that they are of."""
+    """Compare the sizes of digests with those of their layouts."""
     sizes = tuple(map(len, digests))
     wanted = tuple(8 * num for num in asked.member.num_tensors)
     must(sizes == wanted, "digests", f"{some(sizes)} bytes", f"{some(wanted)}: 8 for each tensor of a part's layout")
 
 
 def fits(holds: bool, row: int, field: str, sample: SampleScored, what: str, *values: int) -> None:
-    """Raise `WireError` unless something holds of a field of a sample; there are many, and no text is made of most."""
+    """Raise `WireError` unless a condition on a sample's field holds; format the text only then."""
     if not holds:
         must(False, f"samples[{row}].{field}", getattr(sample, field), what.format(*values))
 
 
 def num_tensors_of(field: str, encoded: bytes) -> int:
-    """Return how many tensors a layout has. Raises `WireError` if it cannot be read."""
+    """Return the number of tensors in a layout. Raise `WireError` if it cannot be read."""
     try:
         return layout.num_tensors(encoded)
     except RefitError as error:
@@ -161,17 +161,17 @@ def num_tensors_of(field: str, encoded: bytes) -> int:
 
 
 def must(holds: bool, field: str, value: object, what: str) -> None:
-    """Raise `WireError` unless something holds."""
+    """Raise `WireError` unless a condition on a field holds."""
     if not holds:
         shown = value if isinstance(value, str) else repr(value)
         raise WireError(f"{field}: {shown[:SHOWN]}, must be {what}")
 
 
 def same(asked: Asked, reply: object, *fields: str) -> None:
-    """Compare fields that a reply has from its order."""
+    """Compare fields that a reply repeats from its request."""
     for field in fields:
         value, wanted = getattr(reply, field), getattr(asked.order, field)
-        must(value == wanted, field, value, f"{wanted}, as in the order")
+        must(value == wanted, field, value, f"{wanted}, as in the command")
 
 
 def finite(metrics: Mapping[str, float]) -> None:
@@ -181,18 +181,18 @@ def finite(metrics: Mapping[str, float]) -> None:
 
 
 def measured(gpus: Mapping[str, float]) -> None:
-    """Raise `WireError` unless numbers of GPUs have names of ours, since they become metrics, and are finite."""
+    """Raise `WireError` unless GPU readings have known names, since they become metrics, and are finite."""
     all_among("gpus", gpus, {*MEASURED}, f"one of {', '.join(MEASURED)}")
     for name, value in gpus.items():
         must(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
 
 
-def all_among(field: str, names: Iterable[str], among: set[str], what: str = "one of those in the order") -> None:
-    """Raise `WireError` unless each name is among those that may stand in a field."""
+def all_among(field: str, names: Iterable[str], among: set[str], what: str = "one of those in the command") -> None:
+    """Raise `WireError` unless each name is among those that a field may hold."""
     for name in names:
         must(name in among, field, name, what)
 
 
 def some(values: Iterable[object]) -> str:
-    """Return values in a line that is not too long."""
+    """Return values on one line of limited length."""
     return ", ".join(map(str, values))[-SHOWN:] or "none"

@@ -1,4 +1,4 @@
-"""The rules of replies: what each must be to answer its order; ``docs/protocol.md`` lists them."""
+"""The rules of replies: how each must match its request; ``docs/protocol.md`` lists them."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
 class Rule(NamedTuple):
-    """What a reply must be to answer an order of a type."""
+    """The rule by which a reply answers a type of request."""
 
     order: type[Command]
-    """What the reply answers."""
+    """Type of the request."""
     check: Callable[[Asked, Any], None] | None
-    """None: there is nothing to compare."""
+    """Comparison of the reply with the request; None if there is nothing to compare."""
 
 
 def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
-    """`version` is that of the order, and `layout` can be read."""
+    """`version` is that of the command, and `layout` can be read."""
     same(asked, reply, "version")
     asked.member.num_tensors = (num_tensors_of("layout", reply.layout),)
 
 
 def _trained(asked: Asked, reply: Trained) -> None:
-    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, of the first that holds a model.
+    """`step` and `version` are those of the command. `metrics` are finite numbers, from a model group's first trainer.
 
-    `gpus` are those that `tandem.observe.exporters.nvml` measures.
+    `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
     same(asked, reply, "step")
     must(reply.version == asked.order.step, "version", reply.version, f"the step, {asked.order.step}")
@@ -96,13 +96,13 @@ def _trained(asked: Asked, reply: Trained) -> None:
 
 
 def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
-    """`step` is that of the order. `members` are sources of the order."""
+    """`step` is that of the command. `members` are sources of the command."""
     same(asked, reply, "step")
     all_among("members", reply.members, {*asked.order.sources})
 
 
 def _evaluated(asked: Asked, reply: Evaluated) -> None:
-    """`step` is that of the order. `metrics` are finite numbers."""
+    """`step` is that of the command. `metrics` are finite numbers."""
     same(asked, reply, "step")
     finite(reply.metrics)
 
@@ -117,7 +117,7 @@ def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
 
 
 def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
-    """Digests are from then on of what the programs have the process receive, where that is not its layout."""
+    """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
     order: InstallProgram = asked.order
     received = map(program.num_received, order.programs)
     numbers = zip(asked.member.num_tensors, received, strict=False)
@@ -125,11 +125,11 @@ def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
 
 
 def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
-    """`step` and `purpose` are those of the order, and each sample is one that was asked for, once in a message.
+    """`step` and `purpose` are those of the command; each sample was asked for, and is in a message once.
 
-    Its prompt is as long as the one asked for; what the policy made is within the limits of the order, of
-    `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The versions are ones that the engine held since
-    it was given the order, and its tokens are counted by them. There is text for validation alone.
+    Its prompt has the requested length; its response is within the limits of the command, of
+    `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. Its versions are among those that the engine has
+    held since it got the command, and its tokens are counted by version. Only validation samples have text.
     """
     same(asked, reply, "step", "purpose")
     check_samples(asked, reply.samples)
@@ -147,15 +147,15 @@ def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
         fits(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", made)
         has_text = bool(sample.response) and reply.purpose == "train"
         fits(not has_text, row, "response", sample, "empty: only validation has text")
-        if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
+        if (sample.group, sample.sample) not in asked.arrived:  # a command that is sent again is answered again
             asked.arrived.add((sample.group, sample.sample))
             asked.num_tokens += made
 
 
 def _generated(asked: Asked, reply: Generated) -> None:
-    """`step` and `purpose` are those of the order. Every sample was sent; there are `num_samples`, of `num_tokens`.
+    """`step` and `purpose` are those of the command. All `num_samples` samples were sent, with `num_tokens` tokens.
 
-    `gpus` are those that `tandem.observe.exporters.nvml` measures.
+    `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
     same(asked, reply, "step", "purpose")
     _check_whole(asked, reply, sum(len(group.seeds) for group in asked.order.groups))
@@ -164,10 +164,9 @@ def _generated(asked: Asked, reply: Generated) -> None:
 
 
 def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
-    """`step` is that of the order, and each sample is of a group that was asked for, once in a message.
+    """`step` is that of the command; each sample's group was asked for, and it is in a message once.
 
-    There are no more of a group than it has; none is longer than `policy.max_total_sequence_length`, and there is no
-    text.
+    No group has more samples than it should. None is longer than `policy.max_total_sequence_length`, and none has text.
     """
     same(asked, reply, "step")
     must(reply.purpose == "train", "purpose", reply.purpose, "train")
@@ -176,7 +175,7 @@ def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
     for row, sample in enumerate(reply.samples):
         fits(sample.group in groups, row, "group", sample, "one that was asked for")
         fits(sample.sample < asked.order.num_samples, row, "sample", sample, "below {}", asked.order.num_samples)
-        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
         most = asked.limits.max_tokens
         if sample.branches:
             check_branches(asked.limits, row, sample)
@@ -191,7 +190,7 @@ def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
 
 
 def _all_restored(asked: Asked, reply: Generated) -> None:
-    """`step` is that of the order. Every sample was sent; there are `num_samples`, and no token was made for them."""
+    """`step` is that of the command. All `num_samples` samples were sent, and no token was generated for them."""
     same(asked, reply, "step")
     must(reply.purpose == "train", "purpose", reply.purpose, "train")
     _check_whole(asked, reply, asked.order.num_samples * sum(map(len, asked.order.files.values())))
@@ -199,27 +198,27 @@ def _all_restored(asked: Asked, reply: Generated) -> None:
 
 
 def _check_whole(asked: Asked, reply: Generated, wanted: int) -> None:
-    """Raise `WireError` unless all samples of an order were sent, and are counted."""
-    must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of an order whose {wanted} samples were sent")
+    """Raise `WireError` unless all samples of a request were sent, and are counted."""
+    must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of a command whose {wanted} samples were sent")
     must(reply.num_samples == wanted, "num_samples", reply.num_samples, f"{wanted}, as asked for")
 
 
 def _samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
-    """`step` is that of the order. What was written and what is missing are all that was asked for."""
+    """`step` is that of the command. Written and missing samples add up to those asked for."""
     same(asked, reply, "step")
     wanted = sum(len(group.advantages) for group in asked.order.groups)
     must(reply.num_missing <= wanted, "num_missing", reply.num_missing, f"at most {wanted}, as asked for")
     rest = wanted - reply.num_missing
-    must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, as asked for but for those missing")
+    must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, all but the missing ones")
 
 
 def _mesh_connected(asked: Asked, reply: MeshConnected) -> None:
-    """`mesh` is that of the order."""
+    """`mesh` is that of the command."""
     same(asked, reply, "mesh")
 
 
 def _refitted(asked: Asked, reply: Refitted) -> None:
-    """`version` is that of the order. `num_bytes` are of links that the process is an end of."""
+    """`version` is that of the command. `num_bytes` are of links with this process at one end."""
     same(asked, reply, "version")
     for link in reply.num_bytes:
         ends = [process_of(end) for end in link.split(">")]
@@ -229,13 +228,13 @@ def _refitted(asked: Asked, reply: Refitted) -> None:
 
 
 def _attested(asked: Asked, reply: Attested) -> None:
-    """`version` is that of the order. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
+    """`version` is that of the command. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
     same(asked, reply, "version")
     check_digests(asked, reply.digests)
 
 
 def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
-    """`version` is that of the order. `digests` are as in an `Attested` if they were asked for, else there are none."""
+    """`version` is that of the command. `digests` are as in an `Attested` if they were asked for, else empty."""
     same(asked, reply, "version")
     if asked.order.with_digests:
         check_digests(asked, reply.digests)
@@ -244,9 +243,9 @@ def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
 
 
 def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
-    """There is a program for every worker shard whose layout was given, and for no other.
+    """There is a program for every worker shard with a layout in the command, and for no other.
 
-    Senders are their processes; meshes have names of their own, and they and links are between these worker shards.
+    Senders are processes of these shards. Meshes have different names; meshes and links connect these shards.
     """
     parts = {*asked.order.sources, *asked.order.destinations}
     processes = {process_of(part) for part in parts}
@@ -263,7 +262,7 @@ def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
 
 
 def _version_committed(asked: Asked, reply: VersionCommitted) -> None:
-    """`version` is that of the order. `differing` are engines whose digests were given."""
+    """`version` is that of the command. `differing` are engines with digests in the command."""
     same(asked, reply, "version")
     engines = {process_of(part) for part in asked.order.digests}
     all_among("differing", reply.differing, {name for name in engines if not name.startswith("trainer-")})
@@ -292,7 +291,7 @@ RULES: Mapping[type[Message], tuple[Rule, ...]] = {
 
 
 def rule_of(message: type[Message]) -> str:
-    """Return what there is to say of a message as an answer, for the protocol's page; nothing if it is none."""
+    """Return the rules of a message as an answer, for the protocol's page; empty if it is none."""
     said = [
         f"Answers `{order.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
         for order, check in RULES.get(message, ())

@@ -1,1 +1,1 @@
-"""Observers of a run: told of what happens, and without influence on it"""
+"""Observers of a run: they see its events, and have no influence on it."""

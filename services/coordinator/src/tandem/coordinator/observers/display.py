@@ -1,8 +1,8 @@
 """The part of a terminal that changes in place, below the lines that stay.
 
-Whatever is printed meanwhile, by the console or to standard output and error, is written above it, and so becomes part
-of what the terminal scrolls back to. Where the terminal has become narrower since, the lines that it has wrapped are
-taken into account, so that nothing of the old picture is left behind.
+Everything printed meanwhile, by the console or to standard output and error, appears above it, and stays in the
+scroll-back. If the terminal has become narrower, wrapped lines are counted, so that the old picture is erased
+completely.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Display(RenderHook):
     """A renderable that is kept at the bottom of a terminal, until it is closed."""
 
     def __init__(self, console: Console) -> None:
-        """Begin with nothing; the cursor is hidden."""
+        """Begin empty, with the cursor hidden."""
         self._console = console
         self._shown: RenderableType = Text()
         self._widths: list[int] = []
-        """Of the lines that are on the terminal, in cells."""
+        """Widths of the lines on the terminal, in cells."""
         self._out, self._errors = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (cast(TextIO, FileProxy(console, file)) for file in (self._out, self._errors))
         console.push_render_hook(self)
         console.show_cursor(False)
 
     def update(self, shown: RenderableType) -> None:
-        """Show this in the place of what was shown before."""
+        """Replace what is shown."""
         self._shown = shown
         self._console.print(Control())  # the hook does the rest
 
@@ -45,11 +45,11 @@ class Display(RenderHook):
         self._console.show_cursor(True)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Have what is printed written above what is shown; rich calls this."""
+        """Put printed text above the display; rich calls this."""
         return [self._erasing(), *renderables, _Frame(self)]
 
     def _erasing(self) -> Control:
-        """Return what erases the lines that are shown: the cursor is at the end of the last one."""
+        """Return the control codes that erase the shown lines, from the end of the last one."""
         width = max(1, self._console.width)
         num_rows = sum(max(1, -(-cells // width)) for cells in self._widths)
         self._widths = []
@@ -59,7 +59,7 @@ class Display(RenderHook):
         return Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up)
 
     def lines(self, console: Console) -> Iterator[Segment]:
-        """Yield what is shown, a row of the terminal for each line, and as many as it has rows."""
+        """Yield the shown lines, one terminal row each, and at most as many as there are rows."""
         options = console.options.update(width=console.width, no_wrap=True, overflow="ellipsis")
         lines = console.render_lines(self._shown, options, pad=False)[: max(1, console.height - 1)]
         self._widths = [Segment.get_line_length(line) for line in lines]
@@ -69,7 +69,7 @@ class Display(RenderHook):
 
 
 class _Frame:
-    """What a display shows, when it is drawn."""
+    """The content of a display at the time it is drawn."""
 
     def __init__(self, display: Display) -> None:
         self._display = display

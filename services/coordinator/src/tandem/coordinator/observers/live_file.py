@@ -1,4 +1,4 @@
-"""Write ``live.json`` from the scheduler's tables."""
+"""The writer of ``live.json``, from the scheduler's tables."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from tandem.observe.run_folder.live import (
 from tandem.observe.run_folder.time_left import NUM_RECENT, seconds_left
 
 _PAUSE_S = 0.5
-"""Between two times that the file is written, at least."""
+"""Least time between two writes of the file."""
 _NUM_NOTES = 20
 _DRIVER = Path("/dev/nvidiactl")
-"""Is there where a machine has GPUs of NVIDIA's."""
+"""Device file of machines with NVIDIA GPUs."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file said of the terms before, and goes on from."""
+    """The snapshot of earlier attempts, from which the file goes on."""
 
     began_at: float
-    """When the first began, by the monotonic clock."""
+    """Beginning of the first attempt, by the monotonic clock."""
     notes: tuple[str, ...] = ()
-    """The newest lines of the console."""
+    """Newest lines of the console."""
     num_dropped: int = 0
     num_failures: int = 0
     records: tuple[StepRecord, ...] = ()
-    """The newest steps, some of which may be done again."""
+    """Newest steps; some of them may be done again."""
 
 
 class LiveFile(Observer):
-    """Writes ``live.json``, at most twice a second and only when something has changed."""
+    """The file ``live.json``, written at most twice a second and only when something has changed."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LiveFile(Observer):
         history: Sequence[StepRecord],
         said: Said | None = None,
     ) -> None:
-        """Begin anew, or where the terms before ended; `history` are the steps that are done."""
+        """Begin anew, or from the snapshot of earlier attempts; `history` are the finished steps."""
         self._before = said = said or Said(began_at=time.monotonic())
         self._config = config
         self._path = folder / LIVE_NAME
@@ -80,7 +80,7 @@ class LiveFile(Observer):
 
     @property
     def said(self) -> Said:
-        """What the next term goes on from."""
+        """Snapshot for the next attempt."""
         return Said(
             began_at=self._before.began_at,
             notes=tuple(self._notes),
@@ -91,7 +91,7 @@ class LiveFile(Observer):
 
     @property
     def last(self) -> Live | None:
-        """What the file says now; None before it says anything."""
+        """Content of the file; None before the first write."""
         return self._last
 
     def noted(self, text: str) -> None:
@@ -124,7 +124,7 @@ class LiveFile(Observer):
             self._write(live)
 
     def look(self, scheduler: Scheduler, registry: Registry) -> Live:
-        """Return how the run stands."""
+        """Return the state of the run."""
         now = time.monotonic()
         progress, version = scheduler.progress, scheduler.weights.version
         states: Counter[GroupState] = Counter()
@@ -175,7 +175,7 @@ class LiveFile(Observer):
         )
 
     def _arrival(self, registry: Registry, name: str, stage: Stage) -> LiveEngine:
-        """Return an engine that is on its way into the run."""
+        """Return an engine that is joining the run."""
         return LiveEngine(
             name=name,
             status=stage.value,
@@ -205,13 +205,13 @@ class LiveFile(Observer):
         return self._device(range(first, first + count))
 
     def _device(self, gpus: range) -> str:
-        """Return the GPUs that a process is given, where there are any."""
+        """Return the GPUs of a process, if there are any."""
         if not (self._has_gpus and self._config.cluster.gpus_per_node and gpus):
             return "CPU"
         return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
 
     def _write(self, live: Live) -> None:
-        """Write the file, whole; what the disk says to it never stops the run."""
+        """Write the file as a whole; errors of the disk never stop the run."""
         self._last = live
         temporary = self._path.with_name(f".{LIVE_NAME}")
         try:
@@ -227,7 +227,7 @@ def _trainers(registry: Registry) -> list[str]:
 
 
 def _status(engine: Engine) -> str:
-    """Say how far an engine is, or that it was told to leave."""
+    """Return the status of an engine, or that it is draining."""
     return engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING
 
 

@@ -1,7 +1,7 @@
-"""Observers: they are told what happens in a run, and have no influence on it.
+"""Observers: they see a run's events, and have no influence on it.
 
-The loop tells one `Observers` and knows none of them by name. What an observer keeps for itself, such as a file, must
-never stop the run: it says in a line of news that it gives up.
+The loop calls one `Observers` and knows none of them by name. An observer's own resource, such as a file, must never
+stop the run: if it fails, the observer gives it up and says so in a line of news.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 
 
 class Observer:
-    """Base of observers. Each method stands for one thing that happens; only those that are overridden are called."""
+    """Base of observers, with a method for each kind of event; only those that are overridden are called."""
 
     def sent(self, process: str, order: Order, now: float) -> None:
-        """Take note of what a process was asked for; `now` is a moment of the monotonic clock."""
+        """Handle a request to a process; `now` is by the monotonic clock."""
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
-        """Take note of an answer."""
+        """Handle a reply."""
 
     def handled(self, event: Event, scheduler: Scheduler) -> None:
-        """Take note of an event that the scheduler has dealt with."""
+        """Handle an event that the scheduler has handled."""
 
     def noted(self, text: str) -> None:
-        """Take note of a line of the console."""
+        """Handle a line of the console."""
 
     def sample_failed(self) -> None:
-        """Take note of a sample on which an environment failed."""
+        """Handle a sample on which an environment failed."""
 
     def discarded(self, num_groups: int) -> None:
-        """Take note of groups that are not trained on."""
+        """Handle groups that are not trained on."""
 
     def refitted(self, record: RefitRecord) -> None:
-        """Take note of a version that has reached engines."""
+        """Handle a version that has reached engines."""
 
     def lost(self, process: str) -> None:
-        """Take note of a process that is gone."""
+        """Handle the loss of a process."""
 
     def replaced(self, count: int) -> None:
-        """Take note of processes that are replaced; trainers that are started again together are one."""
+        """Handle replacements of processes; trainers that restart together are one."""
 
     def committed(self, record: StepRecord) -> None:
-        """Take note of a step that is done."""
+        """Handle a finished step."""
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring what the observer shows up to date. Called several times a second."""
@@ -57,11 +57,11 @@ class Observer:
         return []
 
     def close(self) -> None:
-        """End. How the run goes on, or ended, others say."""
+        """Close the observer's resources."""
 
 
 class Observers(Observer):
-    """The observers of a run as one, told in the order in which they are given and closed in reverse."""
+    """The observers of a run as one, called in the order in which they are given and closed in reverse."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -75,7 +75,7 @@ class Observers(Observer):
         self._news = self._overriding("take_news")
 
     def _overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return a method of the observers that have one of their own."""
+        """Return a method of the observers that override it."""
         return [
             getattr(each, name) for each in self._observers if getattr(type(each), name) is not vars(Observer)[name]
         ]

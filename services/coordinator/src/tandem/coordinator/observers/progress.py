@@ -1,6 +1,6 @@
-"""Show a run's progress: a line a step, and below them, on a terminal, a display that changes in place.
+"""The display of a run's progress: a line a step, and on a terminal a display that changes.
 
-Anywhere else a line comes every half minute as well that says what a step that takes longer waits for.
+Elsewhere, a line every half minute says what a long step waits for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tandem.observe.run_folder.time_left import seconds_left
 _REFRESH_S = 0.25
 _LINE_EVERY_S = 30.0
 _MOST_NAMED = 4
-"""Processes that a line names; of more it says how many there are."""
+"""Most processes that a line names; the rest are counted."""
 _PHASE_COLOURS = {
     "generation": "cyan",
     "policy_training": "magenta",
@@ -45,7 +45,7 @@ _PHASE_COLOURS = {
 
 
 def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
-    """Say what a run is doing, and whom it waits for."""
+    """Describe what a run is doing, and the processes that it waits for."""
     waits: dict[str, list[str]] = {}
     for name in scheduler.requests.members():
         member = registry.members.get(name)
@@ -58,12 +58,12 @@ def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> st
         parts.insert(0, f"{missing} to join")
     if absent := scheduler.engines.having(Status.ABSENT):
         parts.append(f"a replacement of {', '.join(absent)}")
-    waiting = "; ".join(parts) or "nobody"
+    waiting = "; ".join(parts) or "nothing"
     return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
 
 
 def ahead_line(scheduler: Scheduler) -> str:
-    """Say what is generated beside training, and how old the weights are that engines do it with."""
+    """Describe the groups that are generated beside training, and the versions that engines generate with."""
     states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
     engines, newest = scheduler.engines, scheduler.weights.version
     held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
@@ -88,9 +88,9 @@ class Progress(Observer):
         began_at: float | None = None,
         again: Sequence[StepRecord] = (),
     ) -> None:
-        """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal.
+        """`now` returns the seconds of a clock; without a terminal, a line is printed every `line_every_s`.
 
-        `began_at` is when the run did, by that clock; default: now. `again` are steps that may be done again.
+        `began_at` is the beginning of the run by that clock; default: now. `again` are steps that may be done again.
         """
         self._again = again
         self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
@@ -133,7 +133,7 @@ class Progress(Observer):
             self._display = None
 
     def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
-        """Draw the run as it stands."""
+        """Draw the current state of the run."""
         return Group(
             Text(self._title, style="bold"),
             Text(f"{f'step {scheduler.step}/{self._spec.last_step}':>18} {scheduler.phase.value}  {self._times()}"),
@@ -165,7 +165,7 @@ class Progress(Observer):
         return [bar, Text(f"{'':>27}{shares(seconds)}{rate}", style="dim")]
 
     def _times(self) -> str:
-        """Say how long the run has gone on, since it was started or resumed, and how much longer it will."""
+        """Return the time since the run was started or resumed, and the time left."""
         now = self._now()
         left = seconds_left(self._records, self._spec.last_step, now - self._committed_at, self._again)
         elapsed = f"{clock(now - self._began_at)} elapsed"

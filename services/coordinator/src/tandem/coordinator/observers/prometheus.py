@@ -1,7 +1,7 @@
-"""Serve a run's metrics for Prometheus, at ``/metrics`` of the coordinator.
+"""The server of a run's metrics for Prometheus, at ``/metrics`` of the coordinator.
 
-The run's thread says what is new, by putting whole records in the place of older ones; the server's threads read them
-whenever they are asked. Nothing that they do is waited for.
+The run's thread publishes news by replacing whole records; the server's threads read them on each request. The run
+never waits for the server.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tandem.observe.run_folder.live import Live
 
 _NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
 _END_S = 1
-"""For answers that are on their way when the server ends."""
+"""Time for pending answers when the server ends."""
 _ENDED_S = 5.0
-"""How long the server's thread may take to begin, or to end."""
+"""Time for the server's thread to begin, or to end."""
 _LOOK_S = 0.01
 
 
 class Exporter:
-    """The server, and what it tells; it runs until it is closed."""
+    """The server and its content; it runs until it is closed."""
 
     def __init__(self, settings: Prometheus) -> None:
-        """Raises `ConfigError` if nothing can listen there."""
+        """Listen. Raise `ConfigError` if that fails."""
         assert settings.port is not None, "or there is nothing to serve"
         self._told = _Told()
         registry = CollectorRegistry(auto_describe=False)
@@ -71,35 +71,35 @@ class Exporter:
         self._thread.start()
 
     def name_run(self, run_id: str) -> None:
-        """Say which run it is."""
+        """Set the name of the run."""
         self._told.run_id = run_id
 
     def begin_term(self, newest: StepRecord | None) -> None:
-        """Note which step the run goes on after; steps after it do not count any more."""
+        """Set the step that the run continues after; later steps are invalidated."""
         self._told.step = newest
 
     def commit(self, record: StepRecord) -> None:
-        """Note that a step is done."""
+        """Publish a finished step."""
         self._told.step, self._told.committed_at = record, time.monotonic()
 
     def refitted(self, record: RefitRecord) -> None:
-        """Note that a version has reached engines."""
+        """Publish a version that has reached engines."""
         self._told.refit = record
         self._told.num_refits += 1
 
     def replaced(self, count: int) -> None:
-        """Note that so many processes are replaced."""
+        """Count replaced processes."""
         self._told.num_replaced += count
 
     def show(self, live: Live | None) -> None:
-        """Note how the run stands."""
+        """Publish the state of the run."""
         self._told.live = live
 
     def close(self) -> None:
         """Stop serving."""
         deadline = time.monotonic() + _ENDED_S
         while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)  # one that ends while it begins leaves its sockets open
+            time.sleep(_LOOK_S)  # a server that ends while it begins leaves its sockets open
         self._server.should_exit = True
         self._thread.join(_ENDED_S)
         self._socket.close()
@@ -109,7 +109,7 @@ class Exporter:
 
 
 class _Told(Collector):
-    """What the run has said last, as Prometheus wants it."""
+    """The run's newest records, as a collector for Prometheus."""
 
     def __init__(self) -> None:
         self.run_id = ""
@@ -121,22 +121,22 @@ class _Told(Collector):
         self.live: Live | None = None
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing that other collectors could have as well."""
+        """Return nothing: no other collector can have the same metrics."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         yield _labelled("tandem_run_info", "The run", "run_id", {self.run_id: 1.0})
         since = time.monotonic() - self.committed_at
-        yield _gauge("tandem_seconds_since_last_step", "Since a step was done, or the coordinator began", since)
+        yield _gauge("tandem_seconds_since_last_step", "Seconds since a step was done, or the coordinator began", since)
         yield CounterMetricFamily("tandem_replaced_processes", "Processes that were replaced", self.num_replaced)
         yield CounterMetricFamily("tandem_refits", "Weight versions that have reached engines", self.num_refits)
         if self.step is not None:
             yield from _of_step(self.step)
         if self.refit is not None:
             yield _gauge("tandem_refit_version", "The newest version that has reached engines", self.refit.version)
-            yield _labelled("tandem_refit_seconds", "Of the newest refit", "phase", self.refit.seconds)
-            yield _gauge("tandem_refit_bytes", "Copied in the newest refit", sum(self.refit.num_bytes.values()))
+            yield _labelled("tandem_refit_seconds", "Seconds of the newest refit", "phase", self.refit.seconds)
+            yield _gauge("tandem_refit_bytes", "Bytes copied in the newest refit", sum(self.refit.num_bytes.values()))
         if self.live is not None:
             yield from _of_run(self.live)
 
@@ -166,7 +166,7 @@ def _of_run(live: Live) -> Iterator[Metric]:
 
 
 def metric_name(name: str) -> str:
-    """Return a metric's name in the journal without what Prometheus does not allow in one."""
+    """Return a journal metric's name, with the characters that Prometheus forbids replaced."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 

@@ -1,9 +1,8 @@
 """The timeline: what each process did when, by step, in ``timeline.sqlite`` within the run folder.
 
-A span is an order, from when it was sent to when it was answered; the coordinator's own spans are the phases of the
-run, to the same instants that a step's seconds are counted by. They are kept in memory until their step is committed,
-and then written in one row, which nothing is synced for: the file is for people to look at, and what a crash takes of
-it is gone. The newest steps stay, `MAX_STEPS` of them.
+A span is a request, from its sending to its answer. The coordinator's own spans are the phases of the run, with the
+same instants as a step's seconds. Spans are kept in memory until their step is committed, and then written in one row
+without syncing: people look at the file, and a crash may lose some of it. The newest `MAX_STEPS` steps stay.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from tandem.observe.run_folder.timeline_file import (
 )
 
 _LEAST_S = 1e-3
-"""Shorter waits are not told."""
+"""Shorter waits are left out."""
 _WHAT: dict[type[msgspec.Struct], What] = {
     OpenRendezvous: "starting",
     BuildTrainer: "starting",
@@ -93,11 +92,11 @@ _PHASES: dict[Phase, What] = {
     Phase.WRITING: "saving",
     Phase.RECORDING: "recording",
 }
-"""All but the end."""
+"""All phases but the end."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """An order that is not answered."""
+    """An unanswered request."""
 
     process: str
     what: What
@@ -107,7 +106,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class Timeline(Observer):
-    """The one writer of a run's timeline. It takes moments of the monotonic clock; what goes wrong is said once."""
+    """The only writer of a run's timeline. Times are by the monotonic clock; an error is reported once."""
 
     def __init__(
         self,
@@ -115,11 +114,11 @@ class Timeline(Observer):
         first_step: int,
         tell: Callable[[list[StepSpans]], None] = lambda _: None,
     ) -> None:
-        """Forget what is there of the steps that are to come. `tell` is given what is written, as it is."""
+        """Forget what is there of coming steps. `tell` gets the rows as they are written."""
         self._tell = tell
         self._news: list[str] = []
         self._now = 0.0
-        """When the event happened that is dealt with."""
+        """Time of the event being handled."""
         self._step = first_step
         self._unix = time.time() - time.monotonic()
         self._asked: dict[int, _Asked] = {}
@@ -131,7 +130,7 @@ class Timeline(Observer):
             self._file = open_timeline(folder / TIMELINE_NAME, first_step)
 
     def sent(self, process: str, order: Order, now: float) -> None:
-        """Note that a process was asked for something."""
+        """Note a request to a process."""
         what = _WHAT.get(type(order))
         if what is None or (isinstance(order, Generate) and not order.groups):
             return
@@ -141,7 +140,7 @@ class Timeline(Observer):
         self._asked[order.command_id] = _Asked(process, what, step, now, _detail(order))
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
-        """Note that an order was carried out, or could not be."""
+        """Note that a request was carried out, or failed."""
         asked = self._asked.pop(reply.command_id, None)
         if asked is None:
             return
@@ -150,12 +149,12 @@ class Timeline(Observer):
         if not isinstance(reply, Trained):
             self._add(asked, asked.what, asked.start, now)
             return
-        # A rank says how long it has computed; before that, it was fetching the samples of its share.
+        # A rank reports its compute time; before that, it was fetching the samples of its shard.
         training = sum(seconds for name, seconds in reply.seconds.items() if name.endswith("_training"))
         scoring = sum(reply.seconds.values()) - training
         scored, began = max(asked.start, now - training), max(asked.start, now - training - scoring)
         if began - asked.start > _LEAST_S:
-            waits = msgspec.structs.replace(asked, detail="for the samples of its share")
+            waits = msgspec.structs.replace(asked, detail="for the samples of its shard")
             self._add(waits, "waiting", asked.start, began)
         if scored > began:
             self._add(asked, "log-probabilities", began, scored)
@@ -165,42 +164,42 @@ class Timeline(Observer):
         self._add(asked, "training", scored, now)
 
     def give_up(self, is_pending: Callable[[int], bool], now: float) -> None:
-        """Note which orders nobody waits for any more."""
+        """End the spans of requests that are no longer pending."""
         for command_id in [command_id for command_id in self._asked if not is_pending(command_id)]:
             asked = msgspec.structs.replace(self._asked.pop(command_id), detail="given up")
             self._add(asked, asked.what, asked.start, now)
 
     def handled(self, event: Event, scheduler: Scheduler) -> None:
-        """Note which phase the run is in."""
+        """Note the phase of the run."""
         self._now = event.now
         self.enter(scheduler.phase, event.now)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Give up what nobody waits for any more."""
+        """End the spans of requests that are no longer pending."""
         self.give_up(scheduler.requests.__contains__, time.monotonic())
 
     def committed(self, record: StepRecord) -> None:
-        """Write a step that is done."""
+        """Write a finished step."""
         self.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
     def take_news(self) -> list[str]:
-        """Return what has gone wrong."""
+        """Return errors."""
         news, self._news = self._news, []
         return news
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Note which phase the run is in."""
+        """Note the phase of the run."""
         if phase is not self._phase:
             self._end_phase(now)
             self._phase = phase
 
     def commit(self, step: int, total_s: float, now: float) -> None:
-        """Write a step that has taken so long, and all that ended meanwhile."""
+        """Write a step that took `total_s`, and all spans that ended meanwhile."""
         self._end_phase(now)
         end, start = now + self._unix, now + self._unix - total_s
         before = [span for span in self._spans if span.end <= start]
         rows = [StepSpans(step=step, start=start, end=end, spans=[each for each in self._spans if each.end > start])]
-        if before:  # to set everything up is no part of any step
+        if before:  # setup is part of no step
             began = min(span.start for span in before)
             rows.insert(0, StepSpans(step=step - 1, start=began, end=start, spans=before))
         self._spans = []
@@ -236,7 +235,7 @@ class Timeline(Observer):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """What the disk says to the timeline never stops the run."""
+        """Keep errors of the disk from stopping the run."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -257,6 +256,6 @@ def _detail(order: Order) -> str:
 
 
 def _words(name: str) -> Iterable[str]:
-    """Yield the words of the name of a class, in small letters."""
+    """Yield the words of a class name, in small letters."""
     ends = [i for i, letter in enumerate(name) if letter.isupper()] + [len(name)]
     return (name[a:b].lower() for a, b in itertools.pairwise(ends))

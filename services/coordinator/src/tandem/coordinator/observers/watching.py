@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # each needs an extra
 
 
 def serve_prometheus(logger: Logger, stack: contextlib.ExitStack) -> Exporter | None:
-    """Have Prometheus served until `stack` is left, if that is on. Raises `ConfigError`."""
+    """Serve Prometheus until `stack` is left, if that is on. Raise `ConfigError` if it cannot listen."""
     if logger.prometheus.port is None:
         return None
     from tandem.coordinator.observers.prometheus import Exporter
@@ -45,7 +45,7 @@ class Metrics(Observer):
     """Metrics for Prometheus."""
 
     def __init__(self, exporter: Exporter, live: LiveFile, newest: StepRecord | None) -> None:
-        """`live` says how the run stands; `newest` is the step that it goes on after, if it is not the first."""
+        """`live` has the state of the run; `newest` is the step that it continues after, None at its beginning."""
         self._exporter, self._live = exporter, live
         exporter.begin_term(newest)
 
@@ -62,55 +62,55 @@ class Metrics(Observer):
         self._exporter.commit(record)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Say how the run stands."""
+        """Publish the state of the run."""
         self._exporter.show(self._live.last)
 
 
 class Traces(Observer):
-    """Spans for OpenTelemetry, from the timeline."""
+    """The spans of the timeline, sent to OpenTelemetry."""
 
     def __init__(self, endpoint: str, run_id: str) -> None:
         from tandem.observe.exporters.tracing import Tracing
 
         self._news: collections.deque[str] = collections.deque()
-        """Lines of the thread that sends."""
+        """Lines of the sending thread."""
         self._tracing: Tracing = Tracing(endpoint, run_id, self._news.append)
 
     def send(self, steps: list[StepSpans]) -> None:
-        """Send what the timeline has of steps that are done."""
+        """Send the timeline of finished steps."""
         self._tracing.send(steps)
 
     def take_news(self) -> list[str]:
-        """Return what has gone wrong."""
+        """Return errors."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def end(self, say: Callable[[str], None]) -> None:
-        """Send what is left when the run is over, and say if that could not be done."""
+        """Send the rest when the run is over, and report if that fails."""
         self._tracing.close()
         for line in self.take_news():
             say(line)
 
 
 class Page(Observer):
-    """The page beside the run, a process that may die."""
+    """The process of the page beside the run, which may die."""
 
     def __init__(self, process: PageProcess) -> None:
         self._process = process
 
     def take_news(self) -> list[str]:
-        """Return how it has died, if it has."""
+        """Return the cause of its death, if it has died."""
         death = self._process.death()
         return [death] if death else []
 
 
 class Supervised(Observer):
-    """The supervisor of this coordinator: it waits for signs of life, and counts replacements."""
+    """The supervisor of this coordinator: it waits for heartbeats, and counts replacements."""
 
     def __init__(self, supervision: Supervision) -> None:
         self._supervision = supervision
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Show that the loop goes round."""
+        """Send a heartbeat: the loop goes round."""
         self._supervision.show_life()
 
     def replaced(self, count: int) -> None:
@@ -119,7 +119,7 @@ class Supervised(Observer):
 
 
 class Dashboards(Observer):
-    """TensorBoard, Weights & Biases and MLflow, as far as they are on."""
+    """TensorBoard, Weights & Biases and MLflow, where they are on."""
 
     def __init__(self, writers: MetricWriters) -> None:
         self._writers = writers
@@ -130,7 +130,7 @@ class Dashboards(Observer):
 
 
 class HealthWarnings(Observer):
-    """Warnings of what is wrong with a step's metrics."""
+    """Warnings about a step's metrics."""
 
     def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
         self._health = Health(config)
@@ -140,7 +140,7 @@ class HealthWarnings(Observer):
         self._news: list[str] = []
 
     def committed(self, record: StepRecord) -> None:
-        """Look at a step's metrics."""
+        """Check a step's metrics."""
         self._news += self._health.warnings(record.metrics)
         if self._low_start is not None and (said := self._low_start.warning(record.step, record.metrics)):
             self._news.append(said)
@@ -152,7 +152,7 @@ class HealthWarnings(Observer):
 
 
 class Curves(Observer):
-    """The curves of the run folder, which the journal has as well."""
+    """The curves in the run folder, a copy of the journal's."""
 
     def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:
         self._news: list[str] = []
@@ -167,7 +167,7 @@ class Curves(Observer):
                 self._file.append(record)
 
     def take_news(self) -> list[str]:
-        """Return what has gone wrong."""
+        """Return errors."""
         news, self._news = self._news, []
         return news
 
@@ -178,7 +178,7 @@ class Curves(Observer):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Go on without the file where the disk refuses it."""
+        """Go on without the file if the disk rejects it."""
         try:
             yield
         except OSError as error:
@@ -187,27 +187,27 @@ class Curves(Observer):
 
 
 class GuestServers(Observer):
-    """Where the rollouts of the run answer OpenAI's API."""
+    """The addresses at which the run's engines answer OpenAI's API."""
 
     def __init__(self, folder: Path) -> None:
         self._file = GuestServersFile(folder)
         self._news: list[str] = []
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
-        """Note where a rollout answers that was just built."""
+        """Note the address of an engine that was just built."""
         if isinstance(reply, EngineBuilt) and reply.guests is not None:
             self._file.open(process, reply.guests)
             self._news.append(f"{process} answers OpenAI's API at {reply.guests.url}/v1")
 
     def lost(self, process: str) -> None:
-        """Note that it does so no more."""
+        """Note that the engine answers no more."""
         self._file.close(process)
 
     def take_news(self) -> list[str]:
-        """Return where rollouts answer."""
+        """Return the new addresses."""
         news, self._news = self._news, []
         return news
 
     def close(self) -> None:
-        """Say that none does."""
+        """Note that no engine answers any more."""
         self._file.end()

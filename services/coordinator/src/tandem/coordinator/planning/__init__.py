@@ -1,1 +1,1 @@
-"""``coordinator plan``: layouts, memory, transfers and ages, predicted from a configuration"""
+"""``coordinator plan``: layouts, memory, transfers and ages, predicted from a configuration."""

@@ -1,43 +1,47 @@
-"""Predict a step's seconds by the age of samples, from the rates of synchronous training: pure.
+"""Predicted seconds of a step by the age of samples, from the rates of synchronous training; pure.
 
-Of a synchronous step, generation takes G seconds (from the first prompt to the last sample), training T, the refit R,
-and the proof that engines hold what was sent A, beside the next generation::
+A synchronous step takes G seconds of generation (from the first prompt to the last sample), T of training and R of
+refit. The verification of the engines' weights takes A, beside the next generation.
 
     period(0) = max(G, A) + T + R
 
-In G, engines do work that takes them W seconds when all of their places are taken; the rest they wait for the longest
-responses. Where w samples share a place (w >= 1), and the longest response is r times as long as the mean::
+Within G, engines do W seconds of work with all of their places taken; the rest is waiting for the longest responses.
+Let w samples share a place (w >= 1), and let the longest response be r times as long as the mean.
 
-    W = G w / (w + x + (r - 1 - x) / w),    x = min(r - 1, r (0.8 - r / (4 r - 2)))
+    W = G w / (w + x + (r - 1 - x) / w),    x = min(r - 1, r (0.8 - r / (4 r - 2))).
 
-If all begin at once (w = 1), the places wait r - 1 mean lengths in the mean. If many have gone before, each place is
-somewhere within its last response: with lengths as below, r r / (4 r - 2) are left of these in the mean, and of the one
-that ends last about 0.8 r.
+If all begin at once (w = 1), the places wait r - 1 mean lengths on average. If many have gone before, each place is
+somewhere within its last response. With lengths as below, r r / (4 r - 2) are left of these on average, and about 0.8 r
+of the one that ends last.
 
-t seconds after generation began, this share of a step's tokens is made, if lengths are spread like powers of what is
-evenly spread, where q = G / W - 1 and s = t / G::
+Let lengths be distributed like powers of a uniform variable. Then this fraction of a step's tokens is generated t
+seconds after its generation began, where q = G / W - 1 and s = t / G.
 
-    made(t) = (1 + q) s - q s ^ (1 + 1 / q)
+    made(t) = (1 + q) s - q s ^ (1 + 1 / q).
 
-With an age of k, the prompts of a step are drawn k steps before it is the one in progress, as soon as engines have been
-refitted. The step cannot end sooner after that than it would alone, or where engines have yet to finish what was drawn
-before, and k refits hold them up meanwhile. So what remains is the slowest of three cycles::
+With an age of k, a step's prompts are drawn k steps before it is in progress, as soon as engines are refitted. From
+then on, the step takes at least as long as it would alone. It takes longer if engines must first finish earlier draws,
+and k refits interrupt them meanwhile. The period is thus the slowest of three cycles.
 
-    period(k) = max( engines   W + R where weights are updated in flight (a refit holds engines up, and nothing else),
-                               G + R where they are not (each version waits until engines have nothing in flight),
-                     trainers  T + R + A (trainers step again once engines have their weights, and they their digests),
-                     latency   (G + B + T) / (k + 1) + R )
+    period(k) = max(engines, trainers, latency)
 
-    B = W (1 - made(P - R)) + W (1 - made(2 (P - R))) + ... of the k steps before, drawn P = period(k) seconds apart
+- engines: W + R if weights are updated in flight, since a refit alone interrupts engines.
+- engines: G + R if they are not, since each version waits until engines have nothing in flight.
+- trainers: T + R + A, since trainers step again once engines have their weights, and they their digests.
+- latency: (G + B + T) / (k + 1) + R.
 
-The last is why no age of k makes training more than k + 1 times as fast, whatever the rates. All of it leaves out that
-steps differ, that what runs at once slows each other down, validation, and checkpoints. Where weights are not updated
-in flight it is cautious: of several engines, those that have no long responses go on before the others.
+B is the rest of the k steps before, drawn P = period(k) seconds apart.
 
-How old the weights are that make a token follows, in flight, from when it is made: B after its step was drawn begins
-what there is to generate, or, where engines are what limits, so much later that it ends just in time; and weights
-become one step younger after each period. Where engines and trainers take nearly as long, chance decides how far
-engines have run ahead. Not in flight, a sample keeps the weights that it began with.
+    B = W (1 - made(P - R)) + W (1 - made(2 (P - R))) + ...
+
+The latency is why an age of k makes training at most k + 1 times as fast, whatever the rates. The model leaves out that
+steps differ, that concurrent work slows down, validation, and checkpoints. Without updates in flight it is cautious: of
+several engines, those without long responses go on before the others.
+
+The age of the weights that generate a token follows, in flight, from when it is generated. A step's generation begins B
+after its draw, or, if engines are the limit, so late that it ends just in time. Weights become one step younger after
+each period. If engines and trainers take nearly as long, chance decides how far engines run ahead. Not in flight, a
+sample keeps the weights that it began with.
 """
 
 from __future__ import annotations
@@ -49,9 +53,9 @@ from typing import Literal
 import msgspec
 
 _EVEN = 0.01
-"""What differs less than this in length is as long."""
+"""Unevenness of lengths below which they count as equal."""
 _HALVINGS = 60
-"""Of what is not known of a period."""
+"""Halvings of the interval that holds the period."""
 
 Limit = Literal["nothing overlaps", "engines", "trainers", "latency"]
 
@@ -61,26 +65,28 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     generation_s: float
     training_s: float
-    """With the log-probabilities that are computed before."""
+    """Training, with the log-probabilities before it."""
     refit_s: float = 0.0
     attest_s: float = 0.0
-    """From then until digests agree."""
+    """Seconds from the refit until digests agree."""
     longest_over_mean: float = 1.0
-    """Length of a step's longest response over that of the mean."""
+    """A step's longest response as a multiple of the mean."""
     samples_per_place: float = 1.0
-    """Samples of a step over what engines run at once. Below one it counts as one: nobody knows of a synchronous run
-    how fast its engines would be with more to do at once than they ever had."""
+    """A step's samples as a multiple of what engines run at once.
+
+    Less than one counts as one: the engines' speed with more to do than they ever had is unknown.
+    """
 
     @property
     def work_s(self) -> float:
-        """What generation would take if no engine ever waited for the longest responses: W."""
+        """Seconds of generation if no engine waited for the longest responses: W."""
         waves, longest = max(1.0, self.samples_per_place), self.longest_over_mean
         at_once = longest - 1.0
         after_many = min(at_once, longest * (0.8 - longest / (4.0 * longest - 2.0)))
         return self.generation_s * waves / (waves + after_many + (at_once - after_many) / waves)
 
     def made(self, seconds: float) -> float:
-        """Return the share of a step's tokens that are made so long after its generation began."""
+        """Return the fraction of a step's tokens that is generated `seconds` after its generation began."""
         share = min(max(seconds / self.generation_s, 0.0), 1.0)
         unevenness = self.generation_s / self.work_s - 1.0
         if unevenness < _EVEN:
@@ -89,31 +95,33 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return (1.0 + unevenness) * share - unevenness * power
 
     def left_s(self, period_s: float, num_steps: int) -> float:
-        """Return what engines have yet to do for so many steps, begun one period after the other, the last of them
-        a period ago: B."""
+        """Return the remaining work of engines for earlier steps: B.
+
+        The steps began one period after the other, the last of them one period ago.
+        """
         return self.work_s * sum(1.0 - self.made(step * period_s) for step in range(1, num_steps + 1))
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What an age costs and gains."""
+    """The costs and gains of an age."""
 
     age: int
     period_s: float
-    """Of a step."""
+    """Seconds of a step."""
     speedup: float
-    """Over synchronous training."""
+    """Speed as a multiple of synchronous training's."""
     limit: Limit
-    """Which cycle is the slowest."""
+    """Slowest cycle."""
     share_by_age: tuple[float, ...] | None
-    """Of tokens, by the age of the weights that make them: 0 first, `age` last; None where it is not predicted."""
+    """Fraction of tokens by the age of the weights that generate them: 0 first, `age` last; None if not predicted."""
     engines_idle: float
-    """Share of what engines could do."""
+    """Unused fraction of the engines' capacity."""
     trainers_idle: float
-    """Share of the time."""
+    """Unused fraction of the time."""
 
 
 def predict(rates: Rates, age: int, *, in_flight: bool) -> Prediction:
-    """Predict steps whose samples may be so old; `in_flight` says whether engines take weights while they generate."""
+    """Predict steps with samples of an age; `in_flight` says whether engines are updated while they generate."""
     synchronous_s = max(rates.generation_s, rates.attest_s) + rates.training_s + rates.refit_s
     period_s, limit = _slowest(rates, age, in_flight) if age else (synchronous_s, "nothing overlaps")
     return Prediction(
@@ -128,12 +136,12 @@ def predict(rates: Rates, age: int, *, in_flight: bool) -> Prediction:
 
 
 def most_times_as_fast(age: int) -> int:
-    """Return what no rates make training with this age faster than, as a multiple of synchronous training."""
+    """Return the upper bound of the speedup for an age, whatever the rates."""
     return age + 1
 
 
 def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
-    """Return the period of an age that is not 0, and the cycle that it is."""
+    """Return the period of an age above 0, and its slowest cycle."""
 
     def cycles(period_s: float) -> dict[Limit, float]:
         generation_s = rates.generation_s + rates.left_s(period_s - rates.refit_s, age)
@@ -143,7 +151,7 @@ def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
             "latency": (generation_s + rates.training_s) / (age + 1) + rates.refit_s,
         }
 
-    # The longer the period, the less is left to do of steps before: there is one period that is as long as its cycles.
+    # A longer period leaves less work of earlier steps: exactly one period is as long as its cycles.
     low_s = max(cycles(math.inf).values())
     high_s = max(cycles(low_s).values())
     for _ in range(_HALVINGS):
@@ -154,7 +162,7 @@ def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
 
 
 def _share_by_age(rates: Rates, age: int, period_s: float, limit: Limit) -> tuple[float, ...]:
-    """Return the shares of tokens by age, 0 first, where weights are updated in flight."""
+    """Return the fraction of tokens by age, 0 first, with weights updated in flight."""
     between_s = period_s - rates.refit_s
     spare_s = (age + 1) * between_s - rates.training_s - rates.generation_s
     begins_s = spare_s if limit == "engines" else rates.left_s(between_s, age)

@@ -1,8 +1,7 @@
 """``coordinator plan CONFIG``: describe a run without weights, GPUs or processes.
 
-Trainers and engines are laid out from the model's ``config.json`` and the parallel sizes in the configuration, and the
-same planner that a run uses says what moves; `tandem.refit.cost` says how long that takes at the rates of
-``cluster.links``.
+Trainers and engines are laid out from the model's ``config.json`` and the configuration's parallel sizes. The run's own
+planner computes the transfers; `tandem.refit.cost` computes their time at the rates of ``cluster.links``.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from tandem.refit.planner import Survey, survey
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 _WIDTH = 120
-"""Columns where the output is no terminal: the reasons of links fit."""
+"""Width of the output, in columns, where it is not a terminal: the reasons of links fit."""
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """All that is known of a refit before there is one."""
+    """All that is known of a refit in advance."""
 
     survey: Survey
     cost: Cost
-    """Of a version, but the first that an engine gets."""
+    """Cost of every version but an engine's first."""
     frozen_cost: Cost | None
-    """Of what never changes, which comes on top then; None if there is no such thing."""
+    """Additional cost of frozen weights in the first version; None if there are none."""
     memory: dict[str, int]
-    """Peak bytes beside the weights, by member: buckets of streams, and staging."""
+    """Peak bytes beside the weights, by process: buckets of streams, and staging."""
     seconds: float
-    """That laying out and planning took."""
+    """Time that laying out and planning took."""
 
 
 def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> None:
-    """Print what a run of `config` is made of, and how weights get from its trainers to its engines; what
-    asynchronous steps would take follows from rates, `given` or measured before.
+    """Print the parts of a run, and how weights get from its trainers to its engines.
 
-    Raises `ConfigError`, `ModelError`, or `RefitError` where sizes do not fit the model.
+    Asynchronous steps are predicted from rates, `given` or measured before. Raise `ConfigError`, `ModelError`, or
+    `RefitError` if sizes do not fit the model.
     """
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
@@ -63,9 +62,7 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
         console.print(f"  {line}")
     if both is None:
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
-        console.print(
-            "policy.model_name=FOLDER tells them, where FOLDER holds the config.json of a model of that shape"
-        )
+        console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
         console.print(f"  {outline.memory(config, both[0])}")
     if generates:
@@ -79,13 +76,13 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
 
 
 def predict(config: Config, trainers: Side, engines: Side) -> Explained:
-    """Lay both sides out and plan. Raises `RefitError` where sizes do not fit the model."""
+    """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
     started = time.perf_counter()
     before, after = _hosts(config, trainers, engines)
     sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
     sources = {member: _reachable(layout) for member, layout in sources.items()}
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
-    shared = config.policy.generation.colocated.enabled  # whatever the algorithm: engines are supposed
+    shared = config.policy.generation.colocated.enabled  # for any algorithm, as if it had engines
     may_alias = config.refit.alias == "auto"
     found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
     layouts = {**sources, **destinations}
@@ -101,7 +98,7 @@ def predict(config: Config, trainers: Side, engines: Side) -> Explained:
 
 
 def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
-    """Return where trainers and engines run: one process a GPU, or all spread over the nodes where none is used."""
+    """Return the hosts of trainers and engines: one process for each GPU, or all spread over the nodes without GPUs."""
     num_trainers, num_engines = trainers.deployment.num_ranks, engines.deployment.num_ranks
     if not _on_gpus(config):
         num_nodes = config.cluster.num_nodes
@@ -114,7 +111,7 @@ def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]
 
 
 def _on_gpus(config: Config) -> bool:
-    """Say whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and what trains with it too."""
+    """Return whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and its trainers do, too."""
     return config.cluster.gpus_per_node > 0 and config.policy.generation.backend != "transformers"
 
 
@@ -223,7 +220,7 @@ def _print_loads(explained: Explained, console: Console) -> None:
 
 
 def _unit(sizes: Iterable[int]) -> str:
-    """Return the unit that the largest of some sizes is told in."""
+    """Return the unit in which the largest of some sizes is shown."""
     largest = max(sizes, default=0)
     return next((unit for unit, num_bytes in _UNITS.items() if largest >= num_bytes), "bytes")
 

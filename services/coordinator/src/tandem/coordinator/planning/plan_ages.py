@@ -1,8 +1,8 @@
 """The part of ``coordinator plan`` about asynchronous steps: what each age would cost and gain.
 
-The rates of a synchronous step come from the command line, and those that are not given there from the journal of a
-run of the same configuration; `tandem.coordinator.planning.ages` says what follows from them. Where they are not known
-that is said, and what is known without them.
+The rates of a synchronous step come from the command line, and else from the journal of a run of the same
+configuration. `tandem.coordinator.planning.ages` predicts from them. If they are unknown, the plan says so, and prints
+what it can without them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tandem.coordinator.preparing.prerequisite import has_begun
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 
 AGES = (0, 1, 2, 4)
-"""Those that are told beside the one that is configured."""
+"""Ages that are shown beside the configured one."""
 BYTES_A_TOKEN = 13
-"""That a rollout keeps of a sample: a token, a bit of the loss mask in a byte, a log-probability, a version."""
+"""Bytes that an engine keeps of a sample's token: its id, a byte of loss mask, a log-probability, a version."""
 _FREE = (
     "prerequisite",
     "grpo.async_grpo",
@@ -46,15 +46,15 @@ _FREE = (
     "logger",
     "eval",
 )
-"""Keys, or whole sections, that the rates of a synchronous step do not depend on."""
+"""Keys, or whole sections, that do not affect the rates of a synchronous step."""
 _MOST_NAMED = 3
 _NEEDED = {"generation_s", "training_s"}
-"""Rates without which nothing is predicted."""
+"""Rates that a prediction needs."""
 _GB = 1e9
 
 
 class GivenRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user says of `Rates`; None: that is to be found out."""
+    """The `Rates` that the user gives; None for those to be found out."""
 
     generation_s: float | None = None
     training_s: float | None = None
@@ -66,15 +66,15 @@ NOT_GIVEN = GivenRates()
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run folder tells of `Rates`."""
+    """The `Rates` that the run folder yields."""
 
     rates: Mapping[str, float] = {}
     source: str
-    """Where they are from, or why some or all are not known."""
+    """Source of the rates, or why some or all are unknown."""
 
 
 def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | None, console: Console) -> None:
-    """Print what each age would cost and gain; `predicted_refit_s` stands in where no refit was measured."""
+    """Print the costs and gains of each age; `predicted_refit_s` stands in where no refit was measured."""
     said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
     if config.takes_turns and not {*said} >= _NEEDED:
         console.print(
@@ -104,12 +104,12 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
 
 
 def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
-    """Return the rates that are known, with what the sizes of a configuration tell."""
+    """Return the known rates, completed with the sizes of a configuration."""
     return Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
 
 
 def read_rates(config: Config) -> Measured:
-    """Return the rates of the run in the run folder. Raises `RunFolderError` if its journal cannot be read."""
+    """Return the rates of the run in the run folder. Raise `RunFolderError` if its journal cannot be read."""
     folder = Path(config.logger.log_dir)
     if not has_begun(config):
         return Measured(source=f"{folder} holds no run")
@@ -125,15 +125,15 @@ def read_rates(config: Config) -> Measured:
         more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
         return Measured(source=f"the run in {folder} differs in {', '.join(differing[:_MOST_NAMED])}{more}")
     trained = [step for step in steps if step.step > 0]
-    trained = trained[1:] or trained  # the first has much to set up
+    trained = trained[1:] or trained  # the first includes setup
     if not trained:
         return Measured(source=f"the run in {folder} has trained no step")
     source = f"medians of {len(trained)} step{'s' * (len(trained) > 1)} of the run in {folder}"
     rates = _medians(trained, refits)
     if ran.max_trajectory_age_steps:
-        # The seconds of a phase say what was waited for there, not what it took.
+        # The seconds of a phase are the time waited for it, not the time it took.
         del rates["generation_s"]
-        return Measured(rates=rates, source=f"{source}, whose generation by itself is not known: it is asynchronous")
+        return Measured(rates=rates, source=f"{source}, whose generation time is not known: it is asynchronous")
     return Measured(rates=rates, source=source)
 
 
@@ -159,18 +159,18 @@ def _ages(config: Config) -> list[int]:
 
 
 def _samples(config: Config) -> int:
-    """Return how many samples are generated at once for a step."""
+    """Return the number of samples that are generated at once for a step."""
     section = config.rollout_section
     return section.num_prompts_per_batch * section.num_generations_per_prompt
 
 
 def _kept_tokens(config: Config, age: int) -> int:
-    """Return how many tokens rollouts keep, at most: of the step in progress, and of those that are generated for."""
+    """Return the most tokens that engines keep: for the step in progress, and those that are generated ahead."""
     return (age + 1) * _samples(config) * config.policy.max_total_sequence_length
 
 
 def _first_without_room(config: Config) -> int | None:
-    """Return the least of the ages for which engines may have no room."""
+    """Return the lowest age at which engines may run out of room."""
     room = config.policy.generation.max_stored_tokens * config.cluster.rollouts
     return next((age for age in _ages(config) if _kept_tokens(config, age) > room), None)
 
@@ -179,7 +179,7 @@ def _first_without_room(config: Config) -> int | None:
 
 
 def _print_unknown(config: Config, measured: Measured, console: Console) -> None:
-    """Say that no rates are known, and what is known without them."""
+    """Print that no rates are known, and what is known without them."""
     ages = [age for age in _ages(config) if age]
     console.print(
         f"  asynchronous: rates are not known: {measured.source}; give --generation-s and --training-s",
@@ -194,7 +194,7 @@ def _print_unknown(config: Config, measured: Measured, console: Console) -> None
 
 
 def _table(config: Config, predictions: Sequence[Prediction]) -> Table:
-    """Return a row an age."""
+    """Return a table with a row for each age."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     columns = ("age", "step", "times as fast", "tokens by age 0, 1, ...", "engines idle", "trainers idle", "GB kept")
     for column in (*columns, "limited by"):
@@ -218,7 +218,7 @@ def _shares(share_by_age: Sequence[float]) -> str:
 
 
 def _source(rates: Rates, said: Mapping[str, float], measured: Measured, predicted_refit_s: float | None) -> str:
-    """Say what the predictions are made from."""
+    """Describe the sources of the predictions."""
     sources = [*(["as given"] if said else []), *([measured.source] if measured.rates else [])]
     known, refit, longest = {**measured.rates, **said}, "", ""
     if "refit_s" not in known:

@@ -1,4 +1,4 @@
-"""Lay out trainers and engines from a model's ``config.json`` and the parallel sizes."""
+"""The layouts of trainers and engines, from a model's ``config.json`` and the parallel sizes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vllm import Vllm
 
 _LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa)?\.weight$")
-"""Weights of the layers that PEFT can give an adapter: routed experts are one parameter a layer, and no layers."""
+"""Weights of layers that PEFT can adapt; routed experts are one parameter for each layer, so not among them."""
 
 
 class Side(msgspec.Struct, frozen=True):
-    """Trainers, or engines."""
+    """The trainers, or the engines."""
 
     kind: str
     deployment: Deployment
     model: ModelShape
-    """As this side keeps it."""
+    """Model as this side keeps it."""
 
 
 def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
     """Return trainers and engines as the configuration describes them.
 
-    Raises `ConfigError` for an element type that no engine has.
+    Raise `ConfigError` for an element type that no engine supports.
     """
     policy = config.policy
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
@@ -47,9 +47,9 @@ def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
 
 
 def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
-    """Return the trainers' model with the adapters that are trained; all else is frozen.
+    """Return the trainers' model with its trained adapters; all else is frozen.
 
-    Raises `ConfigError` if no layer is chosen to have one.
+    Raise `ConfigError` if no layer is chosen for one.
     """
     policy = config.policy
     if policy.adapters is None:
@@ -71,7 +71,7 @@ def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
 
 
 def training(config: Config) -> Megatron | DTensor:
-    """Return how the trainers share the model out."""
+    """Return how the trainers divide the model."""
     megatron, dtensor = config.policy.megatron_cfg, config.policy.dtensor_cfg
     if not megatron.enabled:
         tensor = dtensor.tensor_parallel_size
@@ -90,7 +90,7 @@ def training(config: Config) -> Megatron | DTensor:
 
 
 def generation(config: Config) -> Vllm | HuggingFace:
-    """Return how the engines do."""
+    """Return how the engines divide the model."""
     settings, num_engines = config.policy.generation, config.cluster.rollouts
     if settings.backend == "transformers":
         return HuggingFace(num_engines)
@@ -104,7 +104,7 @@ def generation(config: Config) -> Vllm | HuggingFace:
 
 
 def words(config: Config, deployment: Deployment) -> str:
-    """Say of which library the ranks of a deployment are, and which parallel sizes are not one."""
+    """Return the library of a deployment's ranks, and the parallel sizes that are not one."""
     match deployment:
         case Megatron():
             sizes = {"TP": deployment.tp, "PP": deployment.pp, "VPP": deployment.vpp, "CP": deployment.cp}
@@ -153,9 +153,9 @@ def _held_by_engines(config: Config, model: ModelShape) -> ModelShape:
 
 
 def model_shape(config: Config) -> ModelShape | str:
-    """Return the shape of ``policy.model_name``, or of ``policy.new_model``, or why it is not known here.
+    """Return the shape of ``policy.model_name`` or ``policy.new_model``, or why it is unknown here.
 
-    Raises `ModelError` where the model's files are of no use.
+    Raise `ModelError` if the model's files are unusable.
     """
     folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
     if any(folder.glob("*.safetensors")):
@@ -169,7 +169,7 @@ def model_shape(config: Config) -> ModelShape | str:
     else:
         return "no config.json of it is here"
     if found.get("model_type") not in FAMILIES:
-        return f"only the weights' files would tell the shapes of a {found.get('model_type')}"
+        return f"only its weight files have the shapes of a {found.get('model_type')}"
     return from_config(found)
 
 

@@ -13,16 +13,16 @@ _GB = 1e9
 
 
 def ranks_of_training(config: Config) -> str:
-    """Say how many trainers there are, and into how many shares they cut a batch."""
+    """Return the number of trainers, and of data-parallel shards of a batch."""
     num, shares = config.cluster.trainers, config.data_parallel_size
-    cut = f", {num // shares} to each of {shares} shares of a batch" if num > shares > 1 else ""
+    cut = f", {num // shares} to each of {shares} data-parallel shards" if num > shares > 1 else ""
     beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
     rest = f", and beside them {' and '.join(beside)}" if beside else ""
     return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
 
 
 def steps(config: Config) -> Iterator[str]:
-    """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
+    """Describe what one step computes: optimizer steps, and each rank's micro-batches."""
     if config.evaluates:
         yield _validation(config)
         return
@@ -34,7 +34,7 @@ def steps(config: Config) -> Iterator[str]:
         yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
         if section.use_dynamic_sampling:
             drawn, most = section.num_prompts_per_batch, section.dynamic_sampling_max_gen_batches
-            yield f"of each {drawn:,} prompts that are drawn, those count whose rewards differ; at most {most:,} draws"
+            yield f"of each {drawn:,} prompts drawn, those with differing rewards are used; at most {most:,} draws"
     else:
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
@@ -50,13 +50,13 @@ def steps(config: Config) -> Iterator[str]:
 
 
 def _validation(config: Config) -> str:
-    """Say what a run computes that takes no step."""
+    """Describe what a run without steps computes."""
     section, generation = config.rollout_section, config.policy.generation
     num = section.num_val_generations_per_prompt
     temperature = generation.temperature if section.val_temperature is None else section.val_temperature
     return (
         f"no step: validation on at most {section.max_val_samples:,} problems × {_count(num, 'sample')}, temperature "
-        f"{temperature:g}, with the model that is there"
+        f"{temperature:g}, with the model as it is"
     )
 
 
@@ -73,20 +73,20 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 
 def memory(config: Config, trainers: Side) -> str:
-    """Say what the trainer that has most weights holds when its optimizer begins: closed forms for Adam's moments."""
+    """Describe the largest trainer's memory when its optimizer begins: closed forms for Adam's moments."""
     rest, experts, adapters = _most_weights(trainers)
     frozen = 0
-    if config.policy.adapters is not None:  # the weights have neither gradients nor a state
+    if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
         frozen, rest, experts = rest + experts, adapters, 0
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state = 2.0 * weights
-    # On DTensor what is trained has float32 whatever the precision of the passes, and what is not has that precision.
+    # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that one.
     held = 2 if policy.precision == "bfloat16" else 4
     trained = held if megatron.enabled else 4
     if megatron.enabled:
         is_half = policy.precision == "bfloat16"
-        # Beside half precision copies in float32 of weights and, unless they are reduced in that, of gradients.
+        # Half precision has copies in float32 of weights and, unless gradients are reduced in it, of gradients.
         item_size, bytes_of_state = (2, 16) if is_half else (4, 8)
         if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
             gradients, bytes_of_state = weights * 2, 12
@@ -103,7 +103,7 @@ def memory(config: Config, trainers: Side) -> str:
         kept["reference model"] = weights * held // trained
     if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
         kept["teacher"] = weights * held // trained
-    for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
+    for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
         if model not in config.processes_of:
             kept[f"{model} model and its optimizer"] = weights + gradients + state
     listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
@@ -112,7 +112,7 @@ def memory(config: Config, trainers: Side) -> str:
 
 
 def _most_weights(side: Side) -> tuple[int, int, int]:
-    """Return the bytes of the rank that has most weights: those of experts and adapters apart from the rest."""
+    """Return the bytes of the rank with the most weights: those of experts, of adapters and of the rest."""
     deployment = side.deployment
     ranks = {deployment.place(rank): rank for rank in range(deployment.num_ranks)}.values()
     found = []
@@ -126,7 +126,7 @@ def _most_weights(side: Side) -> tuple[int, int, int]:
 
 
 def in_vain(config: Config) -> Iterator[str]:
-    """Say what is not built, and what has no effect."""
+    """Yield what is unsupported, and which keys have no effect."""
     unsupported = refusal(config)
     if unsupported:
         yield unsupported

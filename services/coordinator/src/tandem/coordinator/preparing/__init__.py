@@ -1,1 +1,1 @@
-"""Before a run: check what it needs, fetch models, make what it begins from"""
+"""Preparation of a run: check what it needs, fetch models, and find what it begins from."""

@@ -1,4 +1,4 @@
-"""Say whether the weights of a replay are, to the bit, those that the run had after the same steps."""
+"""The comparison of a replay's weights with those of its run after the same steps, to the bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_
 from tandem.samples import manifest
 
 _OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")
-"""What differs between a run and its replay, and changes nothing."""
+"""Keys that differ between a run and its replay without changing weights."""
 
 
 def compare(config: Config) -> str:
-    """Compare a replay that has ended with its run, at each step of which both have a checkpoint; return a line.
+    """Compare a finished replay with its run, at each step for which both have a checkpoint; return a line.
 
-    Manifests have a digest of each tensor, so that nothing but these is read.
+    Manifests have a digest of each tensor, so that only they are read.
     """
     assert config.replay is not None, "asked only of a replay"
     run, folder = Path(config.replay.run), Path(config.logger.log_dir)
@@ -30,7 +30,7 @@ def compare(config: Config) -> str:
         ours, own_id = journal.steps(), journal.run_id
     equal = _equal(checkpoints_of(run, before), run_id, checkpoints_of(folder, config), own_id)
     if not equal:
-        return f"weights are not compared: of no step both have a checkpoint, {run} and this{_losses(theirs, ours)}"
+        return f"weights are not compared: {run} and this have no checkpoints of the same step{_losses(theirs, ours)}"
     last = max(equal)
     if equal[last]:
         return f"weights are equal to the bit to those of step {last} of {run}"
@@ -40,7 +40,7 @@ def compare(config: Config) -> str:
 
 
 def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id: str) -> dict[int, bool]:
-    """Return whether the weights are equal, of each step of which both runs have a checkpoint."""
+    """Return whether the weights are equal, for each step for which both runs have a checkpoint."""
     equal = {}
     for step in sorted({*theirs.steps()} & {*ours.steps()}):
         one, other = _digests(theirs.folder_of(step), run_id), _digests(ours.folder_of(step), own_id)
@@ -50,7 +50,7 @@ def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id
 
 
 def _digests(folder: Path, run_id: str) -> dict[str, str]:
-    """Return the digest of each of the policy's tensors in a run's checkpoint; none of what is no such checkpoint."""
+    """Return the digests of the policy's tensors in a run's checkpoint; empty if it is none of that run."""
     try:
         found = manifest.read(folder)
     except DamagedCheckpoint:
@@ -69,7 +69,7 @@ def _why(before: Config, after: Config) -> str:
 
 
 def _losses(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
-    """Say in how many steps loss and gradient are equal, where both runs have trained."""
+    """Return in how many steps loss and gradient norm are equal, where both runs have trained."""
     known = {record.step: record.metrics for record in before}
     pairs = [(record.metrics, known[record.step]) for record in after if record.step in known]
     same = sum(all(one.get(name) == other.get(name) for name in ("loss", "grad_norm")) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Find the models in a folder: one of Hugging Face's, a checkpoint, several, or a run that has some."""
+"""The models in a folder: a Hugging Face model, one or several checkpoints, or a run that has some."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.observe.run_folder.recorded import checkpoints_of, config_of
 
 Which: TypeAlias = Literal["newest", "best", "all"]
-"""The checkpoints that count, of several."""
+"""Choice among several checkpoints."""
 _POLICY = "policy"
 _CONFIG = "config.json"
 _MAX_LISTED = 5
 
 
 class FoundModel(msgspec.Struct, frozen=True):
-    """A model."""
+    """A model that was found."""
 
     folder: Path
-    """Where its files are."""
+    """Folder of its files."""
     name: str
-    """What to call it."""
+    """Short name."""
     label: Path
-    """What people call its folder."""
+    """Folder as the user would name it."""
 
 
 def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
     """Return the models in a folder, in order; of checkpoints the newest, the best, or all.
 
-    A name that is no folder is one on the Hub, whose model is fetched. Raises `TandemError` if there is none.
+    A name that is not a folder is one on the Hub; its model is fetched. Raise `TandemError` if there is none.
     """
     if folder.exists() or hub.reference_in(str(folder)) is None:
         return _found(folder, which, _CONFIG)
     try:
         fetched = hub.fetched(str(folder), partial(print, flush=True))
     except ModelError as error:
-        hint = _hint(folder)  # a folder that was mistyped is not looked for elsewhere
+        hint = _hint(folder)  # a mistyped folder gets a hint instead
         raise ModelError(f"{folder}: there is no such folder{hint or f'; {error}'}") from error
     return [FoundModel(fetched, folder.name.replace("@", "-"), folder)]
 
 
 def adapters_in(folder: Path) -> list[FoundModel]:
-    """Return the adapters in a folder, of checkpoints the newest, as `models_in` does models."""
+    """Return the adapters in a folder as `models_in` does models; of checkpoints the newest."""
     return _found(folder, "newest", lora.CONFIG)
 
 
 def _found(folder: Path, which: Which, mark: str) -> list[FoundModel]:
-    """Return what has a file of this name in a folder."""
+    """Return the models or adapters of a folder, recognised by a file named `mark`."""
     if (folder / mark).is_file():
         path = folder.resolve()
         is_policy = path.name == _POLICY and path.parent.name.startswith("step_")
@@ -70,7 +70,7 @@ def _found(folder: Path, which: Which, mark: str) -> list[FoundModel]:
     if (checkpoints := CheckpointFolder(folder, keep_top_k=None, higher_is_better=True)).steps():
         return _of_checkpoints(folder, checkpoints, which, None, mark)
     if folder.is_file():
-        raise ModelError(f"{folder}: it is a file, and no folder with a model")
+        raise ModelError(f"{folder}: it is a file, not a folder with a model")
     if not folder.is_dir():
         raise ModelError(f"{folder}: there is no such folder{_hint(folder)}")
     raise ModelError(
@@ -108,7 +108,7 @@ def _of_checkpoints(
 
 
 def _refuse_other(folder: Path, mark: str) -> None:
-    """Raise `ModelError` if a folder has adapters and should have a model, or the other way round."""
+    """Raise `ModelError` if a folder has adapters instead of a model, or the other way round."""
     if mark == _CONFIG and (why := lora.why_no_model(folder)) is not None:
         raise ModelError(why)
     if mark == lora.CONFIG and (folder / _CONFIG).is_file():
@@ -116,7 +116,7 @@ def _refuse_other(folder: Path, mark: str) -> None:
 
 
 def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None) -> int:
-    """Return the step of the best checkpoint, by what they are ranked by."""
+    """Return the step of the best checkpoint, by their ranking metric."""
     records = {step: checkpoints.read_record(step) for step in steps}
     ranked = {step: record.metric for step, record in records.items() if record.metric is not None}
     if not ranked:
@@ -128,7 +128,7 @@ def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | 
 
 
 def _hint(folder: Path) -> str:
-    """Say which folders there are that have a model, and which of them is meant."""
+    """Return a hint at folders with a model, and at the one that may be meant."""
     inside = sorted(map(str, _with_models(folder)))
     if inside:
         return f"; in it {', '.join(inside[:_MAX_LISTED])} {'does' if len(inside) == 1 else 'do'}"

@@ -1,4 +1,4 @@
-"""Find the commits of a run's data sets that are on the Hub, before any of them is read."""
+"""The commits of a run's datasets on the Hub, found before any of them is read."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from tandem.coordinator.preparing.prerequisite import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
 _MADE = ("reasoning_gym", "sliding_puzzle")
-"""Data sets that are made where the run is."""
+"""Datasets that the run generates itself."""
 Section = TypeVar("Section", Data, DataSet)
 Asked = tuple[str, str | None]
-"""A repository of the Hub and a revision of it."""
+"""A repository on the Hub and its revision."""
 
 
 def find_data(config: Config, mode: Mode) -> tuple[Config, list[str]]:
-    """Return a configuration whose data sets of the Hub have commits, and what the user should know of them.
+    """Return a configuration with commits for its datasets on the Hub, and notices about them.
 
-    A run that goes on keeps those that it began with.
+    A resumed run keeps its commits.
 
     Raises:
-        DataError: a data set cannot be had.
-        ConfigError: several cannot.
-
+        DataError: a dataset is not available.
+        ConfigError: several are not.
     """
     if config.replay is not None:
-        return config, []  # what it trains on is recorded
+        return config, []  # it trains on recorded samples
     finding = _Finding(_recorded(config, mode))
     data = config.data
     found = msgspec.structs.replace(
@@ -64,7 +63,7 @@ class _Finding:
         self.notices: list[str] = []
 
     def find(self, key: str, section: Section) -> Section:
-        """Return a section with the commit of its data set."""
+        """Return a section with the commit of its dataset."""
         asked = _asked(section)
         if asked is None or section.commit is not None:
             return section
@@ -82,7 +81,7 @@ class _Finding:
             snapshot = hub.resolve(reference, "dataset")
         except ModelError:
             if reference.revision is None and (hub.is_offline() or hub.why_unreachable()):
-                return None  # the library may have a copy of before; if not, it says so where it reads
+                return None  # the library may have an earlier copy; if not, reading reports it
             raise
         if snapshot.note:
             self.notices.append(f"{key}.dataset_name: {snapshot.note}")
@@ -90,7 +89,7 @@ class _Finding:
 
 
 def _asked(section: Data | DataSet) -> Asked | None:
-    """Return what is asked of the Hub for a data set; None for files, and for what is made."""
+    """Return a dataset's repository and revision; None for files, and for generated data."""
     name = section.dataset_name
     if name is None or name in _MADE or is_local(name):
         return None
@@ -101,7 +100,7 @@ def _asked(section: Data | DataSet) -> Asked | None:
 
 
 def _recorded(config: Config, mode: Mode) -> dict[Asked, str | None]:
-    """Return which commits a run that goes on began with."""
+    """Return the commits that a resumed run began with."""
     if mode != "resume" or not has_begun(config):
         return {}
     with read_journal(Path(config.logger.log_dir)) as journal:

@@ -1,8 +1,8 @@
-"""Find the models of a run that are on the Hub, before anything else looks at their folders.
+"""The models of a run on the Hub, found before anything else looks at their folders.
 
-A name that is no folder, and that nothing makes, is a name on the Hub. It is resolved to a commit and becomes the
-folder of that commit in this node's cache; what describes the model is fetched, and its weights are not
-(`tandem.config.model_names.fetch_models` does that where the run begins).
+A name that is not a folder, and that nothing makes, is a name on the Hub. It is resolved to a commit and becomes the
+folder of that commit in this node's cache. The model's description is fetched; its weights are fetched when the run
+begins (`tandem.config.model_names.fetch_models`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from tandem.observe.run_folder.journal import read_journal
 def find_on_hub(
     config: Config, mode: Mode, earlier: Config | None, *, fetches_weights: bool = True
 ) -> tuple[Config, list[str]]:
-    """Return a configuration whose models are folders, and what the user should know of those on the Hub.
+    """Return a configuration with folders for its models, and notices about those on the Hub.
 
-    `earlier` is the configuration of the run before it, which may make models of this one. `fetches_weights`: whether a
-    model whose weights cannot be fetched is a problem.
+    `earlier` is the configuration of the run before it, which may make models of this one. With `fetches_weights`, a
+    model without available weights is a problem.
 
     Raises:
         ModelError: a model is neither a folder nor on the Hub.
-        ConfigError: several are.
-
+        ConfigError: several are neither.
     """
     finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights)
     found = change_model_names(config, finding.find)
@@ -56,8 +55,7 @@ class _Finding:
         self._recorded = recorded
         self._earlier = earlier
         self._known: dict[tuple[str, str | None], str] = {}
-        """What names, and the revisions asked for beside them, have turned out to be; those of models that will be made
-        stay as they are."""
+        """Folders by name and requested revision; models that will be made keep their names."""
         self.problems: list[str] = []
         self.notices: list[str] = []
 
@@ -66,7 +64,7 @@ class _Finding:
         if not is_used(self._config, key):
             return name
         revision = section.revision if isinstance(section, Model) else None
-        if revision is None:  # a tokenizer, for one: it is of the commit that the model of this name is
+        if revision is None:  # such as a tokenizer: it has the commit of the model of this name
             revision = next((asked for known, asked in self._known if known == name), None)
         if (name, revision) not in self._known:
             try:
@@ -102,7 +100,7 @@ class _Finding:
         return str(hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit)))
 
     def _tell_size(self, key: str, snapshot: hub.Snapshot) -> None:
-        """Say how much is to come, or why it cannot."""
+        """Add a notice of the bytes to fetch, or the problem with them."""
         folder = hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit))
         if hub.is_whole(folder):
             return
@@ -117,7 +115,7 @@ class _Finding:
         )
 
     def _is_made(self, name: str, section: msgspec.Struct) -> bool:
-        """Whether this run or the one before it makes the folder."""
+        """Return whether this run or the one before it makes the folder."""
         if isinstance(section, Model) and section.new_model is not None:
             return True
         if self._earlier is None:
@@ -134,7 +132,7 @@ class _Finding:
 
 
 def _recorded(config: Config, mode: Mode) -> dict[str, hub.Reference]:
-    """Return which commits a run that goes on began with, by key."""
+    """Return the commits that a resumed run began with, by key."""
     found: dict[str, hub.Reference] = {}
     if mode != "resume" or not has_begun(config):
         return found

@@ -1,9 +1,9 @@
-"""Check before anything starts that a model's weights are those that its configuration describes.
+"""The check, before a run starts, that a model's weights fit its configuration.
 
-Headers of safetensors files tell names, shapes and types, so nothing is read but a few kilobytes, and the output layer
-where it should be the embedding. What tensors there should be is known for the architectures of
-`tandem.refit.adapters.catalogue`; of any other only what is certain counts. A folder that is the ``policy/`` of a
-checkpoint is compared with the checkpoint's manifest first.
+Headers of safetensors files tell names, shapes and types. Thus only a few kilobytes are read, and the output layer
+where it should equal the embedding. The expected tensors are known for the architectures of
+`tandem.refit.adapters.catalogue`; of others, only certain faults are reported. A folder that is the ``policy/`` of a
+checkpoint is first compared with the checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _INTEGERS = ("I", "U", "BOOL")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPUTED = "rotary_emb.inv_freq"
-"""Old files have it, and nobody reads it."""
+"""Buffer in old files that is never read."""
 _FUSED = ".mlp.experts.gate_up_proj"
 _SLAB_BYTES = 2**22
 
 
 def check_model(config: Config) -> list[str]:
-    """Look through the folder ``policy.model_name``, if it is there; return what the user should know.
+    """Check the folder ``policy.model_name``, if it exists; return notices.
 
     Raises:
-        ModelError: its weights are not those of its ``config.json``, or not those that were written.
-        ConfigError: ``policy.generation.stop_token_ids`` has a token that the model has not.
+        ModelError: its weights do not fit its ``config.json``, or have changed since they were written.
+        ConfigError: ``policy.generation.stop_token_ids`` has a token that the model lacks.
     """
     folder = Path(config.policy.model_name)
     if not (folder / "config.json").is_file():
@@ -52,17 +52,17 @@ def check_model(config: Config) -> list[str]:
 
 
 def model_vocabulary(folder: Path) -> int | None:
-    """Return how many tokens a model has, as its ``config.json`` says. Raises `ModelError`."""
+    """Return the vocabulary size in a model's ``config.json``. Raise `ModelError` if the file cannot be read."""
     size = read_json(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def check_weights(folder: Path) -> list[str]:
-    """Look through a model's folder, which has a ``config.json``; return what the user should know.
+    """Check a model's folder, which has a ``config.json``; return notices.
 
     Raises:
-        ModelError: its weights are not those of its ``config.json``.
-        DamagedCheckpoint: they are not those that were written.
+        ModelError: its weights do not fit its ``config.json``.
+        DamagedCheckpoint: they have changed since they were written.
     """
     written = manifest.of_model(folder)
     if written is not None:
@@ -71,11 +71,11 @@ def check_weights(folder: Path) -> list[str]:
     refuse_unknown_type(folder, model)
     if any(folder.glob("*.safetensors")) and not hub.is_to_come(folder):
         return list(_tensors(model, headers.read_places(folder)))
-    return []  # drawn by policy.new_model, or in another format, or looked through once all are fetched
+    return []  # drawn by policy.new_model, in another format, or checked once fetched
 
 
 def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for a model of a type that transformers does not know."""
+    """Raise `ModelError` for a model of a type that Transformers does not know."""
     kind, known = model.get("model_type"), model_types()
     if known and kind not in known:
         raise ModelError(
@@ -84,21 +84,21 @@ def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return one of a model's JSON files. Raises `ModelError`."""
+    """Return one of a model's JSON files. Raise `ModelError` if it cannot be read."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is no configuration of a model")
+        raise ModelError(f"{path} is not a model's configuration")
     return content
 
 
 def _tensors(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[str]:
-    """Yield notices about the tensors. Raises `ModelError`."""
+    """Yield notices about the tensors. Raise `ModelError` if they do not fit the configuration."""
     _refuse_layers_beyond(model, places)
     if model.get("quantization_config"):
-        return  # what tensors there are is the quantisation's business
+        return  # quantisation decides which tensors there are
     for name, place in places.items():
         if place.dtype.startswith(_INTEGERS) and name.endswith((".weight", ".bias")):
             raise ModelError(
@@ -123,7 +123,7 @@ def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, Place]) ->
             continue
         layer = _LAYER.match(name)
         if layer and int(layer[1]) < model["num_hidden_layers"]:
-            raise ModelError(f"{place.path}: {name} is there, which the model that config.json describes has not")
+            raise ModelError(f"{place.path}: {name} is not a tensor of the model that config.json describes")
         yield f"{place.path}: {name} is not read: the model that config.json describes has no such tensor"
 
 
@@ -139,7 +139,7 @@ def _refuse_layers_beyond(model: Mapping[str, Any], places: Mapping[str, Place])
 
 
 def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, Place]) -> None:
-    """Raise `ModelError` if there is an output layer that is not the embedding, though config.json ties the two."""
+    """Raise `ModelError` if the output layer is not the embedding, though config.json ties the two."""
     if model.get("tie_word_embeddings") is not True or not {_EMBEDDING, _HEAD} <= places.keys():
         return
     embedding, head = places[_EMBEDDING], places[_HEAD]
@@ -148,7 +148,7 @@ def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, Place]) 
 
 
 def _equal(one: Place, other: Place) -> bool:
-    """Whether two tensors of one shape and type have the same bytes."""
+    """Return whether two tensors of one shape and type have the same bytes."""
     try:
         with one.path.open("rb") as first, other.path.open("rb") as second:
             first.seek(one.start)
@@ -165,14 +165,14 @@ def _equal(one: Place, other: Place) -> bool:
 
 
 def _end_tokens(config: Config, folder: Path, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield notices about tokens that end a response and that the model cannot say. Raises `ConfigError`."""
+    """Yield notices about end tokens that the model lacks. Raise `ConfigError` for such a stop token."""
     size = model.get("vocab_size")
     if not isinstance(size, int):
         return
     for stop in config.policy.generation.stop_token_ids or ():
         if not 0 <= stop < size:
             raise ConfigError(
-                f"policy.generation.stop_token_ids: {stop} is no token of the model in {folder}, which has {size}"
+                f"policy.generation.stop_token_ids: {stop} is not a token of the model in {folder}, which has {size}"
             )
     for name in ("config.json", "generation_config.json"):
         path = folder / name
@@ -181,4 +181,4 @@ def _end_tokens(config: Config, folder: Path, model: Mapping[str, Any]) -> Itera
         ends = read_json(path).get("eos_token_id")
         for token in ends if isinstance(ends, list) else [ends]:
             if isinstance(token, int) and not 0 <= token < size:
-                yield f"{path}: eos_token_id {token} is no token of the model, which has {size}"
+                yield f"{path}: eos_token_id {token} is not a token of the model, which has {size}"

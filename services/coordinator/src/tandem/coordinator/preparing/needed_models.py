@@ -9,7 +9,7 @@ from tandem.config.models.model_sizes import local_folder
 
 
 def missing_models(config: Config) -> dict[str, str]:
-    """Return those that are not there, by the keys that name them."""
+    """Return the missing models, by the keys that name them."""
     folders = {"policy.model_name": config.policy.model_name}
     folders |= {key: teacher.model_name for key, teacher in config.teacher_sections.items()}
     missing = {key: name for key, name in folders.items() if not Path(name).exists()}

@@ -1,7 +1,7 @@
-"""Import the user's own classes and functions that services will need, and say what is wrong.
+"""The import of custom classes and functions that services will need, and its problems.
 
-``python -m tandem.coordinator.preparing.own_code CONFIG.json ANSWER.json KIND...``: such code may do anything, so it
-has a process of its own.
+``python -m tandem.coordinator.preparing.own_code CONFIG.json ANSWER.json KIND...``: custom code may do anything, so it
+runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LOSS = "loss_fn.class"
 
 
 def has_own_code(config: Config, kind: str) -> bool:
-    """Say whether a service of this kind imports anything that a configuration names, beside torch."""
+    """Return whether a service of this kind imports custom code, apart from torch."""
     return next(_named(config, kind), None) is not None
 
 
 def _named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys and dotted paths of what services of this kind import; torch's own were read from its source."""
+    """Yield the keys and dotted paths of a service's imports; torch's own were read from its source."""
     return ((key, path) for key, path in _all_named(config, kind) if not path.startswith("torch."))
 
 
@@ -53,7 +53,7 @@ def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: Config, kind: str) -> Iterator[str]:
-    """Yield a line for each that cannot be imported, or cannot be what it is named for."""
+    """Yield a line for each path that cannot be imported, or has the wrong kind of object."""
     for key, path in _named(config, kind):
         if key == _LOSS:
             yield from _loss_problems(config)
@@ -72,7 +72,7 @@ def problems(config: Config, kind: str) -> Iterator[str]:
 
 
 def _loss_problems(config: Config) -> Iterator[str]:
-    """Let the trainer's code try a loss out."""
+    """Try out a loss with the trainer's code."""
     try:
         importlib.import_module("tandem.trainer.losses.own").try_out(config)
     except ConfigError as error:
@@ -84,13 +84,13 @@ def _environment_problems(config: Config, key: str, path: str, made: Any) -> Ite
     settings = config.env[entry.removeprefix("env.")]
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
     if not callable(made):
-        yield f"{key}: {path} is no class"
+        yield f"{key}: {path} is not a class"
         return
     try:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
         yield f"{entry}: TypeError: {error}"
-    except ValueError:  # a class written in C tells nothing
+    except ValueError:  # a class written in C has no signature
         pass
     if inspect.isclass(made) and not any(callable(getattr(made, method, None)) for method in ("score", "step")):
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"

@@ -1,7 +1,7 @@
-"""Find every problem that can be known before a run starts, for `check` and for `up`.
+"""The checks before a run starts, for `check` and `up`: every problem that can be known by then.
 
-Nothing is written that stays, and no service is started. Data is read, and a few of its items are tokenised. Code of
-the user's own is imported in a process of its own, within a deadline.
+They write no lasting file, and start no service. Data is read, and a few of its items are tokenised. Custom code is
+imported in a process of its own, within a deadline.
 """
 
 from __future__ import annotations
@@ -55,15 +55,14 @@ from tandem.samples.tokenizer import Tokenizer, check_new_model_type, load_token
 
 
 def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
-    """Look a run through, and the one before it if that will run, and load its data.
+    """Check a run, and the one before it if that will run, and load its data.
 
-    `has_rewards` says whether a Python program is there to score samples with functions of its own.
+    `has_rewards` says whether a Python program scores samples with functions of its own.
 
     Raises:
-        TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
-
+        TandemError: the problem; if there are several, a `ConfigError` that has them all.
     """
-    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and data sets import much
+    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and datasets import much
         ready, _ = _look_through(source, config, mode, Path(folder), ())
     if not has_rewards:
         _refuse_rewards_of_a_program(ready)
@@ -71,7 +70,7 @@ def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = Fa
 
 
 def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
-    """Raise `ConfigError` for a run that only the program which has its reward functions can go on with."""
+    """Raise `ConfigError` for a run that needs the reward functions of a Python program."""
     while ready is not None:
         config = ready.config
         if config.generates and PYTHON_REWARDS in config.environments:
@@ -90,13 +89,13 @@ def _look_through(
     earlier: tuple[Ready, Tokenizer] | None = None
     if (path := config.prerequisite) is not None:
         if path in wanted_by:
-            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
+            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a cycle")
         its_config = load_config(path)
         if has_begun(its_config) or missing_models(config):
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
-    told = [] if wanted_by else notices(config)  # by the command, before anything is fetched
+    told = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
     with _own_code_imported(config, scratch) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
@@ -107,10 +106,10 @@ def _look_through(
         with _noted(problems):
             config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
             is_found = True
-        if is_found:  # else what follows would say so again
+        if is_found:  # else the checks below would report it again
             with _noted(problems):
                 about_model += _check_model(config, mode, earlier)
-                if earlier is None:  # which otherwise makes the model
+                if earlier is None:  # the earlier run makes the model otherwise
                     replayed_experts(config)
             with _noted(problems):
                 check_value_model(config)
@@ -141,7 +140,7 @@ def _look_through(
 
 
 def _with_sizes(config: Config, earlier: tuple[Ready, Tokenizer] | None) -> Config:
-    """Return a configuration that says how large its model is, also where a run before it makes that."""
+    """Return a configuration with the sizes of its model, even if a run before it makes the model."""
     before = earlier[0] if earlier else None
     while before is not None and model_config(config.policy) is None:
         made = before.config.policy
@@ -161,7 +160,7 @@ def _noted(problems: list[TandemError]) -> Iterator[None]:
 
 
 def _complain(problems: Sequence[TandemError]) -> None:
-    """Raise what was found, if that is anything, as one error."""
+    """Raise the problems found, if any, as one error."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -173,7 +172,7 @@ def _lines(problem: TandemError) -> tuple[str, ...]:
 
 
 def _find_extras(config: Config) -> None:
-    """Find packages that only some runs need, where their processes are started here."""
+    """Check that packages which only some runs need are installed, where their processes start here."""
     missing = [
         f"logger.{package}_enabled: the package {package} is not installed; {install_command(package)}"
         for package in ("wandb", "mlflow")
@@ -202,7 +201,7 @@ def _find_extras(config: Config) -> None:
 
 
 def _find_agent(config: Config) -> None:
-    """Find the program that plays, where rollouts are started here."""
+    """Check that the agent's program exists, where engines start here."""
     agent = config.agent
     if agent is None or agent.command is None or not launched_processes(config).get("rollout"):
         return
@@ -211,7 +210,7 @@ def _find_agent(config: Config) -> None:
 
 
 def _find_folders(config: Config) -> None:
-    """Find out whether what the run writes can be written."""
+    """Check that the run's folders can be written."""
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
@@ -231,9 +230,9 @@ def _find_folders(config: Config) -> None:
 
 
 def _listen(config: Config, mode: Mode) -> None:
-    """Listen for a moment wherever the run will, at all of it at once.
+    """Listen for a moment at all addresses of the run, at once.
 
-    A run that is resumed may still see the page of the coordinator before, which ends by itself.
+    A resumed run may still see the page of the coordinator before, which ends by itself.
     """
     logger, problems = config.logger, list[TandemError]()
     with contextlib.ExitStack() as stack:
@@ -250,7 +249,7 @@ def _listen(config: Config, mode: Mode) -> None:
 
 
 def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:
-    """Tell whether the run, or the one before it, makes the folder of its model, in the place of one that is there."""
+    """Return whether this run, or the one before it, makes its model's folder, perhaps in place of an existing one."""
     if not Path(config.policy.model_name).exists():
         return True
     is_changed = (earlier is not None and differences(earlier[0])) or model_differences(config)
@@ -258,7 +257,7 @@ def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] 
 
 
 def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> list[str]:
-    """Look through the folder of a model that is there and stays; what it does not have is said elsewhere."""
+    """Check the folder of a model that exists and stays; other checks report what is missing."""
     if _is_made_later(config, mode, earlier) or model_problem(config) is not None:
         return []
     return check_model(config)
@@ -268,7 +267,7 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
     policy = config.policy
     folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
-    if policy.new_model is not None:  # also where its folder is there already
+    if policy.new_model is not None:  # even if its folder exists
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
         earlier[1].save(made := scratch / "model")
@@ -283,7 +282,7 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
 
 @contextlib.contextmanager
 def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], None]]:
-    """Import the user's own code in another process; yield what waits for its end and raises its complaints."""
+    """Import custom code in another process; yield a function that waits for its end and raises its problems."""
     kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
     if not kinds:
         yield lambda: None

@@ -1,4 +1,4 @@
-"""Make what a run begins from: a model from scratch, or the prerequisite run that makes one."""
+"""The model that a run begins from: made from scratch, or by the prerequisite run."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Say = Callable[[str], None]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration that was looked through (see `tandem.coordinator.preparing.preflight`)."""
+    """A configuration that passed its checks (see `tandem.coordinator.preparing.preflight`)."""
 
     config: Config
     source: str
-    """Its file."""
+    """Configuration file."""
     algorithm: RunningAlgorithm
     notices: tuple[str, ...]
-    """What there is to say of its model and its data."""
+    """Notices about its model and its data."""
     prerequisite: Ready | None
-    """The run that comes before, unless what it makes is there and it has never begun here."""
+    """Run that comes before; None if its model exists and it has never begun here."""
 
 
 def has_begun(config: Config) -> bool:
-    """Say whether there is a run in the run folder."""
+    """Return whether there is a run in the run folder."""
     return (Path(config.logger.log_dir) / JOURNAL_NAME).exists()
 
 
 def is_done(ready: Ready) -> bool:
-    """Say whether the run in the run folder has come to its last step."""
+    """Return whether the run in the run folder has finished its last step."""
     if not has_begun(ready.config):
         return False
     with read_journal(Path(ready.config.logger.log_dir)) as journal:
@@ -49,10 +49,10 @@ def is_done(ready: Ready) -> bool:
 
 
 def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
-    """Say how a prerequisite is to be run; None if it is not, because it is done.
+    """Return how to run a prerequisite; None if it is done.
 
-    One whose configuration is not that of its run any more is made again if all is to begin anew (`restarts`), and
-    otherwise kept as it is, if it has ended.
+    If its configuration has changed since its run, it is made again if everything begins anew (`restarts`). Otherwise a
+    finished one is kept as it is.
     """
     config, name = ready.config, f"prerequisite {ready.source}"
     if not has_begun(config):
@@ -77,7 +77,7 @@ def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
 
 
 def differences(ready: Ready) -> str:
-    """Name what a configuration says otherwise than its run in the run folder; empty if nothing, or there is none."""
+    """Return the keys that differ from the run in the run folder; empty if none, or if there is no run."""
     if not has_begun(ready.config):
         return ""
     with read_journal(Path(ready.config.logger.log_dir)) as journal:
@@ -89,13 +89,13 @@ def differences(ready: Ready) -> str:
 
 
 def model_problem(config: Config) -> str | None:
-    """Say what is wrong with the folder of the model, None if it is there or to be made from scratch."""
+    """Describe the problem with the model's folder; None if it exists or is to be made from scratch."""
     folder = Path(config.policy.model_name)
     if folder.exists():
         if (why := why_no_model(folder)) is not None:
             return f"policy.model_name: {why}"
         if not (folder / "config.json").exists():
-            return f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model"
+            return f"policy.model_name: {str(folder)!r} holds no config.json, so it is not a model"
     elif config.policy.new_model is None:
         return (
             f"policy.model_name: {str(folder)!r} does not exist, and neither policy.new_model nor prerequisite makes it"
@@ -104,9 +104,9 @@ def model_problem(config: Config) -> str | None:
 
 
 def make_model(config: Config, mode: Mode, say: Say) -> None:
-    """Write the folder of a model that is made from scratch; check that any other local model is there.
+    """Write the folder of a model that is made from scratch; check that any other local model exists.
 
-    A folder that ``policy.new_model`` describes otherwise is kept, or set aside if the run begins anew.
+    A folder that differs from ``policy.new_model`` is kept, or set aside if the run begins anew.
     """
     if (problem := model_problem(config)) is not None:
         raise ModelError(problem)
@@ -127,7 +127,7 @@ def make_model(config: Config, mode: Mode, say: Say) -> None:
 
 
 def model_differences(config: Config) -> str:
-    """Name what ``policy.new_model`` says otherwise than the folder that is there; empty if that is nothing."""
+    """Return the keys of ``policy.new_model`` that differ from the existing folder; empty if none."""
     new, folder = config.policy.new_model, Path(config.policy.model_name)
     if new is None or not folder.exists():
         return ""
@@ -140,7 +140,7 @@ def model_differences(config: Config) -> str:
 
 
 def set_aside(folder: Path, say: Say) -> Path:
-    """Rename a folder of an earlier run: nothing is lost; return what it is called now."""
+    """Rename a folder of an earlier run, so that nothing is lost; return its new name."""
     number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
     aside = folder.with_name(f"{folder.name}.{number}")
     shutil.move(folder, aside)
@@ -149,7 +149,7 @@ def set_aside(folder: Path, say: Say) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; nothing of one that cannot be read, which differs from anything."""
+    """Return the content of a JSON file; empty, which differs from any other, if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """Replay: train again from a checkpoint of a run, or from its model, on the samples that it recorded.
 
-`begin_replay` makes the configuration of a replay from that of the run, and refuses before anything starts what cannot
-be; `continue_replay` finds that of one that has begun. Both then are runs like any other, whose section ``replay``
-says where their samples come from.
+`begin_replay` makes the configuration of a replay from that of the run, and rejects impossible ones before anything
+starts. `continue_replay` finds the configuration of a replay that has begun. Both are then runs like any other; their
+section ``replay`` names the source of their samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_
 from tandem.samples import sample_files, sample_record
 
 _MODEL = "the recorded samples are tokens of the run's own model"
-_DRAWN = "it says what a step draws, and that is recorded"
+_DRAWN = "it decides what a step draws, which is recorded"
 _IN_VAIN = "it changes nothing on recorded samples"
 _VALIDATION = (
     "val_period",
@@ -40,8 +40,8 @@ _VALIDATION = (
 _ROLLOUTS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.rolls_out)
 _REFUSED = {
     "algorithm": "the samples were recorded for the run's own algorithm",
-    "prerequisite": "the model is there",
-    "replay": "coordinator replay says which run is replayed, --from and --to which steps",
+    "prerequisite": "the model exists already",
+    "replay": "coordinator replay names the run, --from and --to the steps",
     "policy.model_name": _MODEL,
     "policy.new_model": _MODEL,
     "policy.tokenizer": _MODEL,
@@ -63,7 +63,7 @@ _REFUSED = {
     },
     **{f"{section}.max_num_steps": "--to STEP says where a replay ends" for section in _ROLLOUTS},
 }
-"""Keys, or whole sections, that a replay cannot change, and why."""
+"""Keys, or whole sections, that a replay cannot change, with the reasons."""
 _LEARNED = (
     "adv_estimator",
     "normalize_rewards",
@@ -75,35 +75,34 @@ _LEARNED = (
     "policy_training_start_step",
 )
 _OF_ADVANTAGES = tuple(f"{section}.{name}" for section in _ROLLOUTS for name in _LEARNED)
-"""What it can change of the algorithm's section."""
+"""Keys of the algorithm's section that a replay can change."""
 _OF_OPTIMIZERS = ("policy.megatron_cfg.enabled", "policy.megatron_cfg.optimizer.optimizer", "policy.optimizer.name")
-"""What decides which state an optimizer has, which a checkpoint holds."""
+"""Keys that decide the kind of optimizer state in a checkpoint."""
 _ROUTES = "policy.router_replay.enabled"
 _LENGTH = "policy.max_total_sequence_length"
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it can be replayed; it may still be going on."""
+    """A run that can be replayed; it may still be going on."""
 
     folder: Path
     run_id: str
     config: Config
     last_step: int
-    """That is done."""
+    """Last finished step."""
     whole: frozenset[int]
-    """Steps that are done and all of whose samples are recorded."""
+    """Finished steps with all of their samples recorded."""
     longest: int
-    """Tokens of the longest sample of these."""
+    """Tokens of the longest of these samples."""
     checkpoints: tuple[int, ...]
-    """Steps that are done and have one."""
+    """Finished steps with a checkpoint."""
 
 
 def begin_replay(run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str]) -> Changed:
-    """Return the configuration of a new replay of the run in a folder, and which keys of it the overrides changed.
+    """Return the configuration of a new replay of the run in a folder, and its keys that overrides changed.
 
     Raises:
-        TandemError: why it cannot be; a `ConfigError` if that is for what was typed.
-
+        TandemError: the replay is impossible; a `ConfigError` if the command line is the reason.
     """
     with _journal_of(run) as journal:
         recorded = _recorded_run(run, journal)
@@ -113,13 +112,13 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
             check_checkpoint(recorded.config, journal, checkpoints_of(run, recorded.config), start)
     settings = {
         "prerequisite": None,
-        "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override says otherwise
+        "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override names another
         "logger": {"log_dir": str(_new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
         "replay": {"run": str(run), "run_id": recorded.run_id, "from_step": start, "to_step": end},
     }
     try:
         changed = change_config(recorded.config, settings, overrides, str(run / CONFIG_NAME))
-    except ConfigError:  # of values that are wrong, also for keys whose values are not asked for
+    except ConfigError:  # also for wrong values of keys that cannot be changed at all
         _refuse_keys([override.partition("=")[0].strip().lstrip("+") for override in overrides], start)
         raise
     _refuse_keys(changed.keys, start)
@@ -133,13 +132,13 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
 
 
 def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
-    """Return the configuration of the replay in a folder, to resume it. Raises `TandemError`."""
+    """Return the configuration of the replay in a folder, to resume it. Raise `TandemError` if it is no replay."""
     with _journal_of(folder) as journal:
         config = config_of(journal)
     if config.replay is None:
         there = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
         known = f"; its replays: {', '.join(there)}" if there else ""
-        raise RunFolderError(f"{folder} is no replay: --resume takes the run folder of one{known}")
+        raise RunFolderError(f"{folder} is not a replay: --resume takes the run folder of one{known}")
     with _journal_of(Path(config.replay.run)) as journal:
         if journal.run_id != config.replay.run_id:
             raise RunFolderError(
@@ -150,7 +149,7 @@ def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def origin_of(config: Config) -> Start:
-    """Return where a replay begins: the model that the run started from, or a checkpoint of it."""
+    """Return where a replay begins: at the model that the run started from, or at a checkpoint of it."""
     assert config.replay is not None, "asked only of a replay"
     run, step = Path(config.replay.run), config.replay.from_step
     if not step:
@@ -161,7 +160,7 @@ def origin_of(config: Config) -> Start:
 
 
 def source_of(folder: Path) -> str:
-    """Return the configuration file that the run in a folder was begun with: beside it may lie the user's own code."""
+    """Return the configuration file that a folder's run was begun with; custom code may lie beside it."""
     path = folder / CONFIG_NAME
     with contextlib.suppress(OSError, UnicodeDecodeError):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -171,7 +170,7 @@ def source_of(folder: Path) -> str:
 
 
 def describe_start(config: Config) -> Iterator[str]:
-    """Yield what a user should know of a replay before it begins."""
+    """Yield notices about a replay before it begins."""
     replay = config.replay
     assert replay is not None, "asked only of a replay"
     source = f"its checkpoint of step {replay.from_step}" if replay.from_step else "the model that it started from"
@@ -186,7 +185,7 @@ def describe_start(config: Config) -> Iterator[str]:
 
 
 def _journal_of(run: Path) -> JournalReader:
-    """Open the journal of a run. Raises `RunFolderError`, with the runs that there are beside it."""
+    """Open the journal of a run. Raise `RunFolderError`, with the runs beside it, if there is none."""
     if not (run / JOURNAL_NAME).is_file():
         there = [str(path) for path in _runs_beside(run)]
         choices = f"; there are {', '.join(there)}{nearest(str(run), there)}" if there else ""
@@ -200,7 +199,7 @@ def _runs_beside(run: Path) -> list[Path]:
 
 
 def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
-    """Look at what is recorded of a run. Raises `RunFolderError` where that is nothing."""
+    """Read what is recorded of a run. Raise `RunFolderError` if nothing is."""
     config = config_of(journal)
     if config.replay is not None:
         raise RunFolderError(f"{run} is a replay itself, of {config.replay.run}: replay that")
@@ -211,7 +210,7 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
     last = journal.last_step() or 0
     whole, longest = _whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
     if not whole:
-        raise RunFolderError(f"{run} has recorded no samples of a step that is done: logger.samples says what is kept")
+        raise RunFolderError(f"{run} has recorded no samples of a finished step: see logger.samples")
     steps = tuple(step for step in checkpoints_of(run, config).steps() if 0 < step <= last)
     return RecordedRun(
         folder=run,
@@ -225,9 +224,9 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
 
 
 def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[set[int], int]:
-    """Return the steps up to `last` whose samples are all there, and the tokens of the longest of these.
+    """Return the steps up to `last` with all samples recorded, and the tokens of the longest sample.
 
-    Raises `SamplesError` for a file that is damaged, or of another run.
+    Raise `SamplesError` for a file that is damaged, or of another run.
     """
     whole, longest = set(), 0
     for step, files in itertools.groupby(sample_files.files(folder), key=lambda file: file.step):
@@ -245,7 +244,7 @@ def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[
 
 
 def _end(recorded: RecordedRun, to_step: int | None) -> int:
-    """Return the step to end with: the newest that is recorded, unless one is named."""
+    """Return the step to end with: the newest recorded one, unless one is named."""
     newest = max(recorded.whole)
     if to_step is None:
         return newest
@@ -255,12 +254,12 @@ def _end(recorded: RecordedRun, to_step: int | None) -> int:
 
 
 def _start(recorded: RecordedRun, from_step: int | None, end: int) -> int:
-    """Return the step to begin after: the first from which all samples are there, unless one is named."""
+    """Return the step to begin after: the first with all samples after it, unless one is named."""
     known = [0, *(step for step in recorded.checkpoints if step < end)]
     missing = {step: sorted({*range(step + 1, end + 1)} - recorded.whole) for step in known}
     possible = [step for step in known if not missing[step]]
     begins = [*(f"from step {step}" for step in possible if step), *(["from the beginning"] if 0 in possible else [])]
-    choices = f"it can be replayed {', '.join(begins)}" if begins else "it can be replayed from nowhere"
+    choices = f"it can be replayed {', '.join(begins)}" if begins else "no step can be replayed"
     if from_step is None:
         if possible:
             return possible[0]
@@ -293,7 +292,7 @@ def _not_recorded(recorded: RecordedRun, steps: Collection[int]) -> str:
 
 
 def _refuse_keys(keys: Iterable[str], start: int) -> None:
-    """Raise `ConfigError` for keys whose change is impossible, or would change nothing."""
+    """Raise `ConfigError` for keys that cannot be changed, or would change nothing."""
     problems = []
     for key in keys:
         why = next((why for name, why in _REFUSED.items() if is_within(key, (name,))), None)
@@ -301,7 +300,7 @@ def _refuse_keys(keys: Iterable[str], start: int) -> None:
             why = _DRAWN
         if why is None and start and is_within(key, _OF_OPTIMIZERS):
             why = (
-                f"the checkpoint of step {start} has the state of another optimizer; leave --from out, or say --from 0"
+                f"the checkpoint of step {start} has the state of another optimizer; leave --from out, or give --from 0"
             )
         if why is not None:
             problems.append(f"command line: {key}: cannot be changed in a replay: {why}")
@@ -310,12 +309,12 @@ def _refuse_keys(keys: Iterable[str], start: int) -> None:
 
 
 def is_within(key: str, names: Iterable[str]) -> bool:
-    """Tell whether a key is one of these, or of one of these sections."""
+    """Return whether a key is one of these, or in one of these sections."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _refuse_folders(config: Config, recorded: RecordedRun) -> None:
-    """Raise `ConfigError` where a replay would write among what another run wrote."""
+    """Raise `ConfigError` if a replay would write into the folders of another run."""
     folder, root = Path(config.logger.log_dir), Path(config.checkpointing.checkpoint_dir)
     if (folder / JOURNAL_NAME).exists():
         raise ConfigError(
@@ -327,7 +326,7 @@ def _refuse_folders(config: Config, recorded: RecordedRun) -> None:
 
 
 def _new_folder(run: Path) -> Path:
-    """Return a folder beside a run's that is not there yet."""
+    """Return a new folder name beside a run's."""
     base = run if run.name else run.absolute()
     names = itertools.chain([f"{base.name}-replay"], (f"{base.name}-replay-{n}" for n in itertools.count(2)))
     return next(path for path in map(base.with_name, names) if not path.exists())

@@ -1,4 +1,4 @@
-"""Decide which checkpoint a run goes on from, and what to do if that one is damaged."""
+"""The choice of the checkpoint that a run continues from, and of another if that one is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_A_RANK = re.compile(r"^rank \d+ ")
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run begins."""
+    """The point where a run begins."""
 
     first_step: int
     resume_from: str
@@ -30,7 +30,7 @@ FROM_THE_MODEL = Start(first_step=1, resume_from="")
 
 
 class Resuming:
-    """The checkpoints that a run may go on from."""
+    """The checkpoints that a run may continue from."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Resuming:
         say: Callable[[str], None],
         origin: Start = FROM_THE_MODEL,
     ) -> None:
-        """`origin` is where the run begins as long as it has no checkpoint."""
+        """`origin` is where the run begins while it has no checkpoint."""
         self._origin = origin
         self._config = config
         self._journal = journal
@@ -48,12 +48,12 @@ class Resuming:
         self._say = say
         last = journal.last_step()
         self._steps = [] if last is None else [step for step in checkpoints.steps() if step <= last]
-        """Of those that are done, the ones with a checkpoint."""
+        """Finished steps with a checkpoint."""
 
     def start(self, from_step: int | None) -> Start:
-        """Find the checkpoint to go on from: the newest, unless a step is named. What was done after it is done again.
+        """Find the checkpoint to continue from: the newest, unless a step is named. Later steps are done again.
 
-        Raises `CheckpointError` where that step has none, and `DamagedCheckpoint`.
+        Raise `CheckpointError` if that step has none, and `DamagedCheckpoint` if it is damaged.
         """
         if from_step is not None and from_step not in self._steps:
             raise CheckpointError(f"--from {from_step}: that step has no checkpoint; {self._choices(from_step)}")
@@ -64,8 +64,8 @@ class Resuming:
         folder = self._checkpoints.folder_of(step)
         try:
             if self._check(step) is None:
-                self._say(f"{folder} has no {manifest.NAME}: an earlier release wrote it, and it is believed as it is")
-            elif from_step is not None:  # before what came after it is given up
+                self._say(f"{folder} has no {manifest.NAME}: an earlier release wrote it, so it cannot be verified")
+            elif from_step is not None:  # before later steps are dropped
                 self._read_all(step)
         except DamagedCheckpoint as error:
             raise self.with_way_out(error, step) from error
@@ -73,18 +73,18 @@ class Resuming:
             for aside in self._checkpoints.set_aside_after(step):
                 self._say(f"the steps after {step} are done again; a checkpoint of them is kept as {aside}")
         self._journal.forget_after(step)
-        self._journal.record_checkpoint(step, str(folder))  # the run may have ended before it could
+        self._journal.record_checkpoint(step, str(folder))  # the run may have ended before it was recorded
         return Start(first_step=step + 1, resume_from=str(folder.absolute()))
 
     def damage_in(self, finish: Finish, start: Start) -> DamagedCheckpoint | None:
-        """Return what trainers found damaged in the checkpoint that they were to go on from; None if it is not that."""
+        """Return the damage that trainers found in the checkpoint to continue from; None for other errors."""
         what = "" if finish.error is None else finish.error.what
         if not start.resume_from or manifest.DAMAGED not in what or f"{start.resume_from}/" not in what:
             return None
         return DamagedCheckpoint(_OF_A_RANK.sub("", what))
 
     def with_way_out(self, error: DamagedCheckpoint, step: int) -> DamagedCheckpoint:
-        """Say in the error of a step's checkpoint which other one is whole: the newest, all of which is read."""
+        """Add the newest other checkpoint that is whole, read completely, to the error of a step's checkpoint."""
         others = [other for other in reversed(self._steps) if other != step]
         if others:
             self._say(f"looking for a checkpoint that is whole among those of steps {', '.join(map(str, others))}")
@@ -120,9 +120,9 @@ class Resuming:
 def check_checkpoint(
     config: Config, journal: JournalReader, checkpoints: CheckpointFolder, step: int
 ) -> Manifest | None:
-    """Look at whose a run's checkpoint is and at its files, but not at the tensors.
+    """Check the origin and the files of a run's checkpoint, but not its tensors.
 
-    Returns its manifest, if it has one. Raises `DamagedCheckpoint`.
+    Return its manifest, if it has one. Raise `DamagedCheckpoint` if a check fails.
     """
     folder = checkpoints.folder_of(step)
     found = manifest.read(folder)
@@ -143,7 +143,7 @@ def check_checkpoint(
     if found.configuration != fingerprint(config):
         written = config_from_json(checkpoints.read_record(step).config_json.encode())
         differing = resume_differences(written, config)
-        if differing:  # and not only a release that knows other keys
+        if differing:  # not only the keys of another release
             raise DamagedCheckpoint(
                 f"{folder} {manifest.DAMAGED}: what lies there was written with another {', '.join(differing)}"
             )
@@ -153,9 +153,9 @@ def check_checkpoint(
 def refuse_other_weights(
     journal: Journal, checkpoints: CheckpointFolder, version: int, digest: int, verify: str
 ) -> None:
-    """Compare the digest of a version with that which the journal has of it from before.
+    """Compare the digest of a version with the journal's earlier one.
 
-    Raises `DamagedCheckpoint` if they differ: then trainers were given other weights than those that were trained.
+    Raise `DamagedCheckpoint` if they differ: then trainers loaded other weights than those that were trained.
     """
     for record in journal.refits():
         known = record.digest
@@ -167,7 +167,7 @@ def refuse_other_weights(
 
 
 def refuse_changes(journal: JournalReader, config: Config) -> None:
-    """Raise `RunFolderError` if a run cannot be resumed with this configuration: what it learns from would differ."""
+    """Raise `RunFolderError` if a run cannot be resumed because this configuration changes what it learns from."""
     differences = resume_differences(config_from_json(journal.config_json), config)
     if differences:
         raise RunFolderError(f"cannot resume {journal.folder}: the configuration differs in {', '.join(differences)}")

@@ -1,6 +1,6 @@
-"""Check before anything starts that a reward model's folder holds a classifier of one label.
+"""The check, before anything starts, that a reward model's folder holds a classifier with one label.
 
-What the folder holds is read from ``config.json`` and from the headers of its safetensors files.
+It reads ``config.json`` and the headers of the safetensors files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from tandem.samples.tokenizer import load_reward_model_tokenizer
 _CLASSIFIER = "ForSequenceClassification"
 _HEAD = re.compile(r"(score|classifier|classification_head)\.")
 _DEFAULT_LABELS = 2
-"""Of transformers, where ``config.json`` says nothing."""
+"""Default of Transformers, where ``config.json`` has none."""
 
 
 def check_reward_models(config: Config, made_in: Path | None = None) -> None:
-    """Look through the folders of the run's reward models; those that will be in `made_in` need not be there yet.
+    """Check the folders of the run's reward models; those that will be in `made_in` may still be missing.
 
     Raises:
-        ModelError: there is no model, or its files are not those that were written.
-        ConfigError: it is no sequence classifier with one label, or its chat template cannot write a conversation.
-
+        ModelError: there is no model, or its files have changed since they were written.
+        ConfigError: it is not a sequence classifier with one label, or its chat template cannot write a conversation.
     """
     for name, entry in config.reward_models.items():
         folder = local_folder(str(entry.model_name))
@@ -47,7 +46,7 @@ def check_reward_models(config: Config, made_in: Path | None = None) -> None:
 def _check(key: str, entry: Environment, folder: Path) -> None:
     where = f"{key}.model_name: {str(entry.model_name)!r}"
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{where} holds no config.json, so it is no model")
+        raise ModelError(f"{where} holds no config.json, so it is not a model")
     try:
         model = read_json(folder / "config.json")
         refuse_unknown_type(folder, model)
@@ -76,7 +75,7 @@ def _check_config(where: str, model: Mapping[str, Any]) -> None:
     architectures = model.get("architectures") or []
     if not any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in architectures):
         what = ", ".join(map(str, architectures)) or "nothing that config.json names"
-        raise ConfigError(f"{where} is {what}, and no sequence classifier (...{_CLASSIFIER})")
+        raise ConfigError(f"{where} is {what}, not a sequence classifier (...{_CLASSIFIER})")
     labels = model.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else model.get("num_labels", _DEFAULT_LABELS)
     if num_labels != 1:
@@ -85,7 +84,7 @@ def _check_config(where: str, model: Mapping[str, Any]) -> None:
 
 def _check_head(where: str, folder: Path) -> None:
     if hub.is_to_come(folder):
-        return  # it is looked through once it is there
+        return  # checked once it is fetched
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{where} holds no *.safetensors, and weights in other formats are not read")
     heads = [place for name, place in headers.read_places(folder).items() if _HEAD.match(name)]

@@ -1,4 +1,4 @@
-"""Decide how a model is served: by the checked command line and by the model's own files."""
+"""The settings by which a model is served: from the checked command line and the model's own files."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from tandem.samples.tokenizer import load_model_tokenizer
 from tandem.serving.handover import Serving
 
 LONGEST_BY_DEFAULT = 4096
-"""Of a sequence, where the model could do more: memory for keys and values is set aside for the whole batch."""
+"""Longest sequence by default, if the model could do more: memory is reserved for the whole batch."""
 _LAST_PORT = 65535
 _GPU_SHARE = 0.9
-"""Of a GPU's memory for vLLM: nothing is trained beside it."""
+"""Fraction of a GPU's memory for vLLM: nothing is trained beside it."""
 
 
 class _Given(Section, frozen=True, kw_only=True):
-    """What ``key=value`` can say."""
+    """The settings that ``key=value`` can set."""
 
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
-    """Return how the model in ``arguments.folder`` is served. Raises `TandemError`; nothing has started then."""
+    """Return how the model in ``arguments.folder`` is served. Raise `TandemError` before anything starts."""
     (found,) = models_in(arguments.folder)
     if not any(found.folder.glob("*.safetensors")):
         raise ModelError(f"{found.folder} has a config.json and no weights: there are no *.safetensors")
@@ -61,7 +61,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     precision = arguments.precision or _precision(config)
     given = _given(arguments.overrides, length, precision)
     if arguments.overrides and arguments.engine != "vllm":
-        raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: settings are of vLLM: give --engine vllm as well")
+        raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
     if arguments.engine == "vllm" and package_folder("vllm") is None:
         raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
     typed = str(arguments.folder)
@@ -85,16 +85,16 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
 
 
 def open_port(host: str, port: int, token: str | None) -> socket.socket:
-    """Return a socket that listens there; port 0 is any that is free.
+    """Return a socket that listens there; port 0 is any free one.
 
-    Raises `ConfigError` if it cannot, or if others than this machine could ask without a token.
+    Raise `ConfigError` if it cannot listen, or if other machines could use it without a token.
     """
     if not 0 <= port <= _LAST_PORT:
         raise ConfigError(f"--port {port}: it must be from 0 to {_LAST_PORT}; 0 takes any that is free")
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: it is no address of this machine: {error}") from error
+        raise ConfigError(f"--host {host}: it is not an address of this machine: {error}") from error
     if token is None and not is_loopback(address.partition("%")[0]):
         raise ConfigError(f"--host {host}: others can reach it: give a --token that they must have")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -132,7 +132,7 @@ def _precision(config: Mapping[str, Any]) -> Literal["float32", "bfloat16"]:
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response by what a model's own files say."""
+    """Return the tokens that end a response according to the model's own files."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():

@@ -1,6 +1,6 @@
-"""A run's teachers: their folders are looked through before it starts, and their tokenizers compared.
+"""A run's teachers: the checks of their folders and tokenizers before it starts.
 
-Those that the run before it makes are looked through when it has.
+Teachers that the run before it makes are checked when they are made.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
 
 
 def check_teachers(config: Config, tokenizer: Tokenizer, *, may_be_made: bool) -> list[str]:
-    """Look the teachers through, and compare their tokens with the policy's; return what the user should know.
+    """Check the teachers, and compare their tokens with the policy's; return notices.
 
-    `may_be_made`: whether another run will make those that are not there. Raises `ModelError`.
+    `may_be_made`: whether another run will make missing ones. Raise `ModelError` if one cannot be used.
     """
     notices = []
     for key, teacher in config.teacher_sections.items():
@@ -24,7 +24,7 @@ def check_teachers(config: Config, tokenizer: Tokenizer, *, may_be_made: bool) -
         if not folder.exists() and may_be_made:
             continue
         if not (folder / "config.json").exists():
-            what = "holds no config.json, so it is no model" if folder.exists() else "does not exist"
+            what = "holds no config.json, so it is not a model" if folder.exists() else "does not exist"
             raise ModelError(f"{key}: {str(folder)!r} {what}")
         try:
             notices += [f"{key}: {notice}" for notice in check_weights(folder)]

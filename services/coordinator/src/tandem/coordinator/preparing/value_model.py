@@ -1,7 +1,7 @@
-"""A run's value model: its folder is looked through before the run starts.
+"""A run's value model: the check of its folder before the run starts.
 
-That of the policy is looked through as such, and one that the run before it makes is not there yet. Its tensors are not
-compared with its ``config.json``: it may begin as a language model or as a classifier, and some of them are not read.
+The policy's folder has a check of its own, and one that the run before it makes does not exist yet. Tensors are not
+compared with ``config.json``: the model may begin as a language model or as a classifier, and some are not read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tandem.samples import manifest
 
 
 def check_value_model(config: Config) -> None:
-    """Look the value model through, if the run has one. Raises `ModelError`."""
+    """Check the value model, if the run has one. Raise `ModelError` if it cannot be used."""
     if config.value is None or "value" not in config.declaration.holds(config):
         return
     folder = Path(config.value.model_name)
     if config.value.model_name == config.policy.model_name or not folder.exists():
         return
     if not (folder / "config.json").exists():
-        raise ModelError(f"value.model_name: {str(folder)!r} holds no config.json, so it is no model")
+        raise ModelError(f"value.model_name: {str(folder)!r} holds no config.json, so it is not a model")
     try:
         if (written := manifest.of_model(folder)) is not None:
             manifest.check_files(written[0], written[1].files)

@@ -24,21 +24,21 @@ ALGORITHMS = {
     "dpo": "learn from better and worse responses",
     "ppo": "learn from rewards, with a value model beside the policy",
     "rm": "train a reward model on better and worse responses",
-    "distillation": "learn from a teacher what it says of the model's own samples",
+    "distillation": "learn a teacher's probabilities on the model's own samples",
 }
 ROLLS_OUT = ("grpo", "ppo", "distillation")
-"""Those that sample: a model from scratch gets SFT before them."""
+"""Algorithms that sample; a model from scratch gets SFT before them."""
 OF_PAIRS = ("dpo", "rm")
-"""Those that compare two responses."""
+"""Algorithms that compare two responses."""
 TASKS = {
     "chain_sum": "sums of a few numbers",
     "products": "products of two numbers",
     "gcd": "greatest common divisors",
     "spell_backward": "words spelt backward",
 }
-"""Of reasoning-gym, which has more: any of its names will do."""
+"""Tasks of reasoning-gym that are offered; any other of its names can be given."""
 OF_NUMBERS = ("chain_sum", "products", "gcd")
-"""Those for which worse solutions can be written."""
+"""Tasks for which worse solutions can be written."""
 ENGINES = {
     "transformers": "embedded; runs anywhere, also on a CPU",
     "vllm": f"fast; needs a GPU, and {install_command('vllm')}",
@@ -48,7 +48,7 @@ ENVIRONMENTS = {
     "math": "the response holds an expression that equals the answer",
 }
 NEW = "new"
-"""The choice of a model that is made from scratch."""
+"""Choice of a model that is made from scratch."""
 _NAMES = {
     "input_key": ("question", "problem", "prompt", "instruction", "input", "query"),
     "output_key": ("answer", "expected_answer", "output", "solution", "response", "completion", "target"),
@@ -56,62 +56,62 @@ _NAMES = {
     "chosen_key": ("chosen", "chosen_response", "better"),
     "rejected_key": ("rejected", "rejected_response", "worse"),
 }
-"""What the fields of a file are often called, by the key that names them."""
+"""Usual names of a file's fields, by the key that names them."""
 _NUM_LOOKED_AT = 500
 _ROOM = 64
-"""Tokens that a response has beside what the reference answer has."""
+"""Tokens of a response beyond those of the reference answer."""
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user has chosen."""
+    """The choices of the user."""
 
     algorithm: str
     task: str | None
-    """Of reasoning-gym; None where problems come from a file."""
+    """Task of reasoning-gym; None if problems come from a file."""
     file: str | None
     model: str
-    """A folder, a name on the Hub, or `NEW`."""
+    """Folder, name on the Hub, or `NEW`."""
     engine: str
     environment: str
-    """Of problems from a file."""
+    """Environment for problems from a file."""
     teacher: str | None = None
-    """Folder of the model to distil; None where SFT makes it."""
+    """Folder of the model to distil; None if SFT makes it."""
     lora: bool = False
     """Whether only low-rank adapters are trained."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data say."""
+    """The properties of the data."""
 
     fields: Mapping[str, str]
     """Keys of ``data`` that name fields of the file."""
     num_held_out: int
     characters: str
-    """All that there are, for a tokenizer of its own."""
+    """All characters of the data, for a new tokenizer."""
     longest: int
     """Characters of the longest prompt with its solution."""
 
 
 def check_choices(choices: Choices) -> None:
-    """Refuse what is not there, and what does not go together. Raises `ConfigError`."""
+    """Raise `ConfigError` for choices that do not exist, or do not go together."""
     check_name("algorithm", choices.algorithm, ALGORITHMS)
     check_name("engine", choices.engine, ENGINES)
     check_name("environment", choices.environment, ENVIRONMENTS)
     if choices.algorithm in OF_PAIRS and choices.task is not None and choices.task not in OF_NUMBERS:
         raise ConfigError(
-            f"--task {choices.task}: {choices.algorithm} needs worse solutions too, which can be made of "
-            f"{', '.join(OF_NUMBERS)}; --from FILE takes any that are written"
+            f"--task {choices.task}: {choices.algorithm} needs worse solutions too, which can be made for "
+            f"{', '.join(OF_NUMBERS)}; --from FILE takes written ones"
         )
     check_model(choices.model)
     _check_teacher(choices)
     if choices.lora and choices.algorithm == "rm":
         raise ConfigError("--lora: a reward model trains an output of its own, which adapters leave as it is")
     if choices.lora and choices.model == NEW and choices.algorithm not in ROLLS_OUT:
-        raise ConfigError("--lora: adapters change a model that knows something: name one by --model FOLDER")
+        raise ConfigError("--lora: adapters need a trained model: name one by --model FOLDER")
 
 
 def _check_teacher(choices: Choices) -> None:
-    """Refuse a teacher that nothing learns from, and distillation that has none."""
+    """Raise `ConfigError` for a teacher without distillation, and for distillation without a teacher."""
     teacher = choices.teacher
     if choices.algorithm != "distillation":
         if teacher is not None:
@@ -126,13 +126,13 @@ def _check_teacher(choices: Choices) -> None:
 
 
 def check_name(option: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not among those known. Raises `ConfigError`."""
+    """Raise `ConfigError` for an unknown name."""
     if value not in (names := [*known]):
         raise ConfigError(f"--{option}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}")
 
 
 def check_model(model: str) -> None:
-    """Refuse what is no folder of a model and no name on the Hub. Raises `ConfigError`."""
+    """Raise `ConfigError` for a model that is neither a folder nor a name on the Hub."""
     if model == NEW:
         return
     why = _why_no_model(model)
@@ -146,7 +146,7 @@ def check_model(model: str) -> None:
 
 
 def _why_no_model(model: str) -> str | None:
-    """Return what is in the way of reading a model's configuration; None if nothing is."""
+    """Return why a model's configuration cannot be read; None if it can."""
     try:
         folder = _described(model)
     except ModelError as error:
@@ -155,12 +155,12 @@ def _why_no_model(model: str) -> str | None:
 
 
 def _described(model: str) -> Path:
-    """Return the folder with a model's configuration; a word without a slash is no name on the Hub here."""
+    """Return the folder with a model's configuration; here, a name on the Hub has a slash."""
     return hub.described(model) if "/" in model else Path(model)
 
 
 def check_source(algorithm: str, source: str) -> None:
-    """Refuse problems that cannot be had, where somebody is asked for a task or a file. Raises `TandemError`."""
+    """Raise `TandemError` for an unusable answer to the question for a task or a file."""
     task, file = (None, source) if is_file(source) else (source, None)
     choices = Choices(
         algorithm=algorithm, task=task, file=file, model=NEW, engine="transformers", environment="exact_match"
@@ -170,17 +170,17 @@ def check_source(algorithm: str, source: str) -> None:
 
 
 def is_file(source: str) -> bool:
-    """Tell whether somebody who says where problems come from means a file, and no task."""
+    """Return whether the user's source of problems is a file rather than a task."""
     return "." in source or Path(source).is_file()
 
 
 def is_installed(engine: str) -> bool:
-    """Tell whether an engine's package is here."""
+    """Return whether an engine's package is installed."""
     return package_folder(engine) is not None
 
 
 def look_at(choices: Choices) -> Found:
-    """Look at the data. Raises `ConfigError` or `DataError` where nothing can be made of them."""
+    """Read the data. Raise `ConfigError` or `DataError` if they cannot be used."""
     if choices.task is not None:
         return _of_task(choices.task)
     rows = sources.file_rows(str(choices.file))
@@ -211,7 +211,7 @@ def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequenc
 
 
 def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
-    """Find the fields of a file by what such fields are often called. Raises `DataError`."""
+    """Find the fields of a file by their usual names. Raise `DataError` if one is missing."""
     keys = (
         ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm in OF_PAIRS else ("input_key", "output_key")
     )
@@ -220,7 +220,7 @@ def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
     missing = [key for key, name in found.items() if name is None]
     if missing:
         called = "; ".join(f"{key.removesuffix('_key')}: {', '.join(_NAMES[key])}" for key in missing)
-        raise DataError(f"{where} has the fields {', '.join(first)}, and none of them is called as is usual ({called})")
+        raise DataError(f"{where} has the fields {', '.join(first)}, and none of them has a usual name ({called})")
     fields = {key: str(name) for key, name in found.items()}
     for place, row in rows:
         for key, name in fields.items():
@@ -229,7 +229,7 @@ def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
 
 
 def max_length(found: Found, choices: Choices) -> int:
-    """Return tokens enough for the longest prompt and its answer; of a tokenizer of characters, if it is new."""
+    """Return tokens enough for the longest prompt and its answer; a new tokenizer has a token a character."""
     if choices.model == NEW:
         return -(-(found.longest + _ROOM) // 64) * 64
     model: Any = msgspec.json.decode((_described(choices.model) / "config.json").read_bytes())

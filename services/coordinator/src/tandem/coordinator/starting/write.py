@@ -1,4 +1,4 @@
-"""Write a starting configuration: YAML in which every key has a line that says what it is for."""
+"""The writer of starting configurations: YAML with a line about the purpose of every key."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, Choices, Found, max_length
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
-"""A value and what it is for, or a section."""
+"""A value with its comment, or a section."""
 _WIDTH = 110
 _COMMENTS_AT = 44
-"""Column of the comments of a section, where its values leave room."""
+"""Column of a section's comments, where its values leave room."""
 
 
 def refuse_if_there(path: Path) -> None:
-    """Refuse to write where something is. Raises `ConfigError`."""
+    """Raise `ConfigError` if the path exists."""
     if path.exists():
         raise _is_there(path)
 
 
 def write_new_file(path: Path, text: str) -> None:
-    """Write a file that is not there yet. Raises `ConfigError` if it is, `RunFolderError` if it cannot be written."""
+    """Write a new file. Raise `ConfigError` if it exists, `RunFolderError` if it cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -38,13 +38,13 @@ def write_new_file(path: Path, text: str) -> None:
 
 
 def _is_there(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is there already, and is not overwritten: name another file")
+    return ConfigError(f"{path} already exists, and is not overwritten: name another file")
 
 
 def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[Path, str]:
     """Return the texts of configuration files, of which `path` is the last.
 
-    A model from scratch says nothing that could be made likelier: SFT comes first, by a file of its own.
+    A model from scratch gives no useful response to reinforce. SFT therefore comes first, with a file of its own.
     """
     if choices.algorithm not in ROLLS_OUT or choices.model != NEW:
         return {path: _configuration(choices, found, path, None)}
@@ -60,7 +60,7 @@ def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[
 def _configuration(
     choices: Choices, found: Found, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
 ) -> str:
-    """Return the text of a configuration file; its model is the one that its prerequisite makes, if it has one."""
+    """Return the text of a configuration file; a prerequisite, if given, makes its model."""
     source = f"the task {choices.task}" if choices.task else f"{choices.file}"
     head = [
         f"# {choices.algorithm.upper()} on {source}; written by `coordinator init`.",
@@ -73,7 +73,7 @@ def _configuration(
     first: dict[str, Entry] = {}
     if prerequisite is not None:
         model = f"{_run_folder(prerequisite)}/checkpoints/latest/policy"
-        if choices.algorithm == "distillation":  # what SFT has made early learns from what it has made in the end
+        if choices.algorithm == "distillation":  # an early SFT checkpoint learns from the last one
             teacher, model = model, f"{_run_folder(prerequisite)}/checkpoints/step_{_SAVE_PERIOD}/policy"
         first = {"prerequisite": (prerequisite.name, "what `up` runs first, once: it makes the model")}
     tree: dict[str, Entry] = {
@@ -111,12 +111,12 @@ _LEARNING_RATES = {
     "dpo": (1e-3, 1e-5),
     "rm": (1e-3, 1e-5),
 }
-"""Of algorithms, for small models from scratch and for others."""
+"""Learning rates of algorithms, for small models from scratch and for others."""
 _OF_ADAPTERS = 10
-"""How many times as high a learning rate adapters take as all weights of a model that is not from scratch."""
+"""Learning rate of adapters as a multiple of that of all weights, for a model that is not from scratch."""
 _VALUE: dict[str, Entry] = {
     "optimizer": {
-        "name": ("torch.optim.AdamW", "of the value model, which is made like the policy"),
+        "name": ("torch.optim.AdamW", "optimizer of the value model, which is made like the policy"),
         "kwargs": ({"lr": 1e-3, "weight_decay": 0.01}, "its arguments: it may learn faster than the policy"),
     },
 }
@@ -133,13 +133,13 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
     if choices.algorithm in ROLLS_OUT:
         sizes: dict[str, Entry] = {
             "num_prompts_per_step": (16, "problems of a step"),
-            "num_generations_per_prompt": (8, "samples drawn for each; what is learned is which of them are better"),
+            "num_generations_per_prompt": (8, "samples drawn for each; the policy learns which of them are better"),
         }
         if choices.algorithm == "distillation":
             sizes = {
                 "num_prompts_per_step": (128, "problems of a step"),
                 "num_generations_per_prompt": (1, "samples drawn for each"),
-                "topk_logits_k": (8, "of the teacher's likeliest tokens whose probabilities are learned"),
+                "topk_logits_k": (8, "number of the teacher's likeliest tokens whose probabilities are learned"),
             }
         return {
             **sizes,
@@ -178,7 +178,7 @@ def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -
     policy |= {
         "precision": (
             "float32" if choices.engine == "transformers" else "bfloat16",
-            "of weights and activations: float32 on a CPU, bfloat16 on GPUs",
+            "type of weights and activations: float32 on a CPU, bfloat16 on GPUs",
         ),
         "max_total_sequence_length": (length, "tokens of prompt and response together"),
         "train_global_batch_size": (batch, "sequences of an optimizer step" if batch == 128 else "items of a step"),
@@ -189,21 +189,21 @@ def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -
             "name": ("torch.optim.AdamW", "any class of torch.optim"),
             "kwargs": (
                 {"lr": rate, "weight_decay": 0.01},
-                "its arguments; the learning rate is the first thing to try others of",
+                "its arguments; try other learning rates first",
             ),
         },
     }
     if choices.lora:
         policy["dtensor_cfg"] = {
             "lora_cfg": {
-                "enabled": (True, "only adapters are trained; `coordinator merge` makes a plain model of them"),
+                "enabled": (True, "train only adapters; `coordinator merge` merges them into a plain model"),
                 "dim": (16, "their rank"),
                 "alpha": (32, "what they add is scaled by this over their rank"),
             }
         }
     if choices.algorithm == "rm":
         kind = {"enabled": True, "reward_model_type": "bradley_terry"}
-        policy["reward_model_cfg"] = (kind, "its output is one score: the better response's is to be higher")
+        policy["reward_model_cfg"] = (kind, "its output is one score, higher for the better response")
     if choices.algorithm in ROLLS_OUT:
         policy["generation"] = _generation(choices, length)
     return policy
@@ -218,14 +218,14 @@ def _generation(choices: Choices, length: int) -> dict[str, Entry]:
     return {
         "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
         "max_new_tokens": (max(16, length // 2), "tokens of a response, at most"),
-        "temperature": (1.0, "of sampling; below 1 samples are more alike, and less is learned from them"),
+        "temperature": (1.0, "sampling temperature; below 1 samples are more alike, and less is learned from them"),
         **its_own,
     }
 
 
 def _new_model(found: Found, length: int) -> dict[str, Entry]:
     return {
-        "characters": (found.characters, "of its tokenizer: each is a token"),
+        "characters": (found.characters, "characters of its tokenizer: each is a token"),
         "config": (
             {
                 "model_type": "qwen3",
@@ -248,7 +248,7 @@ def _data(choices: Choices, found: Found) -> dict[str, Entry]:
     if choices.task is not None:
         data = {
             "dataset_name": ("reasoning_gym", "problems are made by a task of reasoning-gym"),
-            "task": (choices.task, "which one"),
+            "task": (choices.task, "name of the task"),
             "task_params": ({}, "its parameters, such as how long or how hard"),
             "num_train": (1000 if choices.task == "spell_backward" else 500, "problems to train on"),
         }
