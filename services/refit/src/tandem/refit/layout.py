@@ -179,13 +179,17 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
     """Of the storage's first byte in that allocation."""
 
 
+class UnpeeredCudaMemory(CudaMemory, frozen=True, tag=True):
+    """The same on a GPU whose memory some other GPU of the host cannot reach: only who computes on it opens it."""
+
+
 class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
     """A storage that only its own process can reach, such as an engine's parameters."""
 
 
-Address = SharedMemory | CudaMemory | PrivateMemory
+Address = SharedMemory | CudaMemory | UnpeeredCudaMemory | PrivateMemory
 
-KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory)
+KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory, UnpeeredCudaMemory)
 """In the order of their codes in tables."""
 
 

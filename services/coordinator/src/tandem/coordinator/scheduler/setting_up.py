@@ -20,11 +20,10 @@ def set_up(tables: Tables) -> list[Action] | None:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
             engines = tables.engines_to_begin = tables.members.all("rollout")
-            meet = OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING))
-            return [
-                Dispatch(member="trainer-0", order=meet),
-                *[transfers.order_build(engine) for engine in engines],
-            ]
+            builds: list[Action] = [transfers.order_build(engine) for engine in engines]
+            return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
+        case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
+            return [_have_trainers_meet(tables)]
         case Phase.BUILDING if tables.spec.has_engines:
             tables.stage = Phase.PLANNING
             return [FindKept(), transfers.order_plan(trainers, engines)]
@@ -40,6 +39,12 @@ def set_up(tables: Tables) -> list[Action] | None:
             for engine in tables.told_to_leave:
                 said += departures.take_leaving(tables, engine)
             return [*said, *tables.publication.offer(tables.step, has_update=False)]
+
+
+def _have_trainers_meet(tables: Tables) -> Action:
+    """Have trainers be built: they are told where they meet once that is known."""
+    tables.trainers_meet = True
+    return Dispatch(member="trainer-0", order=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
 
 
 def start(tables: Tables) -> list[Action] | None:

@@ -73,6 +73,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the record of samples; empty where none is kept."""
     reward_server: RewardServer | None = None
     """Where the program that began the run scores samples; None where engines' environments do without it."""
+    engines_first: bool = False
+    """Whether trainers are built once engines are: these look at how much memory of their device is free meanwhile."""
     allow_alias: bool
     """Whether engines may read trainers' weights in place, which change while they do."""
     alias_frozen: bool = False

@@ -74,6 +74,8 @@ class Tables:
         self.idleness = Idleness(now)
         self.stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
+        self.trainers_meet = False
+        """Whether trainers are being built, or have been."""
         self.has_started = False
         """Whether the weights to start from have reached the engines."""
         self.drawn = spec.first_step - 1

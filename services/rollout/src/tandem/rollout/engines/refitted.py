@@ -1,4 +1,4 @@
-"""The common part of all engines: holding one whole weight version or none, pausing, and refusing requests."""
+"""The common part of engines: hold one whole weight version or none, pause, refuse requests."""
 
 from __future__ import annotations
 
