@@ -1,4 +1,4 @@
-"""Read tool calls out of responses while their text comes, in the formats that models were trained to write.
+"""Read tool calls out of responses while their text comes, in the formats of models' training.
 
 A call is shown once it is complete, so a stream has exactly the calls of the whole answer. Text that resembles a call
 but is none stays text. White space beside calls is left out.
