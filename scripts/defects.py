@@ -69,14 +69,6 @@ DEFECTS = (
         "tests/integration/test_deaths.py::test_kill_9_of_the_coordinator_leaves_nothing",
     ),
     Defect(
-        "a service that was launched ends when all processes are asked to",
-        "arguments, out, heeds_signals=False, keys=",
-        "arguments, out, heeds_signals=True, keys=",
-        "tests/integration/test_deaths.py::"
-        "test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_there",
-        "group",
-    ),
-    Defect(
         "samples go to another run's trainers",
         "if request.run_id != self._run_id:",
         "if request.run_id == '':",

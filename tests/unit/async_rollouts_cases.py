@@ -7,6 +7,7 @@ fixture `start`.
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,9 +128,10 @@ def change(rollout: Rollout) -> Any:
 def continued_logprobs(old: Any, new: Any, prompt: list[int], made: list[int], num_old: int) -> NDArray[np.float32]:
     """Return log-probabilities of what `new` makes on top of the keys and values that `old` has left."""
     prefix = [*prompt, *made[: num_old - 1]]  # the newest token's come with the next one
+    keys = "cache" if "cache" in inspect.signature(new.forward).parameters else "past_key_values"  # before 5.24
     with torch.no_grad():
         cache = old(input_ids=torch.tensor([prefix]), use_cache=True).past_key_values
-        logits_TV = new(input_ids=torch.tensor([made[num_old - 1 : -1]]), past_key_values=cache).logits[0]
+        logits_TV = new(input_ids=torch.tensor([made[num_old - 1 : -1]]), **{keys: cache}).logits[0]
     wanted_T = torch.tensor(made[num_old:])
     result: NDArray[np.float32] = logits_TV.log_softmax(dim=-1).gather(1, wanted_T[:, None]).squeeze(1).numpy()
     return result

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config import Config, build_config, config_to_json
+from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.diagnosis import CHECKS
 from tandem.observe.diagnosis.evidence import Evidence, SampleRow
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.run_folder.ending import recorded
 from tandem.observe.run_folder.journal import Journal, RefitRecord, RunRecord, StepRecord
 
 WELL = {

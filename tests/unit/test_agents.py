@@ -309,7 +309,7 @@ def few_descriptors(count: int) -> Iterator[None]:
     """Let this process have so many more descriptors inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
     taken = []
     try:
         with contextlib.suppress(OSError):

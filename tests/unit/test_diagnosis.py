@@ -16,11 +16,12 @@ from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
 from tandem.config import Config
 from tandem.coordinator.cli import main
+from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
 from tandem.observe.diagnosis.evidence import SampleRow, gather
 from tandem.observe.health import LOW_ENTROPY
-from tandem.observe.run_folder.ending import ENDED, recorded
+from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal import Journal
 
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}

@@ -13,6 +13,7 @@ import pytest
 
 from tandem.config import build_config, config_to_json
 from tandem.coordinator.cli import main
+from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.report.charts import ROUNDING, Line, layer_chart, line_chart
 from tandem.observe.report.figure import _pyplot, _widen, draw_panels
@@ -20,7 +21,6 @@ from tandem.observe.report.panels import panels_of
 from tandem.observe.report.report import format_report, write_report
 from tandem.observe.report.report_page import page
 from tandem.observe.report.side_by_side import configuration_differences, labels, load_runs
-from tandem.observe.run_folder.ending import recorded
 from tandem.observe.run_folder.journal import Journal, StepRecord
 
 SECONDS = {"total": 2.0, "generation": 0.5, "policy_training": 1.0, "refit": 0.25}

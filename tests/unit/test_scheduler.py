@@ -421,7 +421,7 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     cluster.join_all()
     while not orders_of(cluster, CommitVersion):
         cluster.answer_next()
-    while not is_comparing and cluster.plan.publication.is_attesting:
+    while not is_comparing and cluster.plan.weights.is_attesting:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))

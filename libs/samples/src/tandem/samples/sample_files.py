@@ -1,4 +1,4 @@
-"""The files of the record of samples: their names; what is in them knows `tandem.samples.sample_record`.
+"""The names of the rollout log's files; `tandem.samples.sample_record` knows their contents.
 
 Arrow is not imported here.
 """

@@ -42,7 +42,7 @@ def run(invocation: Invocation) -> Finish:
     _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
-        return _recorded(opened.journal, Terms(invocation, opened).run)
+        return recorded(opened.journal, Terms(invocation, opened).run)
 
 
 def _fetch(invocation: Invocation) -> None:
@@ -89,7 +89,7 @@ def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
     return invocation
 
 
-def _recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
+def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
     """Carry out a run; write to its journal how that ended, also where it ends with a `TandemError`."""
     try:
         finish = carry_out()

@@ -1,4 +1,4 @@
-"""Observers that pass what happens on: to the page, Prometheus, OpenTelemetry, dashboards, a supervisor, a file."""
+"""Observers that pass events on: page, Prometheus, OpenTelemetry, dashboards, supervisor, files."""
 
 from __future__ import annotations
 
