@@ -213,10 +213,10 @@ def test_what_cannot_be_is_refused_with_a_reason_and_the_episode_goes_on(tmp_pat
         assert scored.num_turns == 2
         said = [(answer.get("status"), answer.get("error", {}).get("message")) for answer in answers]
         expected = [
-            (400, "temperature: 0.3, but what is trained on is drawn with policy.generation.temperature, 1"),
-            (400, "top_k: 3, but what is trained on is drawn with policy.generation.top_k, 0"),
-            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: what is"),
-            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: what is"),
+            (400, "temperature: 0.3, but training samples are drawn with policy.generation.temperature, 1"),
+            (400, "top_k: 3, but training samples are drawn with policy.generation.top_k, 0"),
+            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: training"),
+            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: training"),
             (400, "the maximum context length is 64 tokens"),
             (400, "does not know the character 'Z'"),
             (404, "the model 'gpt' does not exist"),
@@ -224,8 +224,8 @@ def test_what_cannot_be_is_refused_with_a_reason_and_the_episode_goes_on(tmp_pat
             (None, None),
             (403, "an episode may ask for 2 responses"),
             (422, "the reward is '1.0', not a finite number"),
-            (422, "the reward is no JSON object"),
-            (422, "what was posted has 'corect'"),
+            (422, "the reward is not a JSON object"),
+            (422, "the reward posted has 'corect'"),
             (422, "the component 'a' is 'b', not a finite number"),
             (None, None),
             (410, "this episode is over"),
@@ -242,7 +242,7 @@ FAILS: dict[str, tuple[str, str]] = {
                r"LookupError: no such room\) without a reward"),
     "silent": ("ask([user('1')])", "its program ended without a reward"),
     "killed": ("ask([user('1')]); os.kill(os.getpid(), 9)", r"ended \(killed by SIGKILL\) without a reward"),
-    "lies": ("ask([user('1')]); reward('much')", "its program ended without a reward; it posted one that is none: the "
+    "lies": ("ask([user('1')]); reward('much')", "its program ended without a reward; it posted an invalid one: the "
              "reward is 'much', not a finite number"),
     "prints nonsense": ("ask([user('1')]); print('{\"reward\": Infinity}')", "the last line of its program's output: "),
     "says so": ("ask([user('1')]); post(order['session_url'] + '/error', b'the game is broken')", "the game is broken"),

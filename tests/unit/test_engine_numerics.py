@@ -131,7 +131,7 @@ def test_bfloat16_matches_a_bfloat16_forward(tmp_path: Path) -> None:
             "type dynamic",
         ),
         ("gemma2", {"head_dim": 16}, "caps its logits"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "see those that follow them"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "its attention is not causal"),
         ("bloom", {}, "only 0 of its 3 layers use the attention interface"),
     ],
 )

@@ -145,7 +145,7 @@ def test_prompts_that_the_model_cannot_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(WireError, match=r"^Generate.groups\[0\]." + what):
             rollout.start(msgspec.structs.replace(group, prompt_ids=prompt_ids))
-    with pytest.raises(WireError, match=r"^Generate.groups: one is there twice$"):
+    with pytest.raises(WireError, match=r"^Generate.groups: a group is there twice$"):
         rollout.start(group, group)
     assert rollout.run(group), "the engine is as good as before"
     rollout.service.close()

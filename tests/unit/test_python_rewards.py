@@ -293,7 +293,7 @@ def test_a_program_that_falls_silent_ends_the_run() -> None:
         with contextlib.closing(scorer):
             scorer.await_ready()
             said_of_it = failure_of(scorer, "7")
-    assert "tandem.train(), whose functions score samples, has been silent for" in said_of_it
+    assert "tandem.train(), which scores samples with its functions, has been silent for" in said_of_it
 
 
 def test_what_nobody_expected_is_said_and_not_waited_for(start: Start) -> None:

@@ -395,7 +395,7 @@ def test_numbers_of_python_and_numpy_are_rewards(reward: Any) -> None:
         (Score(1.0, "yes"), "correct is 'yes', not True or False"),  # type: ignore[arg-type]
         (Score(1.0, True, None), "the components are None, not numbers by name"),  # type: ignore[arg-type]
         (Score(1.0, True, {1: 1.0}), "the components are {1: 1.0}, not numbers by name"),  # type: ignore[dict-item]
-        (Turn([{"role": "user", "content": "\ud800"}]), "a message of a Turn is '\\ud800', which is no Unicode text"),
+        (Turn([{"role": "user", "content": "\ud800"}]), "a message of a Turn is '\\ud800', which is not Unicode text"),
         ((1.0, True), "step() returned tuple, not a Score or a Turn"),
     ],
 )

@@ -301,7 +301,7 @@ def test_groups_that_are_not_there_any_more_are_an_error(start: Callable[..., Ro
     assert gone == []
     (error,) = rollout.member.errors
     assert isinstance(error, SamplesError)
-    assert str(error) == f"{name} in {folder} do not have the 6 samples any more"
+    assert str(error) == f"{name} in {folder} no longer have the 6 samples"
     rollout.member.errors.clear()
     assert rollout.restore({"other.arrows": keys}, num_samples=2) == []
     assert str(rollout.member.errors[0]).startswith(

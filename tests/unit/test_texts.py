@@ -117,7 +117,7 @@ def test_prints_of_all_calls_of_a_minute_are_bounded_together(
 
     num, errors = printed(100)
     assert printing.MOST_OF_MINUTE - MOST_OF_CALL < num <= printing.MOST_OF_MINUTE
-    assert errors.count("what is more is left out") == 1
+    assert errors.count("the rest is left out") == 1
     assert len(errors) < MOST_OF_CALL, "nor do the notes add up"
     assert printed(100) == (0, "")
     monkeypatch.setattr(printing, "_MINUTE_S", 0.0)

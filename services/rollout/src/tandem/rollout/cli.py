@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_service("rollout", ToRollout, _make, argv)
     finally:
-        end_descendants()  # what an environment that runs in this process has started
+        end_descendants()  # whatever an environment in this process has started
 
 
 def preload() -> None:
-    """Import what takes long, and touch no device; not vLLM, whose environment depends on the engine."""
+    """Import what takes long without touching a device; not vLLM, which needs environment variables of the engine."""
     importlib.import_module("tandem.rollout.service")
     importlib.import_module("tandem.rollout.engines.transformers")
 

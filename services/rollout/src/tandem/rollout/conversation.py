@@ -1,7 +1,7 @@
 """One sample as it grows: the policy's responses, the environment's replies, and how it ends.
 
 Tokens in, tokens out: the next response is generated from exactly the tokens of the prompt, of the responses so far and
-of what was said between them. Nothing that is there is ever tokenised again.
+of the replies between them. Tokens that exist are never tokenised again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Conversation:
     """One sample of a prompt group."""
 
     def __init__(self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None) -> None:
-        """Begin with the prompt; `experts` are what the engine says of each token, if it does."""
+        """Begin with the prompt. `experts` describe the routing that the engine reports for each token, if it does."""
         self.group = group
         self.sample = sample
         self._experts = experts
         self._routed: list[NDArray[np.uint8]] = []
-        """What was said of each response."""
+        """Expert routing of each response."""
         self.messages: list[Mapping[str, str]] = []
-        """What was said after the prompt."""
+        """Messages after the prompt."""
         self.num_turns = 0
         """Responses so far."""
         self.reward = 0.0
-        """Of the turns so far."""
+        """Sum of the rewards of the turns so far."""
         self._token_ids: list[int] = list(group.prompt_ids)
         self._num_made = 0
         self._cut_off = False
@@ -57,7 +57,7 @@ class Conversation:
         return self._token_ids[-1]
 
     def request(self, request_id: int, sampling: SamplingParameters) -> Request:
-        """Return what the engine is asked for: the next response."""
+        """Return the request to the engine for the next response."""
         return Request(
             request_id=request_id,
             prompt_ids=tuple(self._token_ids),
@@ -87,7 +87,7 @@ class Conversation:
         )
 
     def add_answer(self, messages: Messages, token_ids: list[int]) -> None:
-        """Append what the environment said, as the tokens that lead from the last response to the next one."""
+        """Append the environment's reply, as the tokens that lead from the last response to the next one."""
         self.messages += messages
         self._token_ids += token_ids
         self._parts.append(_given(token_ids))
@@ -95,7 +95,8 @@ class Conversation:
     def finish(
         self, score: Score, cause: Literal["score", "length", "turns"], unscored: Unscored | None = None
     ) -> tuple[SampleScored, Batch]:
-        """Return the sample: ended by a score or the want of one, or by a limit that left no room for a response."""
+        """Return the finished sample: ended by a score or a missing score, or by a limit that leaves no room for a
+        response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
         parts = Batch.concatenate(self._parts)
         made_versions_T = parts.versions_T[parts.loss_mask_T]
@@ -126,14 +127,15 @@ class Conversation:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the unsigned 64-bit seed of a sample's response number `turn`; the first one's is the sample's own."""
+    """Return the unsigned 64-bit seed of response number `turn` of a sample; the first response has the sample's
+    seed."""
     if turn == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")
 
 
 def _given(token_ids: tuple[int, ...] | list[int]) -> Batch:
-    """Lay out tokens that the policy did not make."""
+    """Lay out tokens that the policy did not generate."""
     num_tokens = len(token_ids)
     return Batch(
         lengths_S=np.array([num_tokens], dtype=np.int32),

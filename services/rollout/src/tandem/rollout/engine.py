@@ -25,16 +25,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...]
     sampling: SamplingParameters
     seed: int
-    """Unsigned 64-bit. Token ``i`` of the response is a function of the weights, the prefix, the seed and ``i``."""
+    """Unsigned 64-bit seed. Token ``i`` of the response is a function of the weights, the prefix, the seed and
+    ``i``."""
     num_made: int = 0
-    """Tokens at the end of the prompt that are of the response: it was taken out of the engine, and goes on. An engine
-    that cannot draw its next token as if it had stayed draws it in another way."""
+    """Tokens at the end of the prompt that belong to the response, of a request that left the engine and continues.
+    An engine that cannot draw its next token as if the request had stayed draws it in another way."""
     is_guest: bool = False
-    """Asked for from outside the run: it goes before requests that wait, and none of these may find its keys cached."""
+    """Whether the request is external. It goes before waiting requests, and none of these may find its keys cached."""
 
 
 Alternatives: TypeAlias = list[tuple[int, float]]
-"""Tokens that could have been drawn at a place, the likeliest first, and their log-probabilities."""
+"""Tokens that could have been drawn at a position, the likeliest first, with their log-probabilities."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +49,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version that made each token."""
     finish_reason: Literal["stop", "length", "abort"]
     routed_experts_TX: NDArray[np.uint8] | None = None
-    """Where tokens went (`tandem.samples.routed_experts`), those of the prompt first, all but the last: what the engine
-    has computed. None unless it was asked to say so, and of guests."""
+    """Expert routing of each token the engine computed (`tandem.samples.routed_experts`): the prompt and all but the
+    last token. None unless the engine was asked for it, and for external requests."""
     alternatives: list[Alternatives] | None = None
-    """To each token; None unless the request asked for them."""
+    """Alternatives to each token; None unless the request asked for them."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,15 +65,15 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Tokens in, tokens out; weights come in place by refit.
+    """Tokens in, tokens out; weights arrive in place by refit.
 
-    An engine is driven by one thread. It starts without weights and refuses to step until `apply` has given it a whole
+    One thread drives an engine. It starts without weights and refuses to step until `apply` has given it a whole
     version.
     """
 
     @property
     def version(self) -> int | None:
-        """The weight version it holds; None while it holds none, or a torn one."""
+        """Weight version that the engine holds; None while it holds none, or a partial one."""
         ...
 
     @property
@@ -92,18 +93,18 @@ class Engine(Protocol):
         ...
 
     def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
-        """Return what running requests, given by id, have made from these tokens on; those that are not known are not.
+        """Return what running requests have made from these tokens on, by id; unknown ids are left out.
 
-        It is for who shows responses while they grow; `step` returns them whole.
+        Used to show responses while they grow; `step` returns them whole.
         """
         ...
 
     def abort(self, request_id: int) -> Completion | None:
-        """Stop a request and return what it has made; None if it is not known."""
+        """Stop a request and return what it has made; None if it is unknown."""
         ...
 
     def pause(self) -> None:
-        """Keep the requests and their caches, make no token until `resume`."""
+        """Keep the requests and their caches, and make no token until `resume`."""
         ...
 
     def resume(self) -> None:
@@ -111,18 +112,18 @@ class Engine(Protocol):
         ...
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Describe the weights that each of its parts wants, read from the live parameters."""
+        """Describe the weights that each of its slices wants, read from the live parameters."""
         ...
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Bind the program of each part to its parameters, in place of the one before it.
+        """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
         ...
 
     def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
-        """Join a mesh over which the programs installed have weights stream. Raises `RefitError`."""
+        """Join a transfer group over which the installed programs stream weights. Raises `RefitError`."""
         ...
 
     def apply(
@@ -130,43 +131,43 @@ class Engine(Protocol):
     ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
-        `only` are the engines to bring to `version`, all if there are none; if it is not one of them, it does no more
-        than pass its weights on. Otherwise it is torn from the first byte to the last: if this raises, `version` is
-        None until a later `apply` succeeds. `newcomers` get what never changes, too; None means all. Raises
-        `RefitError`.
+        `only` names the engines to bring to `version`; empty means all. An engine that is not named only passes its
+        weights on. A named one is partial from the first byte to the last: if this raises, `version` is None until a
+        later `apply` succeeds. `newcomers` are joining engines, which also get what never changes; None means all.
+        Raises `RefitError`.
         """
         ...
 
     def recompute_caches(self) -> None:
-        """Have requests that run compute all their keys and values anew, before their next token.
+        """Have running requests compute all their keys and values anew before their next token.
 
-        Without it they go on after `apply` with those that they have. Requests that are added after `apply` use none of
-        the weights before in either case.
+        Without it they keep their keys and values after `apply`. Requests added after `apply` never use those of
+        earlier weights.
         """
         ...
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Return a task that digests the weights it computes with (`tandem.refit.digests.task`), beside other work."""
+        """Return a task that digests the weights in use (`tandem.refit.digests.task`), beside other work."""
         ...
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
+        """Return the tensors with quantised values that do not match what was received."""
         ...
 
     @property
     def weights_sleep(self) -> bool:
-        """Whether the memory of its weights is given back as well while it sleeps."""
+        """Whether the memory of the weights is also released while the engine sleeps."""
         ...
 
     def sleep(self) -> None:
-        """Release the key-value cache while the device is used for training. Refuses while requests run.
+        """Release the key-value cache while training uses the device. Refuses while requests run.
 
-        It still holds its version, but no weights may be received meanwhile.
+        The engine still holds its version, but may receive no weights meanwhile.
         """
         ...
 
     def wake(self) -> None:
-        """Take the key-value cache back; an engine that is awake stays so."""
+        """Take the key-value cache back; does nothing if the engine is awake."""
         ...
 
     def close(self) -> None:

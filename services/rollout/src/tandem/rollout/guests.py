@@ -1,10 +1,10 @@
-"""Guests: requests from outside the run, which get what training leaves of the engine.
+"""External requests, which get what training leaves of the engine.
 
-Two threads meet here, as in `tandem.rollout.openai_api.driver`: one answers HTTP, the one that drives the engine calls
-everything else of `Guests`. In a run that can be repeated to the bit, guests and samples are never in the engine
-together: guests have it while it has no samples to make (`work`), and are taken out before it has (`pause`); they go on
-from what they have afterwards. In one whose samples join and leave the engine as time will have it, a few guests run
-beside them (`admit`, `hand_out`).
+Two threads meet here, as in `tandem.rollout.openai_api.driver`: one answers HTTP, and the engine's thread calls all
+other methods of `Guests`. In a run that can be repeated to the bit, external requests and samples never share the
+engine. External requests have it while there are no samples to make (`work`). They are taken out before there are
+(`pause`), and later continue from what they have. In an asynchronous run, a few external requests run beside samples
+(`admit`, `hand_out`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.tokenizer import Tokenizer
 
 MODEL = "policy"
-"""What guests call the model; by the run's folder and by the model that it began with as well."""
+"""Name of the model in external requests, beside the run's folder and the model that the run began with."""
 _BESIDE_SAMPLES = 4
-"""Responses that are made at once for guests beside samples."""
+"""External responses made at once beside samples."""
 _AT_ONCE = 64
-"""The same, where there are none."""
+"""External responses made at once when there are no samples."""
 _DEADLINE_S = 600.0
-"""Of a request, the time included in which the engine does other things."""
+"""Seconds for a request, including the time in which the engine does other things."""
 
 
 class Guests:
-    """The endpoint of one rollout process."""
+    """The endpoint of one rollout process for external requests."""
 
     def __init__(
         self, config: Config, engine: Engine, tokenizer: Tokenizer, host: str, notify: Callable[[], None]
@@ -66,39 +66,40 @@ class Guests:
 
     @property
     def num_running(self) -> int:
-        """Requests of theirs that the engine has."""
+        """External requests that the engine has."""
         return self._driver.num_running
 
     def work(self) -> bool:
-        """Have a token made for each of them; tell whether there is more to do. The engine has no other requests."""
+        """Make one token for each external request; return whether there is more to do. The engine has no other
+        requests."""
         if not self._driver.num_unfinished and not self._driver.num_running:
             return False
         try:
             self._driver.work()
         except Exception as error:  # the run finds out for itself
-            print(f"guests are sent away: {error}", file=sys.stderr, flush=True)
+            print(f"external requests are refused: {error}", file=sys.stderr, flush=True)
             self._driver.drop(f"the engine has failed: {error}")
         return self._driver.num_unfinished > 0
 
     def work_for(self, seconds: float) -> None:
-        """Go on for so long, or until there is nothing to do."""
+        """Go on for this long, or until there is nothing to do."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.work():
             pass
 
     def pause(self) -> None:
-        """Take them out of the engine until they are worked for again."""
+        """Take external requests out of the engine until the next `work`."""
         self._driver.suspend()
 
     def admit(self) -> None:
-        """Put them into the engine beside other requests."""
+        """Put external requests into the engine beside others."""
         self._driver.admit()
 
     def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Send guests what the engine has made for them; return what has finished of others."""
+        """Send external requests what the engine has made for them; return the finished ones of others."""
         return self._driver.hand_out(completions)
 
     def close(self) -> None:
-        """Send them away: the run ends, or this process."""
+        """Refuse all external requests: the run ends, or this process."""
         self._driver.close("the run has ended, or this rollout has")
         self._server.close()

@@ -1,14 +1,13 @@
-"""The recorder of finished samples, and the thread that writes them to the record.
+"""The recorder of finished samples, and the thread that writes them to the rollout log.
 
-The record is `tandem.samples.sample_record`. The service says which samples have finished (`add`) and hands on orders
-that concern the record (`order`); neither waits. The thread consumes both in the order in which they came. It writes
-samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, or was
-validated by, and for `RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing
-but the disk, and ends when the recorder is closed.
+The rollout log's format is in `tandem.samples.sample_record`. The service announces finished samples (`add`) and passes
+on commands that concern the log (`order`); neither waits. The thread handles both in the order of their arrival. It
+writes samples to the unfinished file of their step. `RecordSamples` makes a shard of the samples that a step trained
+on, or was validated by. `RestoreSamples` puts samples that an earlier process had written into the store. The thread
+waits for nothing but the disk, and ends when the recorder is closed.
 
-What trainers fetch is on disk before (`flush`), so that what was trained on is there whoever is killed. A disk that is
-full, slow or cannot be written never stops that: that samples are not recorded is said once, and how many of a step are
-missing with each shard.
+Samples are on disk before trainers fetch them (`flush`), so that those trained on survive any kill. A disk that is
+full, slow or not writable never stops a run: missing samples are reported once, and counted with each shard.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 _MOST_WAITING = 10_000
-"""Times that samples have finished which may wait for the disk; those that come meanwhile are not recorded."""
+"""Batches of finished samples that may wait for the disk; further ones are not written."""
 _FLUSH_S = 20.0
-"""How long trainers wait at most for what still waits to be on disk, the first time that it takes too long."""
+"""How long trainers wait for samples to reach the disk, the first time that this takes too long."""
 _SHORT_FLUSH_S = 1.0
-"""And once it is known, and said, that samples are missing."""
+"""The same once it has been reported that samples are missing."""
 _CLOSE_S = 3.0
-"""How long what still waits may take when the service ends."""
+"""How long writing the rest may take when the service ends."""
 
 
 class _Finished(NamedTuple):
-    """Samples that have finished together, of one order."""
+    """Samples of one command that finished together."""
 
     step: int
     purpose: Purpose
@@ -75,14 +74,14 @@ class _Finished(NamedTuple):
 
 
 class _Anew(NamedTuple):
-    """Samples are finished for the same steps once more: those of before belong to nobody here."""
+    """The message that the same steps begin again: earlier samples are of no use here any more."""
 
     done: Callable[[], None]
-    """To be called once nothing more is written of before."""
+    """Callback once nothing earlier is written any more."""
 
 
 class SampleRecorder:
-    """The record of one rollout's samples."""
+    """The rollout log of one rollout."""
 
     def __init__(
         self,
@@ -93,9 +92,9 @@ class SampleRecorder:
         vocabulary: int,
         experts: RoutedExperts | None = None,
     ) -> None:
-        """`folder` is that of the record; it is made when the first sample is written.
+        """Write below `folder`, which is made with the first sample.
 
-        `experts` are what samples say of each token, if they do.
+        `experts` describe the routing that samples carry for each token, if they do.
         """
         self._experts = experts
         self._folder = folder
@@ -105,13 +104,13 @@ class SampleRecorder:
         self._vocabulary = vocabulary
         self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
-        """That this process writes to, by step and purpose."""
+        """Files that this process writes to, by step and purpose."""
         self._newest: dict[Purpose, int] = {}
-        """The newest step whose shard was asked for: what finishes for it, or one before, is used by nobody."""
+        """Newest step with a shard requested. Samples that finish for it, or for an earlier one, are no longer used."""
         self._has_complained = False
         self._num_added = 0
         self._num_written = 0
-        """Of what was added: all of it before is on disk, or is not going to be."""
+        """Additions handled so far: each is on disk, or never will be."""
         self._has_written = threading.Condition()
         self._thread = threading.Thread(target=self._write, name="record of samples", daemon=True)
         self._thread.start()
@@ -124,7 +123,7 @@ class SampleRecorder:
         started_at: float,
         samples: Sequence[tuple[PromptGroup, SampleScored, Batch]],
     ) -> None:
-        """Have samples written that have finished now; what is known of them has the text of the response."""
+        """Have samples written that have finished now; they include the text of the response."""
         if self._queue.qsize() > _MOST_WAITING:
             self._complain("the disk is slower than samples finish")
         else:
@@ -132,15 +131,15 @@ class SampleRecorder:
             self._queue.put(_Finished(step, purpose, command_id, started_at, time.time(), samples))
 
     def order(self, order: RecordSamples | RestoreSamples) -> None:
-        """Have an order carried out after all that was added before; it is answered from another thread."""
+        """Have a command carried out after everything added before; the answer comes from another thread."""
         self._queue.put(order)
 
     def begin_anew(self, done: Callable[[], None]) -> None:
-        """Let go of all files after what was added and ordered before; then call `done`, from another thread."""
+        """Close all files after everything before this call; then call `done` from another thread."""
         self._queue.put(_Anew(done))
 
     def flush(self) -> None:
-        """Wait until all is on disk that was added; not for ever; from any thread."""
+        """Wait until all that was added is on disk, with a time limit; from any thread."""
         num_added = self._num_added
         patience_s = _SHORT_FLUSH_S if self._has_complained else _FLUSH_S
         with self._has_written:
@@ -148,7 +147,7 @@ class SampleRecorder:
                 self._complain("the disk is slower than samples are trained on")
 
     def close(self) -> None:
-        """Write what still waits, and end the thread."""
+        """Write the rest, and end the thread."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -173,7 +172,7 @@ class SampleRecorder:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Write to no file any more that there is."""
+        """Close all files."""
         for key in [*self._files]:
             self._close(key)
         self._newest.clear()
@@ -192,7 +191,7 @@ class SampleRecorder:
             self._member.fail(order.command_id, error, aside=f"{doing} samples")
 
     def _append(self, step: int, purpose: Purpose, samples: Iterable[RecordedSample]) -> None:
-        """Write samples behind those of their step, or say that they cannot be."""
+        """Append samples to those of their step, or report that this fails."""
         if step <= self._newest.get(purpose, -1):
             return
         key = step, purpose
@@ -203,12 +202,12 @@ class SampleRecorder:
             self._files[key].append([*samples])
         except OSError as error:
             self._complain(error.strerror or str(error))
-            self._close(key)  # what is cut off at its end hides all that would follow
+            self._close(key)  # a write cut off at its end would hide all that follows
         except Exception as error:
             self._complain(f"{type(error).__name__}: {error}")
 
     def _record(self, order: RecordSamples) -> None:
-        """Make the shard of a step. Raises `SamplesError` for what cannot be read, and `OSError`."""
+        """Make the shard of a step. Raises `SamplesError` for unreadable files, and `OSError`."""
         key = order.step, order.purpose
         self._newest[order.purpose] = max(self._newest.get(order.purpose, -1), order.step)
         own = self._files[key].path if key in self._files else None
@@ -218,10 +217,10 @@ class SampleRecorder:
             for file in files(self._folder / UNFINISHED, STREAM, order.purpose)
             if (file.step, file.rollout) == (order.step, order.rollout)
         ]
-        of_rollout.sort(key=lambda path: path != own)  # others are of processes of that name that are gone
+        of_rollout.sort(key=lambda path: path != own)  # the others belong to earlier processes of that name
         shard = shard_path(self._folder, order.step, order.rollout, order.purpose)
         tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
-        if shard.exists():  # the order has come before
+        if shard.exists():  # the command has come before
             tables.append(read_shard(shard, self._member.run_id))
         advantages = {
             (group.command_id, group.group, sample): advantage
@@ -243,7 +242,7 @@ class SampleRecorder:
         self._member.reply(order.command_id, recorded)
 
     def _restore(self, order: RestoreSamples) -> None:
-        """Put samples into the store as if they had been made for this order. Raises `SamplesError`."""
+        """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
         samples = [
             msgspec.structs.replace(
                 sample, step=order.step, rollout=self._member.name, command_id=order.command_id, advantage=None
@@ -253,7 +252,7 @@ class SampleRecorder:
         ]
         wanted = order.num_samples * sum(map(len, order.files.values()))
         if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != wanted:
-            raise SamplesError(f"{', '.join(order.files)} in {self._folder} do not have the {wanted} samples any more")
+            raise SamplesError(f"{', '.join(order.files)} in {self._folder} no longer have the {wanted} samples")
         for sample in samples:
             self._store.put((order.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
         self._append(order.step, "train", samples)
@@ -276,7 +275,7 @@ class SampleRecorder:
         self._member.reply(order.command_id, generated)
 
     def _kept(self, name: str, groups: Sequence[tuple[int, int]]) -> list[RecordedSample]:
-        """Return the samples of some groups in a file of the record. Raises `SamplesError`."""
+        """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""
         path, wanted = self._folder / name, {*groups}
         read = read_shard if path.suffix == SHARD else read_unfinished
         table = read(path, self._member.run_id)
@@ -309,7 +308,7 @@ class SampleRecorder:
             problem_id=group.problem.problem_id,
             question=group.problem.question,
             answer=group.problem.answer,
-            # As the model saw it: an agent's own, where one plays.
+            # As the model saw it: the agent's own prompt, if one plays.
             prompt=self._tokenizer.decode(
                 arrays.token_ids_T[: scored.prompt_length].tolist(), skip_special_tokens=False
             ),
@@ -318,7 +317,7 @@ class SampleRecorder:
         )
 
     def _complain(self, why: str) -> None:
-        """Say once that not everything is recorded."""
+        """Report once that samples are missing."""
         if not self._has_complained:
             self._has_complained = True
             line = f"{self._member.name}: samples are missing in the record {self._folder}: {why}"
@@ -326,7 +325,7 @@ class SampleRecorder:
 
 
 def _chosen(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], float | None]) -> pa.Table:
-    """Return the rows of these samples, each once, with their advantages. Raises `SamplesError` if there is none."""
+    """Return the rows of these samples, each once, with their advantages. Raises `SamplesError` if there are none."""
     rows: dict[tuple[int, int, int], int] = {}
     table = pa.concat_tables(tables) if tables else None
     for row, key in enumerate(keys_of(table) if table is not None else []):

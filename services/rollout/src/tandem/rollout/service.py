@@ -1,17 +1,17 @@
 """The rollout service: one engine. Prompts in, scored samples out.
 
-It consumes `Generate` orders and weight versions, and produces samples as they finish. What is known of one, such as
-its reward, goes to the coordinator; its arrays (token ids, the log-probabilities of the distribution each was drawn
-from, the weight version that made it) stay here for trainers to fetch (`tandem.samples.sample_store`). An environment
-may answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it
-looks for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes
-turns with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
+It consumes `Generate` commands and weight versions, and produces samples as they finish. A sample's metadata, such as
+its reward, goes to the coordinator. Its arrays stay here for trainers to fetch (`tandem.samples.sample_store`): token
+ids, the log-probability of each under the sampling distribution, the weight version that made it. An environment may
+answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine the
+service looks for commands. It waits only for environments, each with a deadline for its answer. If training and
+generation are colocated, the engine sleeps from the end of a `Generate` until the next command.
 
-Requests from outside the run (`tandem.rollout.guests`) are carried out while the engine has no samples to make; beside
-them with ``async_engine``, which gives up that a run can be repeated to the bit.
+External requests (`tandem.rollout.guests`) are served while the engine has no samples to make. With ``async_engine``
+they run beside samples, and the run cannot be repeated to the bit.
 
-Without ``async_engine`` the engine stands still while an environment may answer, so that what runs together does not
-depend on how long that takes. With it the engine goes on with the others, and who was answered joins at once.
+Without ``async_engine`` the engine pauses while an environment may answer, so that the batch of running sequences does
+not depend on how long that takes. With it the engine continues with other samples, and an answered one joins at once.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ if TYPE_CHECKING:
 
 _REWARD_POLL_S = 0.001
 _UNSCORED = Score(0.0, correct=False)
-"""A sample that a limit ended before the environment did; it has the rewards of its turns."""
+"""Score of a sample that a limit ended before the environment did; it keeps the rewards of its turns."""
 _DIGEST_SHARE = 0.25
-"""Of the time between tokens that goes into attesting the version they are made with."""
+"""Fraction of the time between tokens that verifies the version they are made with."""
 _GUEST_SHARE, _MOST_GUEST_S = 0.1, 5.0
-"""Of the time that a generation took, and seconds: what guests get before training takes the engine's device."""
+"""Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
 
 
 _Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
-"""Samples that have finished together, by the order that they are of."""
+"""Samples that finished together, by the command that asked for them."""
 
 
 class Generation:
@@ -117,28 +117,28 @@ class RolloutService:
         self._agents: Agents | None = None
         self._store: SampleStore | None = None
         self._guests: Guests | None = None
-        """None where nobody from outside may ask."""
+        """None if external requests are not allowed."""
         self._recorder: SampleRecorder | None = None
-        """None where no record of samples is kept."""
+        """None if there is no rollout log."""
         self._tokenizer: Tokenizer | None = None
         self._is_async = member.config.policy.generation.is_async
         self._generations: dict[int, Generation] = {}
-        """In progress, by command."""
+        """Generations in progress, by command."""
         self._generation_of: dict[int, Generation] = {}
-        """By the number of an unfinished sample."""
+        """Generations by the number of an unfinished sample."""
         self._num_samples = 0
-        """That were ever asked for, which is the number of the next one."""
+        """Samples ever asked for, and so the number of the next one."""
         self._awaited: set[int] = set()
-        """Samples with the environment, which may go on."""
+        """Samples at the environment, which may go on."""
         self._answered: list[int] = []
-        """Samples that go on."""
+        """Samples that continue after an answer."""
         self._restoring: list[RestoreSamples] = []
-        """Not begun."""
+        """Commands to restore samples that have not begun."""
         self._memory = MemoryMeter()
         self._gpus = GpuMonitor(member.config.logger)
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
-        """Carry out one order; `Generate` goes on in `work`."""
+        """Carry out one command; `Generate` goes on in `work`."""
         match order:
             case BuildEngine() if self._engine is None:
                 with self._member.phase("building the engine"):
@@ -165,7 +165,7 @@ class RolloutService:
                 assert_never(other)
 
     def work(self) -> bool:
-        """Advance what is generated by one token, and the digest in progress by a share of that time."""
+        """Advance generation by one token, and the digest in progress by a fraction of that time."""
         if not self._generations:
             is_digesting = self._endpoint is not None and self._endpoint.work()
             if not is_digesting:
@@ -173,7 +173,7 @@ class RolloutService:
             return self._serve_guests() or is_digesting
         started = time.perf_counter()
         step = next(iter(self._generations.values())).order.step
-        begun = [*self._generations]  # one that is at its end may fail at its answer
+        begun = [*self._generations]  # a generation at its end may fail while answering
         try:
             with self._member.phase(f"generating step {step}"):
                 self._advance()
@@ -216,7 +216,7 @@ class RolloutService:
         self._endpoint = Endpoint(self._member, self._engine)
         if self._config.policy.generation.has_guests:
             self._guests = self._make_guests(self._engine, self._tokenizer)
-        if self._scorers is not None:  # it has begun beside the engine
+        if self._scorers is not None:  # its import has begun beside the engine's
             self._scorers.await_ready(None if self._guests is None else self._guests.address)
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
@@ -230,7 +230,7 @@ class RolloutService:
         self._say_built(order)
 
     def _say_built(self, order: BuildEngine) -> None:
-        """Answer; from any thread."""
+        """Answer that the engine is built; from any thread."""
         reply = EngineBuilt(
             command_id=order.command_id,
             layouts=tuple(map(layout.encode, self._built().layouts())),
@@ -240,9 +240,9 @@ class RolloutService:
         self._member.reply(order.command_id, reply)
 
     def _begin_anew(self, order: BuildEngine) -> None:
-        """Give up all that was asked for before, keep the engine, and answer once nothing of it is written any more.
+        """Give up all earlier commands, keep the engine, and answer once nothing of theirs is written any more.
 
-        Trainers were started again. What they train on they have made here again, or taken from the record.
+        The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
         """
         self._give_up([*self._generations])
         self._restoring.clear()
@@ -259,7 +259,7 @@ class RolloutService:
             self._recorder.begin_anew(partial(self._say_built, order))
 
     def _make_agents(self, engine: Engine, tokenizer: Tokenizer) -> Agents:
-        # Imported where agents play: it serves HTTP.
+        # Imported only where agents play: it serves HTTP.
         from tandem.rollout.agents.agents import Agents
 
         return Agents(self._config, engine, tokenizer, address_towards(self._member.coordinator), self._step)
@@ -273,16 +273,16 @@ class RolloutService:
         return Guests(self._config, engine, tokenizer, host, self._member.wake)
 
     def _make_recorder(self, folder: Path, store: SampleStore, tokenizer: Tokenizer) -> SampleRecorder:
-        # Arrow has threads from its import on, and services are forked by a process that must have none.
+        # Importing Arrow starts threads, and services are forked by a process that must have none.
         from tandem.rollout.sample_recorder import SampleRecorder
 
-        tokenizer.encode("")  # it settles how it encodes at the first call; from then on two threads can read it
+        tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
         recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary, self._experts)
         store.give_after(recorder.flush)
         return recorder
 
     def _built(self) -> Engine:
-        assert self._engine is not None, "the coordinator orders BuildEngine first"
+        assert self._engine is not None, "the coordinator sends BuildEngine first"
         return self._engine
 
     def _record_of(self) -> SampleRecorder:
@@ -290,36 +290,36 @@ class RolloutService:
         return self._recorder
 
     def _plane(self) -> Endpoint:
-        assert self._endpoint is not None, "the coordinator orders BuildEngine first"
+        assert self._endpoint is not None, "the coordinator sends BuildEngine first"
         return self._endpoint
 
     def _environments(self) -> Environments:
-        assert self._scorers is not None, "the coordinator orders BuildEngine first"
+        assert self._scorers is not None, "the coordinator sends BuildEngine first"
         return self._scorers
 
     def _samples(self) -> SampleStore:
-        assert self._store is not None, "the coordinator orders BuildEngine first"
+        assert self._store is not None, "the coordinator sends BuildEngine first"
         return self._store
 
     def _refit(self, order: Refit) -> None:
-        """Take a version, or pass one on; requests that run go on only with a newer one, and if they are meant to.
+        """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.
 
-        Orders are carried out between two steps of the engine: that is the token boundary.
+        Commands are carried out between two steps of the engine: that is the token boundary.
         """
         engine, config = self._built(), self._config
         receives = not order.only or self._member.name in order.only
-        # A version that comes again mends an engine: what it made of the first attempt does not count.
+        # The same version again repairs an engine: tokens from the first attempt do not count.
         is_newer = engine.version is not None and order.version > engine.version
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self._give_up([*self._generations])
         self._pause_guests()
-        if receives or engine.weights_sleep:  # who passes them on reads them
+        if receives or engine.weights_sleep:  # passing weights on reads them
             engine.wake()
         try:
             self._plane().handle(order)
         except Exception:
-            if engine.version is None:  # torn: the coordinator asks for all of it again
+            if engine.version is None:  # partial: the coordinator sends all of it again
                 self._give_up([*self._generations])
             raise
         if keeps_requests and config.rollout_section.asynchronous.recompute_kv_cache_after_weight_updates:
@@ -328,9 +328,9 @@ class RolloutService:
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _start(self, order: Generate) -> None:
-        """Begin a generation beside those that the coordinator still waits for. Raises `WireError` for no prompt."""
+        """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
         if order.command_id in self._generations:
-            return  # sent once more, so long after the first time that it is not known to be a repetition
+            return  # repeated so late that it is not recognised as a repetition
         with self._member.phase(f"reading the prompts of step {order.step}"):
             self._check(order)
         engine = self._built()
@@ -349,7 +349,7 @@ class RolloutService:
                 engine.add_request(conversation.request(number, order.sampling))
 
     def _check(self, order: Generate) -> None:
-        """Raise `WireError`, which names the field, for prompts that the model cannot read, or not answer."""
+        """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
         longest = self._config.policy.max_total_sequence_length
         for index, group in enumerate(order.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
@@ -361,10 +361,10 @@ class RolloutService:
             if self._scorers is not None and group.environment not in self._scorers:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
         if len({group.group for group in order.groups}) < len(order.groups):
-            raise WireError("Generate.groups: one is there twice")
+            raise WireError("Generate.groups: a group is there twice")
 
     def _give_up(self, command_ids: list[int]) -> None:
-        """Stop generations that the coordinator no longer waits for; of their samples, whole groups stay."""
+        """Stop generations that the coordinator no longer awaits; whole groups of their samples stay."""
         for command_id in command_ids:
             conversations = self._generations.pop(command_id).conversations
             self._samples().release_groups(command_id, {each.group.group for each in conversations.values()})
@@ -390,7 +390,7 @@ class RolloutService:
                 self._finish(generation)
 
     def _play(self, agents: Agents) -> None:
-        """Have a token made for each request of an agent; take the episodes that have ended."""
+        """Make one token for each request of an agent; take the episodes that have ended."""
         started = time.perf_counter()
         phase = "generation" if agents.work() else "rewards"
         if self._guests is not None and not self._num_running:
@@ -406,7 +406,7 @@ class RolloutService:
         self._send(finished)
 
     def _converse(self) -> None:
-        """Have a token made for each conversation; let environments answer those that have a response."""
+        """Make one token for each conversation; let environments answer those with a response."""
         engine, environments = self._built(), self._environments()
         started = time.perf_counter()
         phase = "rewards"
@@ -431,7 +431,8 @@ class RolloutService:
         return self._built().num_unfinished - (0 if self._guests is None else self._guests.num_running)
 
     def _step(self) -> list[Completion]:
-        """Have a token made for each sample; return what has finished. Guests are beside them only with `is_async`."""
+        """Make one token for each sample; return the finished ones. External requests run beside them only with
+        `is_async`."""
         engine, guests = self._built(), self._guests
         if guests is None:
             return engine.step()
@@ -442,9 +443,9 @@ class RolloutService:
         return guests.hand_out(engine.step())
 
     def _serve_guests(self) -> bool:
-        """Have a token made for each guest while no sample is made; tell whether there is more to do.
+        """Make one token for each external request while no sample is made; return whether there is more to do.
 
-        Not where training may have the device now, and its memory may be the engine's.
+        Not while training may use the device and the engine's memory.
         """
         if self._guests is None or self._config.takes_turns or self._built().version is None:
             return False
@@ -455,7 +456,7 @@ class RolloutService:
             self._guests.pause()
 
     def _sleep(self) -> None:
-        """Give way to training on the same device."""
+        """Release the device to training."""
         engine = self._built()
         self._pause_guests()
         if engine.weights_sleep:
@@ -463,7 +464,7 @@ class RolloutService:
         engine.sleep()
 
     def _take(self, completion: Completion) -> None:
-        """Hand a response to the environment."""
+        """Pass a response to the environment."""
         assert self._tokenizer is not None
         environments, number = self._environments(), completion.request_id
         generation = self._generation_of[number]
@@ -476,7 +477,7 @@ class RolloutService:
         environments.submit(number, conversation.group, tuple(conversation.messages))
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
-        """Say which samples have ended; let the others go on."""
+        """Report which samples have ended; let the others go on."""
         finished: _Finished = {}
         for number, result in results:
             self._awaited.discard(number)
@@ -499,13 +500,13 @@ class RolloutService:
         self._send(finished)
 
     def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
-        """Note a sample as finished, to be said with the others of its order."""
+        """Note a sample as finished, to be reported with the others of its command."""
         generation = self._generation_of.pop(number)
         group = generation.conversations.pop(number).group
         finished.setdefault(generation.order.command_id, []).append((group, scored, arrays))
 
     def _send(self, finished: _Finished) -> None:
-        """Keep the samples that have finished, and say so."""
+        """Store the samples that have finished, and report them."""
         for command_id, samples in finished.items():
             order = self._generations[command_id].order
             if order.purpose == "train":
@@ -521,7 +522,7 @@ class RolloutService:
             self._member.reply(command_id, message)
 
     def _restore(self) -> None:
-        """Have samples taken from disk; where training follows on the same device, the engine first gives way to it."""
+        """Have samples restored from disk; if training follows on the same device, the engine first releases it."""
         if self._restoring and self._config.takes_turns and not self._generations:
             self._sleep()
         for order in self._restoring:
@@ -534,7 +535,7 @@ class RolloutService:
             self._recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
-        """Add what the environment said, if another response may follow; else return what ends the sample."""
+        """Add the environment's reply if another response may follow; else return what ends the sample."""
         assert self._tokenizer is not None
         conversation.reward += turn.reward
         if conversation.num_turns >= self._config.rollout_section.max_rollout_turns:
@@ -570,7 +571,7 @@ class RolloutService:
 
 
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
-    """Return a sample as the coordinator gets it, which shows the texts of validation alone."""
+    """Return a sample as sent to the coordinator, which shows only validation texts."""
     return sample if purpose == "validate" else msgspec.structs.replace(sample, response="", extracted_answer=None)
 
 
@@ -588,7 +589,7 @@ def _make_engine(config: Config) -> Engine:
     if generation.backend == "vllm":
         from tandem.rollout.engines.vllm.engine import VllmEngine
 
-        # Guests are few, and do not wait for all the samples that do.
+        # External requests are few, and do not wait for all waiting samples.
         extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
         return VllmEngine(
             Path(policy.model_name),

@@ -1,4 +1,4 @@
-"""A server of one model, which answers OpenAI's API until it is asked to end.
+"""A server of one model, which answers OpenAI's API until asked to end.
 
 The command line starts it (`tandem.serving.handover`). The main thread drives the engine; HTTP has a thread of its own.
 """
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from tandem.rollout.engine import Engine
 
 _WAIT_S = 1.0
-"""How long the engine's thread sleeps at most where there is nothing to do: whoever asks wakes it."""
+"""Longest sleep of the engine's thread without work; a request wakes it."""
 _OK, _FAILED = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; return the exit code. The argument is the descriptor that the settings are read from."""
+    """Serve until interrupted; return the exit code. The argument is the descriptor from which the settings are
+    read."""
     (descriptor,) = sys.argv[1:] if argv is None else argv
     serving = take(int(descriptor))
     if serving.launched_by:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
-        return _OK  # that is how a server is ended
+        return _OK  # the normal way to end a server
     finally:
         end_descendants()
     return _OK
@@ -54,7 +55,7 @@ def serve(serving: Serving) -> None:
         stack.callback(engine.close)
         tokenizer = load_model_tokenizer(Path(serving.model_folder))
         _try_template(tokenizer)
-        # Not before the engine: workers that it forks must have no thread to miss.
+        # Not before the engine: it forks workers, which must have no thread to miss.
         from tandem.rollout.openai_api.app import make_app, only_with
         from tandem.rollout.openai_api.driver import EngineDriver
         from tandem.rollout.openai_api.generator import ServedModel
@@ -107,13 +108,13 @@ def _make_engine(serving: Serving) -> Engine:
 
 
 def _try_template(tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` for a chat template that is broken or has no end, while that can still be interrupted."""
+    """Raise `ConfigError` if the chat template is broken or never ends, while that can still be interrupted."""
     try:
         tokenizer.encode_chat([{"role": "user", "content": "1"}], add_generation_prompt=True)
     except DataError:
         return  # a vocabulary without a 1
     except ConfigError as error:
-        if "refuses messages" not in str(error):  # it may have reasons
+        if "refuses messages" not in str(error):  # a template may refuse messages for its own reasons
             raise
 
 

@@ -1,1 +1,1 @@
-"""Agents: programs of the user's that play episodes against an endpoint of the rollout."""
+"""Agents: user programs that play episodes against an endpoint of the rollout."""

@@ -1,10 +1,10 @@
-"""Episodes of agents beside generation.
+"""Episodes of agents, played beside generation.
 
-Two threads meet here. The one that drives the engine begins episodes, has tokens made (`work`), and takes the episodes
-that have ended (`poll`). The other has an event loop, in which everything else runs: HTTP, the agents' programs, their
-deadlines. An episode waits for room (``max_concurrency``) and then, until its deadline, for its agent to post a reward
-or to end. Requests wait for the engine, and are refused where that gives them up. Neither thread waits for the other
-but when all of it begins and ends.
+Two threads meet here. The engine's thread begins episodes, has tokens made (`work`) and collects the episodes that have
+ended (`poll`). The other thread runs an event loop with everything else: HTTP, the agents' programs, their deadlines.
+An episode waits for room (``max_concurrency``). Then it waits, until its deadline, for its agent to post a reward or to
+end. Requests wait for the engine; they are refused where the engine drops them. Neither thread waits for the other,
+except at the beginning and the end of everything.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.tokenizer import Tokenizer
 
 _WAIT_S = 0.005
-"""For a request, where there is nothing to generate."""
+"""Seconds to wait for a request while there is nothing to generate."""
 _GRACE_S = 5.0
-"""For a program to end by itself once it has posted its reward."""
+"""Seconds that a program has to end by itself once it has posted its reward."""
 _PREFIX = "/sessions/{secret}"
 _CLOSE_S = 10.0
 
@@ -65,7 +65,7 @@ class Agents:
         host: str,
         step: Callable[[], list[Completion]] | None = None,
     ) -> None:
-        """Begin to listen, on `host` if a server elsewhere plays; `step` is as in `EngineDriver`."""
+        """Begin to listen, on `host` if a server elsewhere plays. `step` is as in `EngineDriver`."""
         assert config.agent is not None, "or nobody plays"
         self._config = config
         self._settings = config.agent
@@ -74,12 +74,12 @@ class Agents:
         self._driver = EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | Failure] | Exception] = queue.SimpleQueue()
         self._wanted: set[int] = set()
-        """Numbers of the episodes that somebody waits for."""
-        # Before there are threads.
+        """Numbers of the episodes that the service still waits for."""
+        # Before any thread starts.
         self._launcher = Launcher() if self._settings.command is not None else None
         self._player = make_player(self._settings, self._launcher)
         self._open: dict[str, Episode] = {}
-        """Episodes that are played, by their secrets. This, and what follows, is the event loop's."""
+        """Episodes in play, by their secrets. This and the fields below belong to the event loop."""
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(self._settings.max_concurrency)
         timeout_s = self._settings.timeout_s
@@ -95,12 +95,12 @@ class Agents:
     # --- called by the thread that drives the engine -----------------------------------------------------------------
 
     def begin(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
-        """Have an episode played, as soon as there is room."""
+        """Have an episode played as soon as there is room."""
         self._wanted.add(number)
         self._loop.call_soon_threadsafe(self._start, number, group, sample, order)
 
     def work(self) -> bool:
-        """Have a token made for each request, or wait a moment for one; tell whether there was any."""
+        """Have one token made for each request, or wait a moment for a request; return whether there was any."""
         if not self._driver.num_unfinished:
             self._driver.wait(_WAIT_S)
         has_requests = self._driver.num_unfinished > 0
@@ -108,9 +108,10 @@ class Agents:
         return has_requests
 
     def poll(self) -> list[Played]:
-        """Return the episodes that have ended, in the order in which they did.
+        """Return the episodes that have ended, in the order in which they ended.
 
-        Raises `RewardError` where a failure of an agent ends the run, and what kept this process from having one play.
+        Raises `RewardError` if a failure of an agent ends the run, and whatever kept this process from playing an
+        episode.
         """
         played = []
         while not self._ended.empty():
@@ -130,19 +131,19 @@ class Agents:
         return played
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Abandon episodes, and end their programs."""
+        """Abandon episodes and end their programs."""
         numbers = {*numbers} & self._wanted
         self._wanted -= numbers
         self._loop.call_soon_threadsafe(self._cancel, numbers)
         if not self._wanted:
-            self.rest("the episode was given up: the policy's weights change")
+            self.rest("the episode was given up because the policy's weights change")
 
     def rest(self, why: str = "this episode is over") -> None:
-        """Take all requests out of the engine, which does something else now."""
+        """Take all requests out of the engine, which is needed for something else now."""
         self._driver.drop(why)
 
     def close(self) -> None:
-        """End all episodes, and their programs."""
+        """End all episodes and their programs."""
         self._wanted.clear()
         self._driver.close("the rollout ends")
         with contextlib.suppress(TimeoutError):
@@ -166,17 +167,17 @@ class Agents:
                 task.cancel()
 
     async def _play(self, begin: Callable[[], Episode]) -> None:
-        """Have an episode played; from its beginning again where its program was killed from outside."""
+        """Have an episode played; start it over if its program was killed from outside."""
         try:
             async with self._room:
                 for num_left in reversed(range(1 + MOST_RETRIES)):
                     if await self._play_now(begin(), is_last=not num_left):
                         return
-        except Exception as error:  # ours, and no agent's
+        except Exception as error:  # our own failure, not an agent's
             self._ended.put(error)
 
     async def _play_now(self, episode: Episode, *, is_last: bool) -> bool:
-        """Have an episode played; return whether it counts: always if it `is_last`."""
+        """Have an episode played; return whether its result counts. It always does if it `is_last`."""
         self._open[episode.secret] = episode
         playing = asyncio.create_task(self._player.play(episode, episode.described(self._server.url)))
         try:
@@ -202,7 +203,7 @@ class Agents:
         if not playing.done():
             return timed_out(self._settings.timeout_s)
         error = playing.exception()
-        if isinstance(error, OSError | HelperLost):  # no program could be started: for want of descriptors, say
+        if isinstance(error, OSError | HelperLost):  # no program could be started, for example for want of descriptors
             raise error
         return playing.result() if error is None else failure_of(error, "")
 

@@ -1,4 +1,4 @@
-"""One episode as its agent sees it: an endpoint like OpenAI's, and where the reward goes."""
+"""One episode as its agent sees it: an endpoint like OpenAI's, and a place to post the reward."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import Tokenizer
 
 MODEL = "policy"
-"""What agents call the model."""
+"""The model's name in agents' requests."""
 
 
 class _Asked(NamedTuple):
-    """The chat that a prompt was made of."""
+    """The chat from which a prompt was rendered."""
 
     request: ChatRequest
     messages: ChatMessages
@@ -43,7 +43,7 @@ class _Asked(NamedTuple):
 
 
 class Episode(ServedModel):
-    """An episode while it is played. All of it runs in the event loop that answers HTTP."""
+    """An episode in play. All of it runs in the event loop that answers HTTP."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class Episode(ServedModel):
         self.session = Session(group, sample, tokenizer, replayed_experts(config))
         self.secret = secrets.token_urlsafe(24)
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
-        """What the agent says that the episode was worth."""
+        """The reward or the failure that the agent reports."""
         self.is_over = False
         self._driver = driver
         self._max_completions = config.agent.max_completions
         self._num_asked = 0
         self._asked: dict[tuple[int, ...], _Asked] = {}
-        """By the tokens of the prompt."""
+        """Chats by the tokens of their prompts."""
         self._why_refused = ""
-        """The last reward that was posted and is none."""
+        """Why the last reward posted was refused."""
 
     def described(self, server: str) -> dict[str, Any]:
-        """Return what the agent is told: where to ask, and what to play."""
+        """Return what the agent is told: where to send requests, and what to play."""
         url, group = f"{server}/sessions/{self.secret}", self.session.group
         return {
             "session_url": url,
@@ -99,7 +99,7 @@ class Episode(ServedModel):
     # --- what the agent asks of the policy ---------------------------------------------------------------------------
 
     def chat_ids(self, request: ChatRequest) -> list[int]:
-        """Return the tokens that the policy is to answer: the very ones of what was said before, where it was.
+        """Return the tokens that the policy is to answer; what was said before keeps its very tokens.
 
         Raises what `ServedModel.chat_ids` raises.
         """
@@ -112,7 +112,7 @@ class Episode(ServedModel):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield a response as it is made, and note it; the seed is the sample's own. Raises `Refused`."""
+        """Yield a response as it is made, and note it. The seed is the sample's own. Raises `Refused`."""
         sampling, asked_seed = self._as_trained(sampling), seed
         if self.is_over:
             raise over()
@@ -133,25 +133,23 @@ class Episode(ServedModel):
                         self._note(prompt_ids, asked, asked_seed, made)
                     yield chunk
         except (asyncio.CancelledError, GeneratorExit):
-            # Of a stream that it left, the agent has what it was sent.
+            # Of a stream that the agent left, it has what it was sent.
             is_part = bool(made) and made[-1].finish_reason is None
             if asked is not None and asked.request.stream and is_part and not self.is_over:
                 self._note(prompt_ids, asked, asked_seed, made)
             raise
 
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
-        """Return how tokens are drawn: as training counts on. Raises `Refused` for what would change that."""
+        """Return sampling parameters as training assumes them. Raises `Refused` for any that would change that."""
         own = self.order.sampling
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
             said, wanted = getattr(asked, name), getattr(own, name)
             if said not in (neutral, wanted):
-                what = f"{name}: {said:g}, but what is trained on is drawn with policy.generation.{name}, {wanted:g}"
+                what = f"{name}: {said:g}, but training samples are drawn with policy.generation.{name}, {wanted:g}"
                 raise Refused(f"{what}: leave it out", param=name, code="unsupported")
         if isinstance(asked, ServedSampling):
             fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs"
-            what = (
-                f"{fields}: what is trained on is drawn without, and recorded with the drawn token's probability alone"
-            )
+            what = f"{fields}: training samples are drawn without, and keep the drawn token's probability only"
             raise Refused(f"{what}: leave them out", code="unsupported")
         return msgspec.structs.replace(
             own,
@@ -161,14 +159,14 @@ class Episode(ServedModel):
         )
 
     def _note(self, prompt_ids: Sequence[int], asked: _Asked | None, seed: int, made: Sequence[Chunk]) -> None:
-        """Note a response, as what the agent has been sent: that is what it will repeat."""
+        """Note a response as the agent received it, since that is what it will repeat."""
         completion = Completion(
             request_id=self.number,
             token_ids_T=np.array([token for chunk in made for token in chunk.token_ids], dtype=np.int32),
             logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
             versions_T=np.array([version for chunk in made for version in chunk.versions], dtype=np.int32),
             finish_reason=made[-1].finish_reason or "abort",
-            routed_experts_TX=made[-1].routed_experts_TX,  # of one that was left nothing is known
+            routed_experts_TX=made[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
         )
         if asked is None:
             self.session.add(prompt_ids, completion)
@@ -181,9 +179,9 @@ class Episode(ServedModel):
     # --- what the agent says of it -----------------------------------------------------------------------------------
 
     def reward(self, body: bytes) -> Score:
-        """Take the reward that the agent has posted, which ends the episode. Raises `Refused` for what is none."""
+        """Take the reward that the agent has posted, which ends the episode. Raises `Refused` if it is no reward."""
         if self.told.done():
-            raise Refused("this episode has its reward", status=410, code="session_over")
+            raise Refused("this episode already has its reward", status=410, code="session_over")
         try:
             score = read_reward(body)
         except RewardError as error:
@@ -193,29 +191,29 @@ class Episode(ServedModel):
         return score
 
     def fail(self, body: bytes) -> None:
-        """Take the agent's word that it has failed, which ends the episode."""
+        """Take the agent's report that it has failed, which ends the episode."""
         if not self.told.done():
             self.told.set_result(Failure(line(body.decode(errors="replace")) or "it says that it has failed"))
 
     def unrewarded(self, how: str, errors: str = "") -> Failure:
-        """Describe the end of an agent that has posted no reward."""
-        why = f"; it posted one that is none: {self._why_refused}" if self._why_refused else ""
+        """Describe the end of an agent that posted no reward."""
+        why = f"; it posted an invalid one: {self._why_refused}" if self._why_refused else ""
         return Failure(line(f"{how} without a reward{why}"), errors)
 
 
 def read_reward(body: bytes) -> Score:
-    """Read ``{"reward": 1.0, "correct": true, "components": {...}}``; without `correct`, what is above zero is.
+    """Read ``{"reward": 1.0, "correct": true, "components": {...}}``; `correct` defaults to a reward above zero.
 
     Raises `RewardError`.
     """
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RewardError(f'the reward is no JSON object such as {{"reward": 1.0}}: {error}') from error
+        raise RewardError(f'the reward is not a JSON object such as {{"reward": 1.0}}: {error}') from error
     unknown = said.keys() - {"reward", "correct", "components"}
     if "reward" not in said or unknown:
         what = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
-        raise RewardError(f"what was posted {what}; it may have 'reward', 'correct' and 'components'")
+        raise RewardError(f"the reward posted {what}; it may have 'reward', 'correct' and 'components'")
     reward = checked(Score(said["reward"], correct=False), converses=False)
     assert isinstance(reward, Score), "nothing else was made"
     correct = reward.reward > 0 if said.get("correct") is None else said["correct"]
@@ -225,5 +223,5 @@ def read_reward(body: bytes) -> Score:
 
 
 def over() -> Refused:
-    """Return the refusal of what comes after the end of an episode."""
+    """Return the refusal of a request after the end of its episode."""
     return Refused("this episode is over", status=410, code="session_over")

@@ -1,9 +1,10 @@
 """The process that starts programs of agents: each fork becomes a guardian and a program.
 
-    rollout -- guardian -- launcher -- guardian -- program        (one guardian and one program for each that runs)
+rollout -- guardian -- launcher -- guardian -- program (one guardian and one program for each that runs)
 
-A program is ended by closing its guardian's lifeline, with all that it has started, daemons included; all of them end
-with the rollout process, however that comes about. It is a new interpreter, because the rollout process has threads.
+Closing a guardian's lifeline ends its program and everything the program has started, daemons included. All programs
+end with the rollout process, however it ends. The launcher is a new interpreter, because the rollout process has
+threads.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from setproctitle import setproctitle
 from tandem.common.process_lifetime import fork_guarded
 
 NUM_DESCRIPTORS = 5
-"""That come with each order: its lifeline, its standard streams, and the file with its `Program`."""
+"""Descriptors sent with each command: the lifeline, three standard streams, and the file with the `Program`."""
 EXIT_NOT_STARTED = 127
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What to run."""
+    """The program to run."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -35,14 +36,14 @@ _programs = msgspec.msgpack.Decoder(Program)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
-    """Be the guardian, its child that forks, or a program, to its end."""
+    """Run as the guardian, as its child that forks, or as a program, to the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rollout process decides when they end
     setproctitle("rollout: starts agents")
     fork_guarded(lifeline_fd, owner)
     orders = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)
     launcher = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to collect guardians
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guardian needs to be collected
     gc.freeze()
     while True:
         word, descriptors, *_ = socket.recv_fds(orders, 1, NUM_DESCRIPTORS)
@@ -56,10 +57,10 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
 
 
 def _become(descriptors: list[int], launcher: int) -> None:
-    """Be the guardian of a program, or the program."""
+    """Become the guardian of a program, or the program itself."""
     lifeline, *streams, order = descriptors
     fork_guarded(lifeline, launcher)
-    os.setsid()  # who kills its own process group shall not kill the run
+    os.setsid()  # a program that kills its own process group must not kill the run
     program = _programs.decode(os.pread(order, os.fstat(order).st_size, 0))
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)

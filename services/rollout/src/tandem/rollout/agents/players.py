@@ -1,7 +1,7 @@
-"""How an agent is had to play: a program for each episode, one that stays, or a server.
+"""Three ways to play an agent: a program for each episode, a program that stays, or a server.
 
-A player returns what the agent says as it ends. Most agents post the reward before: whoever awaits a player does not
-wait for it then, and cancels it.
+A player returns what the agent reports as it ends. Most agents post the reward earlier: then the player is cancelled,
+and its end is not waited for.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _LONGEST_ANSWER = 1 << 20
 
 
 class Player(Protocol):
-    """Has episodes played."""
+    """A way to have episodes played."""
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
-        """Have one played; return what the agent says at its end, for one that has not posted a reward."""
+        """Have an episode played; return what the agent reports at its end, for an agent that posted no reward."""
         ...
 
     async def close(self) -> None:
-        """End what stays."""
+        """End whatever stays between episodes."""
         ...
 
 
 def make_player(settings: Environment, launcher: Launcher | None) -> Player:
-    """Return what the configuration asks for."""
+    """Return the player that the configuration asks for."""
     if settings.url is not None:
         return ByServer(settings.url)
     assert launcher is not None, "made where there is a command"
@@ -60,7 +60,7 @@ class ByPrograms:
         self._launcher = launcher
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
-        """Start the program, and wait for its end."""
+        """Start the program and wait for its end."""
         with memory_file(msgspec.json.encode(described) + b"\n") as stdin:
             ended = await run(self._launcher, self._command, _variables(described), stdin)
         if ended.code != 0:
@@ -74,11 +74,11 @@ class ByPrograms:
             return Failure(line(f"the last line of its program's output: {error}"), ended.errors)
 
     async def close(self) -> None:
-        """Nothing stays."""
+        """Do nothing: nothing stays between episodes."""
 
 
 class ByStayingPrograms:
-    """Programs that read what to play, a line an episode, and may play several at once."""
+    """Programs that stay, read one line an episode, and may play several episodes at once."""
 
     def __init__(self, settings: Environment, launcher: Launcher) -> None:
         assert settings.command is not None
@@ -87,7 +87,7 @@ class ByStayingPrograms:
         self._programs: list[_Staying | None] = [None] * settings.num_workers
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
-        """Send the episode to the program that has the fewest, and wait for the end of that."""
+        """Send the episode to the program with the fewest, and wait for that program's end."""
         place = min(range(len(self._programs)), key=lambda place: self._load(place))
         program = self._programs[place]
         if program is None or program.running.done():
@@ -102,7 +102,7 @@ class ByStayingPrograms:
             program.num_episodes -= 1
             if episode.told.done():
                 program.last_told = time.monotonic()
-            elif program.last_told < began:  # it took too long, and nothing else has come of it meanwhile
+            elif program.last_told < began:  # it took too long, and has finished no other episode meanwhile
                 program.end()
 
     async def close(self) -> None:
@@ -118,7 +118,7 @@ class ByStayingPrograms:
 
 
 class _Staying:
-    """A program that stays."""
+    """A program that stays between episodes."""
 
     def __init__(self, launcher: Launcher, command: tuple[str, ...]) -> None:
         theirs, self._stdin = os.pipe()
@@ -127,15 +127,15 @@ class _Staying:
         self.running = asyncio.create_task(self._run(launcher, command, theirs))
         self.num_episodes = 0
         self.last_told = time.monotonic()
-        """When an episode of it had its reward, at the latest."""
+        """When one of its episodes last had its reward."""
 
     def send(self, text: bytes) -> None:
-        """Have it read this."""
+        """Write this to the program's standard input."""
         self._waiting += text
         self._write()
 
     def end(self) -> None:
-        """End it."""
+        """End the program."""
         self.running.cancel()
 
     def _write(self) -> None:
@@ -159,13 +159,13 @@ class _Staying:
 
 
 class ByServer:
-    """A server that is asked by an HTTP POST, whose answer may be the reward."""
+    """A server that is asked by an HTTP POST, and may answer with the reward."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
-        """Ask the server; without a reward in its answer, it goes on playing."""
+        """Ask the server; if its answer has no reward, it goes on playing."""
         try:
             status, body = await _post(self._url, msgspec.json.encode(described))
         except (OSError, h11.ProtocolError, EOFError) as error:
@@ -181,16 +181,16 @@ class ByServer:
         return episode.unrewarded("it ended")
 
     async def close(self) -> None:
-        """Nothing stays."""
+        """Do nothing: nothing stays between episodes."""
 
 
 def _own_variables() -> dict[str, str]:
-    """Return the environment of this process, in which `python` is the interpreter that it runs on."""
+    """Return this process's environment variables, with `python` being this process's interpreter."""
     return {**os.environ, "PATH": search_path()}
 
 
 def _variables(described: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment of a program that plays one episode: what every client of OpenAI's reads."""
+    """Return the environment variables of a program that plays one episode: those that OpenAI's clients read."""
     return {
         **_own_variables(),
         "OPENAI_BASE_URL": described["base_url"],
@@ -203,7 +203,7 @@ def _variables(described: Mapping[str, Any]) -> dict[str, str]:
 def _failure(episode: Episode, ended: Ended) -> Failure:
     last = ended.errors.rstrip().rpartition("\n")[2]
     failure = episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
-    # Nobody knows how where the process that starts programs was killed, and they with it.
+    # The exit code is unknown if the launcher was killed, and its programs with it.
     was_killed = ended.code is None or ended.how in KILLED_FROM_OUTSIDE
     return msgspec.structs.replace(failure, was_killed=was_killed)
 

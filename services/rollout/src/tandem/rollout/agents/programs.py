@@ -1,6 +1,6 @@
 """The programs of agents as the rollout process sees them: started, fed, listened to, ended.
 
-All of it runs in the event loop of `tandem.rollout.agents.agents`. It waits for what a program writes, and for its end.
+All of it runs in the event loop of `tandem.rollout.agents.agents`. It waits for a program's output and for its end.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.workers import how_it_ended, said_of
 
 _MOST_STARTS = 3
-"""So many processes in a row that were to start a program may have died before there is no more to be done."""
+"""Launchers in a row that may die before starting programs is given up."""
 _KEPT = 20_000
-"""Bytes that are kept of each of a program's streams: the last ones."""
+"""Bytes kept of each of a program's streams: the last ones."""
 
 
 class Launcher:
@@ -36,7 +36,7 @@ class Launcher:
     ) -> socket.socket:
         """Start a program with these standard streams; return its lifeline.
 
-        Where what starts programs has died, another is started first. Raises `HelperLost` where each one dies.
+        A launcher that has died is replaced first. Raises `HelperLost` if each replacement dies.
         """
         lifeline, far = socket.socketpair()
         with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
@@ -54,12 +54,12 @@ class Launcher:
         raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {how}")
 
     def close(self) -> None:
-        """End it, and all programs."""
+        """End the launcher and all programs."""
         self._process.close()
 
 
 class memory_file(contextlib.AbstractContextManager[int]):
-    """A descriptor of a file that is nowhere, to be read from its beginning."""
+    """A descriptor of an unnamed file in memory, to be read from its beginning."""
 
     def __init__(self, content: bytes) -> None:
         self._descriptor = os.memfd_create("tandem")
@@ -73,26 +73,26 @@ class memory_file(contextlib.AbstractContextManager[int]):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a program has ended."""
+    """The way in which a program has ended."""
 
     code: int | None
-    """Its exit code, negative for a signal; None where nobody knows."""
+    """Its exit code, negative for a signal; None if unknown."""
     output: str
-    """The end of what it wrote to its standard output."""
+    """The end of its standard output."""
     errors: str
 
     @property
     def how(self) -> str:
-        """How, in words."""
+        """The end of the program, in words."""
         return "nobody knows how" if self.code is None else said_of(self.code)
 
 
 async def run(
     launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], stdin: int, *, logs: bool = False
 ) -> Ended:
-    """Run a program to its end, and that of all that it has started; cancelled, it ends them.
+    """Run a program until it and all it has started have ended; cancelling this ends them.
 
-    `logs`: what it writes to its standard error goes to this process's as it comes.
+    `logs`: copy its standard error to this process's as it comes.
     """
     out, their_out = os.pipe()
     errors, their_errors = os.pipe()
@@ -119,7 +119,7 @@ async def run(
 
 
 async def _code(lifeline: socket.socket) -> int | None:
-    """Wait for the end of a program's guardian; return the exit code that it has seen."""
+    """Wait for the end of a program's guardian; return the exit code that the guardian reports."""
     loop, words = asyncio.get_running_loop(), b""
     with contextlib.suppress(ConnectionError):
         while word := await loop.sock_recv(lifeline, 16):

@@ -1,10 +1,11 @@
-"""A session: what one episode of an agent asks of the policy, and gets, as a tree of tokens.
+"""A session: one episode's requests to the policy and their responses, as a tree of tokens.
 
-A request continues the longest exchange whose messages it repeats: it is generated from the very tokens of that
-exchange, and only the messages that are new are rendered and tokenised. A request that repeats none of them begins
-anew, and so does one that has changed something of what was said. One that is asked twice is answered twice. So an
-episode is a tree, whose nodes are responses, and what is trained on are its branches: the way from a first request to
-each response that nothing follows. Tokens that several branches have in common count in the first of them.
+A request continues the longest exchange of which it repeats all messages. It is generated from the very tokens of that
+exchange; only its new messages are rendered and tokenised. A request that repeats no exchange, or that changes
+something said before, begins anew. A request that is repeated is answered again.
+
+So an episode is a tree with responses as its nodes. Training uses its branches: the path from a first request to each
+response that nothing follows. Tokens that several branches share count in the first of them only.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A response, and what it answers."""
 
     parent: int | None
-    """The exchange that it continues, by its number."""
+    """Number of the exchange that it continues."""
     messages: ChatMessages
-    """Of the whole conversation, the response included; none where tokens or a text were continued, and no chat."""
+    """The whole conversation, response included; empty if tokens or a text were continued rather than a chat."""
     variables: Mapping[str, Any]
-    """What the chat template was told beside them."""
+    """Variables given to the chat template besides the messages."""
     token_ids: tuple[int, ...]
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
     num_given: int
     """Tokens before the response."""
     completion: Completion
@@ -48,16 +49,16 @@ class Session:
     def __init__(
         self, group: PromptGroup, sample: int, tokenizer: Tokenizer, experts: RoutedExperts | None = None
     ) -> None:
-        """Begin; `experts` are what the engine says of each token, if it does."""
+        """Begin an empty session. `experts` describe the routing that the engine reports for each token, if it does."""
         self._experts = experts
         self.group = group
         self.sample = sample
         self.exchanges: list[Exchange] = []
-        """In the order in which they were answered."""
+        """Exchanges, in the order in which they were answered."""
         self._tokenizer = tokenizer
 
     def prompt_of(self, messages: ChatMessages, variables: Mapping[str, Any]) -> list[int]:
-        """Return the tokens that a conversation is to be continued from. Raises what `Tokenizer.encode_chat` raises."""
+        """Return the tokens from which a conversation continues. Raises what `Tokenizer.encode_chat` raises."""
         known = self._continued(messages, variables)
         if known is None:
             return self._tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
@@ -71,7 +72,7 @@ class Session:
         messages: ChatMessages = (),
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note a response as the agent is given it. The prompt's tokens say which exchange it continues.
+        """Note a response as the agent receives it. The prompt's tokens tell which exchange it continues.
 
         `messages` are those of the whole conversation, the response included.
         """
@@ -86,9 +87,9 @@ class Session:
         self.exchanges.append(exchange)
 
     def finish(self, score: Score, version: int, unscored: Unscored | None = None) -> tuple[SampleScored, Batch]:
-        """Return the episode as a sample, whose sequences are its branches.
+        """Return the episode as a sample with its branches as sequences.
 
-        `version` is that of the weights now, for an episode that has asked for nothing.
+        `version` is the current weight version, for an episode that made no request.
         """
         parts = self._branches()
         arrays = Batch.concatenate([arrays for arrays, _ in parts] or [self._sequence(self.group.prompt_ids)])
@@ -119,7 +120,7 @@ class Session:
         return sample, arrays
 
     def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> Exchange | None:
-        """Return the longest exchange that a conversation repeats, and goes on from."""
+        """Return the longest exchange that a conversation repeats and continues."""
         known = [
             exchange
             for exchange in self.exchanges
@@ -137,10 +138,10 @@ class Session:
             if len(exchange.token_ids) < len(prompt_ids)
             and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
         ]
-        return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several that say the same, the first
+        return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
 
     def _branches(self) -> list[tuple[Batch, Branch]]:
-        """Return a sequence for each response that nothing follows, in the order of these."""
+        """Return a sequence for each response that nothing follows, in the order of these responses."""
         followed = {exchange.parent for exchange in self.exchanges}
         counted: set[int] = set()
         branches = []
@@ -163,7 +164,8 @@ class Session:
     def _sequence(
         self, token_ids: Sequence[int], made: Sequence[tuple[int, Completion]] = (), path: Sequence[int] = ()
     ) -> Batch:
-        """Lay out a sequence in which these responses count, each from its place on; `path` are all of it."""
+        """Lay out a sequence in which these responses count, each from its place on; `path` are all of its
+        responses."""
         arrays = _laid_out(token_ids, made)
         if self._experts is None:
             return arrays
@@ -180,7 +182,7 @@ class Session:
         return path[::-1]
 
     def _text(self) -> str:
-        """Return what followed the first prompt, for people: branch by branch."""
+        """Return what followed the first prompt, branch by branch, for display."""
         followed = {exchange.parent for exchange in self.exchanges}
         texts = []
         for leaf in range(len(self.exchanges)):

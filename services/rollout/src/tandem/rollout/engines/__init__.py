@@ -1,1 +1,1 @@
-"""Generation engines, one module each, for the protocol `tandem.rollout.engine.Engine`."""
+"""Generation engines, one module each; all follow the protocol `tandem.rollout.engine.Engine`."""

@@ -1,9 +1,9 @@
-"""Attention over slots, where the engine's key-value cache meets a Hugging Face model.
+"""Attention over slots: where the engine's key-value cache meets a Hugging Face model.
 
-A step feeds the model one row of tokens, ``[1, N]``: first the newest token of every running sequence, then the
-prompts that join, end to end. Linear layers see no padding and one matrix product each. Attention is the only layer
-where tokens meet; it is replaced, through `transformers.AttentionInterface`, by `slot_attention`, which knows from the
-`Step` that travels beside the tokens which of them belong together.
+A step feeds the model one row of tokens, ``[1, N]``: first the newest token of every running sequence, then the prompts
+that join, end to end. Linear layers see no padding and do one matrix product each. Attention is the only layer where
+tokens meet. `slot_attention` replaces it through `transformers.AttentionInterface`; the `Step` that travels beside the
+tokens tells which of them belong together.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tandem.common.segments import attend
 
 ATTENTION_NAME = "tandem_slots"
 _HUGE_PAGES_UP_TO = 2**24
-"""Bytes of a layer's keys. Huge pages are taken five times as fast, after every sleep, but also where only a few tokens
-lie: a small cache can afford that."""
+"""Bytes of a layer's keys up to which huge pages are used. They are allocated five times as fast after every sleep,
+but take memory even where only a few tokens lie. A small cache can afford that."""
 
 
 class KeyValueCache:
     """Keys and values of every slot and layer, ``[S, H, L, D]`` each: slot, key-value head, position, head dimension.
 
-    A layer's memory is taken when it first stores something, in the shapes that the model's own keys and values have,
-    so that any head layout works.
+    A layer's memory is allocated when it first stores something, in the shapes of the model's own keys and values, so
+    that any head layout works.
     """
 
     def __init__(self, num_slots: int, max_length: int) -> None:
@@ -68,7 +68,7 @@ class KeyValueCache:
                 window_SHLD[destination_index_M] = window_SHLD[source_index_M]
 
     def release(self) -> None:
-        """Give all memory back; the next step takes it again."""
+        """Give all memory back; the next step allocates it again."""
         self._layers.clear()
 
     def _allocate(self, like_1HND: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class KeyValueCache:
         num_bytes = math.prod(shape) * like_1HND.element_size()
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes <= _HUGE_PAGES_UP_TO:
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # kernels without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=like_1HND.dtype).view(shape)
 
@@ -101,24 +101,25 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Which tokens of ``[1, N]`` belong together: `num_running` sequences of one new token each, then the prompts."""
+    """The sequences in a row ``[1, N]``: `num_running` of one new token each, then the prompts."""
 
     cache: KeyValueCache
     num_running: int
     slot_R: torch.Tensor
-    """0 to R - 1: the slots that are running."""
+    """The running slots, 0 to R - 1."""
     position_R: torch.Tensor
-    """Where each running slot's new token goes."""
+    """Position of each running slot's new token."""
     length: int
-    """Positions that attention of the running slots reads: the longest of them, its new token included."""
+    """Positions that attention of the running slots reads: the length of the longest slot, its new token included."""
     mask_R11L: torch.Tensor
-    """0 where a running slot has a token, minus infinity beyond its end."""
+    """Mask with 0 where a running slot has a token, and minus infinity beyond its end."""
     prompts: tuple[Prompt, ...]
     window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """The same with minus infinity before the window that a layer's attention slides over; made once a step."""
+    """The same masks by width of a layer's sliding window, with minus infinity before the window; made once a step."""
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Return what to add to the scores of a layer whose attention slides over so many tokens; None: over all."""
+        """Return what to add to the scores of a layer with this sliding window; None means attention over all
+        tokens."""
         if window is None or window >= self.length:
             return self.mask_R11L
         if window not in self.window_masks:
@@ -144,8 +145,8 @@ def slot_attention(
     """Store the new keys and values in the cache and attend from each token to its own sequence.
 
     The signature is that of `transformers.AttentionInterface`, which calls sinks `s_aux`; returns ``[1, N, H, D]``.
-    `told_windows` takes down over how many tokens the layer says that its attention slides. Raises `ModelError` for an
-    architecture whose attention differs from scaled dot products.
+    `told_windows` collects the sliding windows that layers report. Raises `ModelError` if the architecture's attention
+    differs from scaled dot products.
     """
     unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
     if slot_step is None or unknown:
@@ -160,7 +161,7 @@ def slot_attention(
         num = step.num_running
         keys_SHLD[step.slot_R, :, step.position_R] = key_1HND[0, :, :num].transpose(0, 1)
         values_SHLD[step.slot_R, :, step.position_R] = value_1HND[0, :, :num].transpose(0, 1)
-        # Query heads that share a key-value head become its query positions: no key is copied.
+        # Query heads that share a key-value head become its query positions, so that no key is copied.
         num_heads, head_dim = query_1HND.shape[1], query_1HND.shape[3]
         query_RHGD = query_1HND[0, :, :num].transpose(0, 1).reshape(num, keys_SHLD.shape[1], -1, head_dim)
         attended_RHGD = _attend_to_cache(

@@ -1,4 +1,4 @@
-"""What engines share: they hold one whole weight version or none, pause, and refuse requests."""
+"""The common part of engines: hold one whole weight version or none, pause, refuse requests."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ class EngineWeights(Holder, Protocol):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """What each part wants, and where."""
+        """Layout that each slice wants."""
         ...
 
     def close(self) -> None:
-        """Let go of the programs, and leave all meshes."""
+        """Release the programs and leave all transfer groups."""
         ...
 
 
 class NoRefits:
-    """The weights of an engine that has loaded them itself and gets no others."""
+    """Weights that an engine loaded itself and never refits."""
 
     layouts: tuple[Layout, ...] = ()
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Refuse it."""
+        """Refuse to install programs."""
         raise RefitError(_NO_REFITS)
 
     def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
-        """Refuse it."""
+        """Refuse to connect."""
         raise RefitError(_NO_REFITS)
 
     def apply(
         self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
     ) -> dict[str, int]:
-        """Refuse it."""
+        """Refuse to apply a version."""
         raise RefitError(_NO_REFITS)
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Refuse it."""
+        """Refuse to digest."""
         raise RefitError(_NO_REFITS)
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return nothing: nothing was received."""
+        """Return nothing, because nothing was received."""
         return ()
 
     def close(self) -> None:
-        """Do nothing: there is no program."""
+        """Do nothing, because there is no program."""
 
 
 class RefittedEngine:
     """The part of `tandem.rollout.engine.Engine` that concerns weights and whether tokens may be made.
 
-    A subclass generates. What else depends on the weights it brings up to date in `_take_weights`.
+    A subclass generates, and updates whatever else depends on the weights in `_take_weights`.
     """
 
     def __init__(self, model_folder: Path, weights: EngineWeights, max_length: int, length_key: str) -> None:
-        """Hold no version yet; `max_length` is the longest sequence, prompt included, which `length_key` configures."""
+        """Hold no version yet. `max_length` is the longest sequence, prompt included, which `length_key` configures."""
         self._model_folder = model_folder
         self._weights = weights
         self._max_length = max_length
         self._length_key = length_key
         self._member = ""
-        """Its name in the run, once a program is installed."""
+        """The engine's name in the run, once a program is installed."""
         self._version: int | None = None
         self._is_paused = False
         self._is_asleep = False
@@ -87,16 +87,16 @@ class RefittedEngine:
 
     @property
     def version(self) -> int | None:
-        """The weight version it holds; None while it holds none, or a torn one."""
+        """Weight version that the engine holds; None while it holds none, or a partial one."""
         return self._version
 
     @property
     def weights_sleep(self) -> bool:
-        """Whether the memory of its weights is given back as well while it sleeps; that of a CPU is not."""
+        """Whether the memory of the weights is also released while the engine sleeps; on a CPU it is not."""
         return False
 
     def pause(self) -> None:
-        """Keep the requests and their caches, make no token until `resume`."""
+        """Keep the requests and their caches, and make no token until `resume`."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -104,11 +104,11 @@ class RefittedEngine:
         self._is_paused = False
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Describe the weights that each of its parts wants, read from the live parameters."""
+        """Describe the weights that each of its slices wants, read from the live parameters."""
         return self._weights.layouts
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Bind the program of each part to its parameters, in place of the one before it.
+        """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
@@ -117,7 +117,7 @@ class RefittedEngine:
         return self._weights.install(programs)
 
     def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
-        """Join a mesh over which weights stream. Raises `RefitError`."""
+        """Join a transfer group over which weights stream. Raises `RefitError`."""
         self._weights.connect(mesh, meeting, timeout_s)
 
     def apply(
@@ -125,9 +125,9 @@ class RefittedEngine:
     ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
-        Requests that run go on; their tokens carry the new version from here on. If this raises `RefitError`, `version`
-        is None until a later `apply` succeeds. If it is not among `only`, it does no more than pass its weights on.
-        `newcomers` are those who get what never changes, too; None for all.
+        Running requests go on; their tokens carry the new version from here on. If this raises `RefitError`, `version`
+        is None until a later `apply` succeeds. An engine that is not among `only` only passes its weights on.
+        `newcomers` are the joining engines, which also get what never changes; None means all.
         """
         if only and self._member not in only:
             return self._weights.apply(version, deadline_s, only, newcomers)
@@ -138,18 +138,18 @@ class RefittedEngine:
         return num_bytes
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Return a task that digests the weights it computes with."""
+        """Return a task that digests the weights in use."""
         return self._weights.digest_task(sampling)
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
+        """Return the tensors with quantised values that do not match what was received."""
         return self._weights.misquantised()
 
     def _take_weights(self) -> None:
-        """Bring up to date what was made from the weights before."""
+        """Update what was derived from the previous weights."""
 
     def _require_version(self) -> int:
-        """Return the version that tokens may be made with now.
+        """Return the version that makes tokens now.
 
         Raises `RefitError` if the engine holds no whole version, `RuntimeError` if it sleeps.
         """
@@ -160,7 +160,7 @@ class RefittedEngine:
         return self._version
 
     def _require_room(self, request: Request) -> None:
-        """Raise `DataError` for a request that can make no token."""
+        """Raise `DataError` if the request cannot make a single token."""
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise DataError(f"request {request.request_id}: the prompt is empty")

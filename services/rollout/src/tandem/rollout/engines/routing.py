@@ -1,4 +1,4 @@
-"""Where the embedded engine's tokens went: the experts that routers chose in its last forward pass.
+"""Expert routing in the embedded engine: the experts that routers chose in its last forward pass.
 
 Shapes: ``N`` tokens of a pass, ``L`` layers, ``K`` experts a token, ``X`` bytes of the column of samples.
 """
@@ -12,17 +12,17 @@ from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 
 class RoutingRecord:
-    """Listens to the routers of one model. Raises `ModelError` for a model that has none."""
+    """Listener to the routers of one model. Raises `ModelError` for a model without routers."""
 
     def __init__(self, model: torch.nn.Module, experts: RoutedExperts) -> None:
-        """Begin to listen; `experts` are what samples of the model say of each token."""
+        """Begin to listen; `experts` describe the routing that samples of the model carry for each token."""
         self._experts = experts
         self._chosen: dict[int, torch.Tensor] = {}
-        """By layer, ``[N, K]``."""
+        """Experts chosen by each layer, ``[N, K]``."""
         intercept(model, self._note)
 
     def take(self) -> Bytes:
-        """Return the column of the tokens of the last pass."""
+        """Return the routing column of the tokens of the last pass."""
         first_NK = next(iter(self._chosen.values()))
         size = len(first_NK), self._experts.num_layers, self._experts.top_k
         experts_NLK = torch.full(size, -1, dtype=torch.int32, device=first_NK.device)

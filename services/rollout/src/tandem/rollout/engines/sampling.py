@@ -1,7 +1,7 @@
 """Sample one token per row, with its log-probability in the distribution it was drawn from.
 
 Randomness is counter-based: the uniform number behind token ``i`` of a response is a hash of the request's seed and
-``i``. Nothing else that runs beside a request, and no state of this process, enters it.
+``i``. It depends neither on other requests nor on any state of this process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def uniforms(seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]) -> NDArray[
 def restrict(logits_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     """Return the logits with every token outside top-k and top-p at minus infinity.
 
-    Top-k comes first; top-p then keeps the smallest set of the most probable tokens whose probability, renormalised
-    over the top-k, reaches ``top_p`` (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020).
-    `top_k_B` is int64 with 0 for no limit, `top_p_B` float32 above 0 and
-    at most 1. Of equal logits the lower token id ranks first, so that
-    exactly ``top_k`` tokens remain.
+    Top-k comes first. Top-p then keeps the smallest set of the most probable tokens with at least ``top_p``
+    probability, renormalised over the top-k (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020).
+    `top_k_B` is int64 with 0 for no limit, `top_p_B` float32 above 0 and at most 1. Of equal logits the lower token id
+    ranks first, so that exactly ``top_k`` tokens remain.
     """
     num_tokens = logits_BV.shape[-1]
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
@@ -64,9 +63,9 @@ def draw(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw a token per row by inverting the cumulative distribution at `uniform_B`.
 
-    The distribution is ``softmax(restrict(logits / temperature))``; at temperature 0 it is the point mass on the
-    largest logit, whose log-probability is 0. Returns token ids and log-probabilities. A row whose logits are not
-    finite gives a log-probability that is not finite.
+    The distribution is ``softmax(restrict(logits / temperature))``. At temperature 0 it is the point mass on the
+    largest logit, with log-probability 0. Returns token ids and log-probabilities. A row of logits that are not finite
+    gives a log-probability that is not finite.
     """
     device = logits_BV.device
     greedy_B = temperature_B == 0
@@ -82,7 +81,7 @@ def draw(
         scaled_BV = scaled_BV.index_copy(0, row_index_R, restrict(scaled_BV[row_index_R], top_k_R, top_p_R))
     logprob_BV = scaled_BV.log_softmax(dim=-1)
     # float64, so that summing a large vocabulary does not shift the boundaries between tokens. `right` skips tokens of
-    # probability zero, whose sum equals their predecessor's.
+    # probability zero: their cumulative sum equals their predecessor's.
     cumulative_BV = logprob_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     target_B1 = torch.from_numpy(uniform_B).to(device)[:, None] * cumulative_BV[:, -1:]
     token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)

@@ -1,7 +1,7 @@
-"""What requests to a server may ask for beside what training does: penalties, alternatives, a grammar.
+"""Sampling options that served requests have beyond training's: penalties, alternatives, a grammar.
 
-They are a wrapper around an engine's forward pass: the pass knows nothing of them, and an engine that was never asked
-for any is not wrapped. Training never asks.
+They wrap an engine's forward pass, which knows nothing of them. An engine that was never asked for any is not wrapped,
+and training never asks.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ Factor = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
 class Matcher(Protocol):
-    """How far a response is in a grammar."""
+    """The state of a response within a grammar."""
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens that the response has got."""
+        """Advance by these tokens of the response."""
         ...
 
     def allowed_V(self, num_tokens: int) -> NDArray[np.bool_]:
-        """Tell of each of the vocabulary's tokens whether it may come next."""
+        """Return, for each token of the vocabulary, whether it may come next."""
         ...
 
 
 class Grammar(Protocol):
-    """What a response must be."""
+    """A constraint on a response."""
 
     def begin(self) -> Matcher:
-        """Return a matcher of a response that has no token yet."""
+        """Return a matcher for an empty response."""
         ...
 
 
 class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
-    """How tokens are drawn for a request that asks for more than training does. It never leaves the process."""
+    """Sampling parameters of a request that asks for more than training does. They never leave the process."""
 
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logit of every token that the response has."""
+    """Value subtracted from the logit of every token that occurs in the response."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted as many times as the response has the token."""
+    """Value subtracted from a token's logit for each of its occurrences in the response."""
     repetition_penalty: Factor = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the response has."""
+    """Factor that divides positive logits and multiplies negative ones, for tokens of the prompt or the response."""
     num_alternatives: int = 0
-    """How many of the likeliest tokens are wanted at each place, with their log-probabilities."""
+    """Number of likeliest tokens to return at each position, with their log-probabilities."""
     grammar: Grammar | None = None
-    """What the response must be; None for anything."""
+    """Grammar of the response; None allows anything."""
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any changes a logit."""
+        """Whether any penalty changes a logit."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 def penalised(
     logits_V: torch.Tensor, sampling: ServedSampling, prompt_ids: list[int], made_ids: list[int]
 ) -> torch.Tensor:
-    """Return the logits with penalties, in the order of vLLM: repetition, frequency, presence."""
+    """Return the logits with penalties applied, in vLLM's order: repetition, frequency, presence."""
     logits_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt_ids, *made_ids}), device=logits_V.device)
@@ -83,7 +83,7 @@ def penalised(
 
 
 def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alternatives:
-    """Return the likeliest tokens, and their log-probabilities in the distribution that the next one is drawn from."""
+    """Return the likeliest tokens, with their log-probabilities in the distribution of the next token."""
     if sampling.temperature == 0:  # the point mass on the largest logit
         return [(int(logits_V.argmax()), 0.0)]
     scaled_V = logits_V.float() / sampling.temperature
@@ -96,20 +96,20 @@ def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alterna
 
 
 class Served:
-    """A forward pass that heeds what requests ask for, and keeps the alternatives that it sees."""
+    """A forward pass with the options of served requests, which keeps the alternatives that it sees."""
 
     def __init__(self, forward: Callable[[], torch.Tensor], slots: Slots) -> None:
         """`forward` returns a row of logits for each running sequence of `slots`."""
         self._forward = forward
         self._slots = slots
         self._alternatives: dict[int, list[Alternatives]] = {}
-        """By request."""
+        """Alternatives by request."""
         self._matchers: dict[int, tuple[Matcher, int]] = {}
-        """By request, with the number of tokens that each has taken."""
+        """Matchers by request, with the number of tokens that each has taken."""
 
     @torch.inference_mode()
     def __call__(self) -> torch.Tensor:
-        """Return the logits ``[R, V]`` that the next tokens are drawn by."""
+        """Return the logits ``[R, V]`` from which the next tokens are drawn."""
         logits_RV = self._forward()
         for row, sequence in enumerate(self._slots.sequences):
             request = sequence.request
@@ -118,7 +118,7 @@ class Served:
         return logits_RV
 
     def with_alternatives(self, made: Mapping[int, Tokens], starts: Mapping[int, int]) -> dict[int, Tokens]:
-        """Add the alternatives of what requests have made from these tokens on."""
+        """Add the alternatives to what requests have made from these tokens on."""
         kept = self._alternatives
         return {
             number: msgspec.structs.replace(tokens, alternatives=kept[number][starts[number] :])
@@ -128,7 +128,7 @@ class Served:
         }
 
     def finish(self, completion: Completion) -> Completion:
-        """Add the alternatives of a request that has ended, and forget it."""
+        """Add the alternatives to a finished request, and forget it."""
         self._matchers.pop(completion.request_id, None)
         alternatives = self._alternatives.pop(completion.request_id, None)
         if alternatives is None:

@@ -1,4 +1,4 @@
-"""A Hugging Face model without weights, to be filled by refits and driven by slots."""
+"""A Hugging Face model without weights, filled by refits and driven by slots."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def load_skeleton(
 ) -> Any:
     """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
 
-    Buffers such as rotary frequencies are computed, parameters hold whatever the memory held, or what the folder's
-    safetensors files do. Raises `ModelError` if the folder holds no model, or one that slots of `max_length` positions
-    cannot run.
+    Buffers such as rotary frequencies are computed. Parameters stay uninitialised, or come from the folder's
+    safetensors files if asked for. Raises `ModelError` if the folder holds no model, or one that slots of `max_length`
+    positions cannot run.
     """
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"{model_folder} holds no model: config.json is missing")
@@ -53,10 +53,10 @@ def load_skeleton(
 
 
 def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """Load a model whole. Raises `ModelError` if a tensor is missing, and what the library raises."""
+    """Load a whole model. Raises `ModelError` if a tensor is missing, and what the library raises."""
     transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # what it would warn of is looked at below
+    transformers.utils.logging.set_verbosity_error()  # its warnings are checked for below
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             model_folder,
@@ -67,9 +67,9 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are not, below
+            ignore_mismatched_sizes=True,  # checked below instead
         )
-    except (RuntimeError, SafetensorError) as error:  # what cannot be brought into the model's own form, or be read
+    except (RuntimeError, SafetensorError) as error:  # unreadable, or not convertible to the model's own form
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -82,7 +82,7 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:
-    """Raise `ModelError` for what slots would compute wrongly."""
+    """Raise `ModelError` if slots would compute this model wrongly."""
     name = config.model_type
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -93,13 +93,13 @@ def _refuse_unsupported(config: Any, max_length: int) -> None:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError(f"the embedded engine cannot run {name}: its attention caps its logits")
     if getattr(config, "use_bidirectional_attention", None):
-        raise ModelError(f"the embedded engine cannot run {name}: its tokens see those that follow them")
+        raise ModelError(f"the embedded engine cannot run {name}: its attention is not causal")
 
 
 def weights_of(model: torch.nn.Module) -> Weights:
-    """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once.
+    """Describe a model's live parameters, each a full slice in a private storage of its own. Tied ones appear once.
 
-    So are the buffers that checkpoints have, such as what routers add to their scores.
+    Buffers that checkpoints contain are included, such as what routers add to their scores.
     """
     saved = model.state_dict().keys()
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())

@@ -1,7 +1,8 @@
 """The engine's running sequences, as arrays over slots.
 
 Running sequences fill the slots 0 to ``num_running`` - 1 without holes, so that a step works on slices and never on a
-mask of live rows. Everything a step needs is an array; Python objects are touched only when a sequence joins or ends.
+mask of live rows. Everything that a step needs is an array; Python objects are touched only when a sequence joins or
+ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Sequence:
 
     request: Request
     arrival: int
-    """Requests in the order they were added; the order in which finished ones are returned."""
+    """Number in the order in which requests were added; finished ones are returned in this order."""
     max_new_tokens: int
     """The request's own limit, or what the context leaves."""
     stop_strings: StopStrings | None
@@ -37,7 +38,7 @@ class Slots:
     """The state of `num_slots` slots; every array has one row a slot, of which the first `num_running` are live."""
 
     def __init__(self, num_slots: int, max_length: int, experts: RoutedExperts | None = None) -> None:
-        """All are free; `experts` are what is noted of each token in the cache, if it is."""
+        """Begin with all slots free; `experts` describe the routing noted for each cached token, if any is."""
         self.num_slots = num_slots
         self.num_running = 0
         self.sequences: list[Sequence] = []
@@ -63,7 +64,7 @@ class Slots:
         self._notes_experts = experts is not None
         num_bytes = 0 if experts is None else experts.num_bytes
         self.routed_experts_SLX = np.zeros((num_slots, max_length, num_bytes), np.uint8)
-        """Where the token at each position that is in the cache went."""
+        """Expert routing of the token at each cached position."""
 
     def join(self, sequence: Sequence) -> None:
         """Give the sequence the next slot, its prompt counted as cached."""
@@ -88,7 +89,7 @@ class Slots:
         self.num_running += 1
 
     def record(self, token_R: NDArray[np.int64], logprob_R: NDArray[np.float32], version: int) -> NDArray[np.bool_]:
-        """Append a token to every running slot; return which of them it stopped, by token id or by text."""
+        """Append a token to every running slot; return which slots it stopped, by token id or by text."""
         num = self.num_running
         slot_R = np.arange(num)
         index_R = self.num_new_S[:num]
@@ -108,7 +109,7 @@ class Slots:
     def route(
         self, position_R: NDArray[np.int64], prompts: Iterable[Prompt], routed_experts_NX: NDArray[np.uint8]
     ) -> None:
-        """Note where the tokens of a step went: one of each running slot, and the prompts behind them."""
+        """Note the expert routing of a step's tokens: one of each running slot, and the prompts behind them."""
         num = len(position_R)
         self.routed_experts_SLX[np.arange(num), position_R] = routed_experts_NX[:num]
         for prompt in prompts:
@@ -117,14 +118,14 @@ class Slots:
             self.routed_experts_SLX[slots, : prompt.length] = its_LX
 
     def cached_tokens(self, slot: int) -> NDArray[np.int64]:
-        """Return the tokens of the slot's sequence whose keys and values are in the cache: all but the newest."""
+        """Return the slot's cached tokens, those that have keys and values: all but the newest."""
         num_made = int(self.num_new_S[slot]) - 1
         tokens_T = np.array([*self.sequences[slot].request.prompt_ids, *self.token_ST[slot, :num_made]], np.int64)
         assert len(tokens_T) == self.length_S[slot]
         return tokens_T
 
     def made(self, slot: int, start: int) -> Tokens:
-        """Copy out what the slot's sequence has made from its token `start` on."""
+        """Copy out what the slot's sequence has made from token `start` on."""
         num_new = int(self.num_new_S[slot])
         return Tokens(
             token_ids_T=self.token_ST[slot, start:num_new].copy(),
@@ -146,7 +147,7 @@ class Slots:
         )
 
     def leave(self, slot_F: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Free these slots and move the last running ones into the holes; return moved slots: from where, to where."""
+        """Free these slots and move the last running ones into the holes; return the moved slots, from and to."""
         num_left = self.num_running - len(slot_F)
         keeps_S = np.ones(self.num_running, np.bool_)
         keeps_S[slot_F] = False

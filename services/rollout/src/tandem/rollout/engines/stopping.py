@@ -1,4 +1,4 @@
-"""Stop strings: notice one in the text, while tokens come one by one."""
+"""Stop strings: detect one in the text while tokens come one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def load_detokenizer(model_folder: Path) -> tokenizers.Tokenizer:
 
 
 class StopStrings:
-    """Watches one response. The decoder holds back text until it is whole, so a split UTF-8 character cannot match."""
+    """A watcher of one response. The decoder holds back text until it is whole: a split UTF-8 character cannot
+    match."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop_strings: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -36,6 +37,6 @@ class StopStrings:
         self._tail += text
         if any(stop_string in self._tail for stop_string in self._stop_strings):
             return True
-        # A match that ends later can begin in no more than this much of the past.
+        # No later match can begin further back than this.
         self._tail = self._tail[max(0, len(self._tail) - self._num_kept) :]
         return False

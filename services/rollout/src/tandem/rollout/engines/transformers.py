@@ -24,15 +24,15 @@ from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.samples.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192
-"""Prompt tokens that join in one step, unless a single prompt is longer: bounds the memory of a step."""
+"""Prompt tokens that join in one step, unless a single prompt is longer; bounds the memory of a step."""
 
 
 class TransformersEngine(RefittedEngine):
-    """Continuous batching over a fixed number of slots; obeys `tandem.rollout.engine.Engine`.
+    """Continuous batching over a fixed number of slots; follows `tandem.rollout.engine.Engine`.
 
     Each `step` is one forward pass over the newest token of every running sequence and the prompts that join; see
-    `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`; sequences that run go on
-    after an `apply` with the keys and values that they have, unless `recompute_caches` follows it.
+    `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`. After an `apply`, running
+    sequences keep their keys and values unless `recompute_caches` follows it.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class TransformersEngine(RefittedEngine):
         """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
-        `num_threads` sets the threads of this process (None leaves them). With `experts`, completions say where their
-        tokens went. `config_overrides` are fields of its ``config.json`` that are other than there.
+        `num_threads` sets the threads of this process (None leaves them). With `experts`, completions carry the routing
+        of their tokens. `config_overrides` replaces fields of its ``config.json``.
 
         Raises `ModelError`.
         """
@@ -74,9 +74,9 @@ class TransformersEngine(RefittedEngine):
         self._num_arrived = 0
         self._next_logits: Callable[[], torch.Tensor] = self._forward
         self._served: Served | None = None
-        """Once a request has asked for more than training does."""
+        """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
-        """Whether the keys and values of running sequences are to be computed anew."""
+        """Whether running sequences must compute their keys and values anew."""
         self._probe()
         if with_weights:
             self._version = 0
@@ -87,7 +87,7 @@ class TransformersEngine(RefittedEngine):
         return len(self._queue) + self._slots.num_running
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
+        """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
         if isinstance(request.sampling, ServedSampling) and self._served is None:
             self._next_logits = self._served = Served(self._forward, self._slots)
@@ -106,8 +106,8 @@ class TransformersEngine(RefittedEngine):
     def step(self) -> list[Completion]:
         """Make one token for every running request; return those that finished, in request order.
 
-        Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that
-        is not a number.
+        Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that is
+        not a number.
         """
         version = self._require_version()
         if self._is_paused or not self.num_unfinished:
@@ -137,7 +137,7 @@ class TransformersEngine(RefittedEngine):
         return made if self._served is None else self._served.with_alternatives(made, starts)
 
     def abort(self, request_id: int) -> Completion | None:
-        """Stop a request and return what it has made; None if it is not known."""
+        """Stop a request and return what it has made; None if it is unknown."""
         for slot, sequence in enumerate(self._slots.sequences):
             if sequence.request.request_id == request_id:
                 return self._retire(np.array([slot]), ["abort"])[0]
@@ -155,7 +155,7 @@ class TransformersEngine(RefittedEngine):
         return None
 
     def recompute_caches(self) -> None:
-        """Have running sequences compute all their keys and values anew, before their next token."""
+        """Have running sequences compute all their keys and values anew before their next token."""
         self._has_stale_keys = True
 
     def sleep(self) -> None:
@@ -166,7 +166,7 @@ class TransformersEngine(RefittedEngine):
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Take the key-value cache back; its memory is taken as sequences need it."""
+        """Take the key-value cache back; its memory is allocated as sequences need it."""
         self._is_asleep = False
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class TransformersEngine(RefittedEngine):
         self._cache.release()
 
     def _admit(self) -> list[list[Sequence]]:
-        """Take the requests that join now off the queue, grouped by prompt, in the order of the queue."""
+        """Take the requests that join now off the queue, grouped by prompt, in queue order."""
         groups: dict[tuple[int, ...], list[Sequence]] = {}
         num_tokens = 0
         num_free = self._slots.num_slots - self._slots.num_running
@@ -192,7 +192,7 @@ class TransformersEngine(RefittedEngine):
         return list(groups.values())
 
     def _forward(self) -> torch.Tensor:
-        """Run the model over what is due; return the logits ``[R, V]`` of every running slot's next token."""
+        """Run the model over all due tokens; return the logits ``[R, V]`` of every running slot's next token."""
         slots = self._slots
         num_decoding = slots.num_running
         length_R = slots.length_S[:num_decoding].copy()
@@ -219,7 +219,7 @@ class TransformersEngine(RefittedEngine):
             return logits_KV.index_select(0, row_R)
 
     def _recompute(self) -> None:
-        """Compute the keys and values of every running sequence with the weights held now; draw nothing."""
+        """Compute the keys and values of every running sequence with the current weights; draw nothing."""
         slots, slot = self._slots, 0
         no_rows = np.zeros(0, np.int64)
         while slot < slots.num_running:
@@ -244,7 +244,8 @@ class TransformersEngine(RefittedEngine):
         step: Step,
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the model over the tokens of a step; return the logits ``[K, V]`` of these of them, None for all."""
+        """Run the model over the tokens of a step; return the logits ``[K, V]`` of the selected tokens, None for
+        all."""
         device = self._model.device
         with torch.inference_mode():
             output = self._model(
@@ -279,7 +280,7 @@ class TransformersEngine(RefittedEngine):
     def _retire(
         self, slot_F: NDArray[np.int64], finish_reasons: list[Literal["stop", "length", "abort"]]
     ) -> list[Completion]:
-        """Complete these slots and close the holes they leave; return completions in request order."""
+        """Complete these slots and close their holes; return completions in request order."""
         if not len(slot_F):
             return []
         slots = self._slots
@@ -294,7 +295,7 @@ class TransformersEngine(RefittedEngine):
         return [completions[index] for index in np.argsort(arrivals).tolist()]
 
     def _probe(self) -> None:
-        """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused now."""
+        """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused at once."""
         windows = sliding_windows(self._model.config.get_text_config())
         cache = KeyValueCache(1, 2)
         no_rows = torch.zeros(0, dtype=torch.int64)
@@ -311,10 +312,10 @@ class TransformersEngine(RefittedEngine):
             )
         for layer, window in enumerate(windows):
             if window is not None and window < self._max_length and told.get(layer) != window:
-                raise ModelError(f"{cannot}: layer {layer} does not tell attention that it slides over {window} tokens")
+                raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")
 
 
 def _last_tokens(num_decoding: int, prompts: list[Prompt]) -> torch.Tensor:
-    """Return which tokens of a step predict something that is drawn: the running ones, and the end of each prompt."""
+    """Return the tokens of a step that predict a drawn token: the running ones, and the end of each prompt."""
     ends = np.array([prompt.start + prompt.length - 1 for prompt in prompts], np.int64)
     return torch.from_numpy(np.concatenate([np.arange(num_decoding), ends]))

@@ -1,6 +1,6 @@
-"""Environments: they score or answer responses; one module each, run by `scorer`.
+"""Environments score or answer responses; one module each, run by `scorer`.
 
-What a user's class imports is here: no more than it needs, since two processes of every run begin with it.
+What a user's class imports is here. It is no more than that class needs, since two processes of every run import it.
 """
 
 from __future__ import annotations

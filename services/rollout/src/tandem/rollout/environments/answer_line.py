@@ -1,4 +1,4 @@
-"""Score what stands after ``Answer:`` in a response: mathematics as text, or the letter of a choice."""
+"""Score the text after ``Answer:`` in a response: mathematics as text, or the letter of a choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.rollout.environments.answers import reference
 from tandem.rollout.environments.environment import Score
 
 _TAIL = 300
-"""Characters at the end of a response in which an answer is looked for: an answer comes last."""
+"""Characters at the end of a response that are searched for an answer."""
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE = re.compile(r"answer\s*:[\s*$(]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
 _WORDS = (
@@ -32,11 +32,11 @@ _WORDS = (
     ),
     *("الإجابة الصحيحة", "الإجابة الصحيحة هي", "الإجابة هي"),
 )
-"""What an answer follows in the languages of MMLU's translations."""
+"""Words that announce an answer in the languages of MMLU's translations."""
 _LETTERS = {letter: letter for letter in "ABCDEFGHIJ"}
 _LETTERS |= dict(zip("ＡＢＣＤＥＦＧＨＩＪ", "ABCDEFGHIJ", strict=True))
 _LETTERS |= dict(zip("أبجد", "ABCD", strict=True)) | dict(zip("অবডঢ", "ABCD", strict=True))
-"""How choices are named there: in Japanese, Arabic and Bengali."""
+"""Letters of choices there: in Japanese, Arabic and Bengali."""
 _CHOICE_ANYWHERE = re.compile(
     rf"(?:best answer is|(?:{'|'.join(_WORDS)})\s*[:：ঃ])[\s*$(（]*([{''.join(_LETTERS)}])(?![^\W\d_])", re.IGNORECASE
 )
@@ -48,11 +48,11 @@ _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class AnswerLine:
-    """One if the text after the last ``Answer:`` is that of the reference (the rule-based verifier of DAPO, Yu et al.
-    2025, arXiv:2503.14476, section 4.1, whose data ask for such a line and for integers).
+    """A score of one if the text after the last ``Answer:`` equals the reference (the rule-based verifier of DAPO).
 
-    What is compared is without the spaces, dollars and boxes of LaTeX, the dot at the end of a sentence, and the commas
-    between thousands.
+    Yu et al. 2025, arXiv:2503.14476, section 4.1; its data ask for such a line and for integers. Both texts are
+    compared without the spaces, dollars and boxes of LaTeX, the dot at the end of a sentence, and the commas between
+    thousands.
     """
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -64,7 +64,7 @@ class AnswerLine:
 
 
 class ChoiceLine:
-    """One if the letter after the last ``Answer:`` is that of the reference, as questions with choices have it."""
+    """A score of one if the letter after the last ``Answer:`` is the reference, for questions with choices."""
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
@@ -75,7 +75,7 @@ class ChoiceLine:
 
 
 class ChoiceLineOfAnyLanguage:
-    """The same where ``Answer:`` and the letters may be those of another language, as MMLU's translations have them."""
+    """The same, with ``Answer:`` and the letters in any language of MMLU's translations."""
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
@@ -87,7 +87,7 @@ class ChoiceLineOfAnyLanguage:
 
 
 def normalised(answer: str) -> str:
-    """Return an answer as it is compared."""
+    """Return an answer in the form in which it is compared."""
     text = answer.strip().strip("*").strip()
     while (inner := _WRAPPED.sub(r"\1", text)) != text:
         text = inner

@@ -1,4 +1,4 @@
-"""Find the answer in a response, and the one that it should be."""
+"""Find the answer in a response, and the reference answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A reward model in a worker process: calls that have come are scored together, a batch in one pass.
+"""A reward model in a worker process: waiting calls are scored together, one batch in one pass.
 
-One thread takes calls off the socket, scores the oldest with those of its shape, and answers: so it goes on until the
-other end is closed. It waits for calls, and between two passes only looks whether more have come.
+One thread takes calls off the socket, scores the oldest together with others of its shape, and answers, until the other
+end is closed. It waits for calls; between two passes it only checks for more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tandem.rollout.environments.environment import BatchEnvironment
 from tandem.rollout.environments.outcomes import Call, Failure, Outcome, failure_of, outcome_of
 
 _TOGETHER_S = 0.002
-"""How long those that come one after another are waited for, where nothing else is to be done."""
+"""How long to wait for further calls while there is nothing else to do."""
 _calls = msgspec.msgpack.Decoder(Call)
 
 
 class _Waiting(NamedTuple):
-    """A call that is to be scored."""
+    """A call that waits to be scored."""
 
     call: Call
     token_ids: Sequence[int]
@@ -46,7 +46,7 @@ def answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> No
 
 
 def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
-    """Add to those that wait what has come; wait where there is none. False if the other end is closed."""
+    """Add new calls to the waiting ones; wait if there are none. Return False if the other end is closed."""
     patience = 0.0 if waiting else None
     while not waiting or select.select([calls], [], [], patience)[0]:
         if not (data := calls.recv(1 << 18)):
@@ -56,7 +56,7 @@ def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, w
             try:
                 token_ids = environment.encode(call.problem, call.conversation)
                 waiting.append(_Waiting(call, token_ids, environment.shape_of(len(token_ids))))
-            except DataError as error:  # the response's doing
+            except DataError as error:  # the response's fault
                 calls.sendall(packed(Answer(call.number, Failure(line(str(error))))))
             except Exception as error:
                 calls.sendall(packed(Answer(call.number, failure_of(error, ""))))
@@ -68,7 +68,7 @@ def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, w
 def _outcomes(environment: BatchEnvironment, batch: Sequence[_Waiting]) -> list[Outcome]:
     try:
         scores = environment.score_together([each.token_ids for each in batch])
-    except Exception as error:  # no memory, for example
+    except Exception as error:  # for example out of memory
         return [failure_of(error, "") for _ in batch]
     return [
         outcome_of(each.call, lambda *_, score=score: score, converses=False, module="")

@@ -26,12 +26,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class Calculator:
-    """A response that calls the calculator gets its result, and another turn; any other is the answer."""
+    """An environment that answers calls of the calculator with the result; any other response is the final answer."""
 
     runs_in = "threads"
 
     def __init__(self, *, answer_after: str | None = None, role: str = "user") -> None:
-        """`answer_after`: the answer is what follows the last of this text. `role`: who says the result."""
+        """Take the answer after the last occurrence of `answer_after`; results come from a user with this `role`."""
         self._answer_after = answer_after
         self._role = role
 

@@ -1,4 +1,4 @@
-"""Messages between a rollout process and its reward workers: msgpack behind its length."""
+"""Messages between a rollout process and its reward workers: msgpack after its length."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from tandem.rollout.environments.outcomes import Outcome
 
 _LENGTH = 8
 _LONGEST = 1 << 32
-"""Of a message, in bytes: what says that it is longer is none of ours."""
+"""Longest message in bytes. A longer one does not come from our code."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """The process that forks workers has imported the environment's class."""
+    """The report that the forking process has imported the environment's class."""
 
     runs_in: RunsIn = "processes"
     error: str = ""
-    """Why it has not."""
+    """Why the import failed."""
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first that a worker is told."""
+    """The first message to a worker."""
 
     engine: GuestServer | None = None
-    """Where the rollout's own engine can be asked."""
+    """Address of the rollout's own engine."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A worker has its environment."""
+    """The report that a worker has its environment."""
 
     converses: bool = False
     is_async: bool = False
     batch_size: int = 0
-    """How many calls it scores at once; 0: each by itself."""
+    """Calls that it scores at once; 0 if it scores each by itself."""
     error: str = ""
-    """Why it has none."""
+    """Why it has no environment."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a call."""
+    """The outcome of a call."""
 
     number: int
     outcome: Outcome
 
 
 def packed(message: Any) -> bytes:
-    """Return a message as it travels."""
+    """Return a message as bytes with their length in front."""
     return framed(_encoder.encode(message))
 
 
 def framed(body: bytes) -> bytes:
-    """Return bytes behind their length."""
+    """Return bytes with their length in front."""
     return len(body).to_bytes(_LENGTH, "little") + body
 
 
 class Reader:
-    """Puts together messages that come in pieces."""
+    """An assembler of messages that arrive in pieces."""
 
     def __init__(self) -> None:
         self._came = bytearray()
 
     def messages(self, data: bytes) -> Iterator[bytes]:
-        """Take what has come; yield each message that is complete. Raises `RewardError` for what is none."""
+        """Take new data; yield each complete message. Raises `RewardError` if it is no message."""
         self._came += data
         while len(self._came) >= _LENGTH:
             end = _LENGTH + (length := int.from_bytes(self._came[:_LENGTH], "little"))
@@ -83,7 +83,7 @@ class Reader:
 
 
 def receive(sender: socket.socket) -> bytes | None:
-    """Wait for one message, after which nothing comes unasked; None if the other end is closed."""
+    """Wait for one message, after which nothing comes unasked; return None if the other end is closed."""
     reader = Reader()
     while data := sender.recv(1 << 16):
         for message in reader.messages(data):

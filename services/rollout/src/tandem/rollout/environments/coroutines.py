@@ -22,7 +22,7 @@ def answer_at_once(calls: socket.socket, environment: object, module: str, timeo
 
 
 class _Async:
-    """Calls coroutines, each of which has a deadline."""
+    """A caller of coroutines, each with a deadline."""
 
     def __init__(self, environment: object, module: str, timeout_s: float) -> None:
         self._step = step_of(environment)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ class _Async:
         self._timeout_s = timeout_s
 
     async def answer(self, call: Call) -> Outcome:
-        """Return what comes of a call, or that it took too long; then it is cancelled, and not waited for."""
+        """Return the outcome of a call, or a time-out; a call that takes too long is cancelled, and not waited for."""
         task = asyncio.create_task(self._call(call))
         done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         if done:

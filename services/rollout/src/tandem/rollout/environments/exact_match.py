@@ -8,17 +8,17 @@ from tandem.rollout.environments.environment import Score
 
 
 class ExactMatch:
-    """One for the reference answer, zero for anything else; white space at both ends does not count."""
+    """A score of one for the reference answer, zero for anything else; white space at both ends is ignored."""
 
     runs_in = "threads"
 
     def __init__(self, *, answer_after: str | None = None, ignore_case: bool = False) -> None:
-        """`answer_after`: the answer is what follows the last occurrence of this text in the response."""
+        """Look for the answer after the last occurrence of `answer_after` in the response."""
         self._answer_after = answer_after
         self._ignore_case = ignore_case
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Compare."""
+        """Compare the answer with the reference."""
         given, wanted = answer_in(response, self._answer_after), reference(problem)
         if self._ignore_case:
             given, wanted = given.casefold(), wanted.casefold()

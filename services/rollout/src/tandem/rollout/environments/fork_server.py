@@ -1,10 +1,11 @@
 """The fork server of environments: it imports their class, and forks the workers that call it.
 
-    rollout -- guardian -- fork server -- guardian -- worker        (one guardian and one worker for `num_workers`)
+rollout -- guardian -- fork server -- guardian -- worker (one guardian and one worker for `num_workers`)
 
-A worker may do whatever the environment's code does: compute in C for ever, crash, start processes. It is killed by
-closing its guardian's lifeline, with all that it has started; another is forked in milliseconds. The fork server is a
-new interpreter, because the rollout process has threads; it has none, and no torch unless the environment imports it.
+A worker may do whatever the environment's code does: compute in C for ever, crash, start processes. Closing its
+guardian's lifeline kills it and everything it has started; another is forked in milliseconds. The fork server is a new
+interpreter, because the rollout process has threads. It has no threads itself, and no torch unless the environment
+imports it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from tandem.rollout.environments.making import make_environment, make_reward_mod
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Libraries compute with one thread in each worker: they are many, and threads would not survive the fork."""
+"""Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
 _begin = msgspec.msgpack.Decoder(Begin)
 _calls = msgspec.msgpack.Decoder(Call)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
-    """Be the guardian, its child that forks, or a worker that this has forked, to its end."""
+    """Run as the guardian, as its child that forks, or as a worker forked by that child, to the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rollout process decides when they end
-    setproctitle("rollout: forks reward workers")  # first: it finds the words that the process was started with by
-    os.environ.update({**_ONE_THREAD, **os.environ})  # the place of the variables, which this changes
+    setproctitle("rollout: forks reward workers")  # first: it finds the process's original command line by
+    os.environ.update({**_ONE_THREAD, **os.environ})  # the variables' place in memory, which this line changes
     fork_guarded(lifeline_fd, owner)
     orders = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)
@@ -52,7 +53,7 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     config = config_from_json(settings)
     try:
         orders.sendall(packed(Imported(runs_in=runs_in(config))))
-    except Exception as error:  # what is built in may lack a package
+    except Exception as error:  # a built-in environment may lack a package
         what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
         orders.sendall(packed(Imported(error=line(what))))
     calls = _fork_workers(orders)
@@ -62,11 +63,11 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
 
 
 def _fork_workers(orders: socket.socket) -> socket.socket | None:
-    """Fork as often as is ordered; return in each worker, with its calls, and at the end, with none."""
+    """Fork on each command; return in each worker with its calls, and at the end with none."""
     server = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to collect guardians
-    gc.freeze()  # or looking for garbage would make each worker copy what was imported
-    for stream in (sys.stdout, sys.stderr):  # or each worker would write it again
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guardian needs to be collected
+    gc.freeze()  # or garbage collection would make each worker copy what was imported
+    for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffer again
         stream.flush()
     while True:
         word, descriptors, *_ = socket.recv_fds(orders, 1, 2)
@@ -77,7 +78,7 @@ def _fork_workers(orders: socket.socket) -> socket.socket | None:
             orders.close()
             calls, lifeline = descriptors
             fork_guarded(lifeline, server)
-            os.setsid()  # who kills its own process group shall not kill the run
+            os.setsid()  # a worker that kills its own process group must not kill the run
             os.set_inheritable(calls, False)
             return socket.socket(fileno=calls)
         for descriptor in descriptors:
@@ -87,8 +88,8 @@ def _fork_workers(orders: socket.socket) -> socket.socket | None:
 def _work(calls: socket.socket, config: Config) -> None:
     """Make the environment and answer calls, until the other end is closed."""
     setproctitle(f"rollout: scores with {config.data.environment}")
-    faulthandler.register(signal.SIGUSR1)  # its guardian asks where it is stuck; written in C, whoever has the GIL
-    with contextlib.suppress(OSError):  # if memory runs out, this is what may be done without
+    faulthandler.register(signal.SIGUSR1)  # the guardian asks where it is stuck; written in C, so it needs no GIL
+    with contextlib.suppress(OSError):  # if memory runs out, do without this
         Path("/proc/self/oom_score_adj").write_text("1000")
     if (told := receive(calls)) is None:
         return
@@ -112,7 +113,7 @@ def _work(calls: socket.socket, config: Config) -> None:
 
 
 def _work_in_batches(calls: socket.socket, config: Config) -> None:
-    """Load the reward model and score what comes, until the other end is closed."""
+    """Load the reward model and score calls, until the other end is closed."""
     try:
         reward_model = make_reward_model(config)
     except TandemError as error:
@@ -128,6 +129,6 @@ def _answer_in_turn(calls: socket.socket, answer: Callable[[Call], Outcome]) -> 
         for message in reader.messages(data):
             call = _calls.decode(message)
             outcome = answer(call)
-            if os.getpid() != worker:  # the environment has forked, and has not ended its child
+            if os.getpid() != worker:  # the environment has forked without ending its child
                 os._exit(0)
             calls.sendall(packed(Answer(call.number, outcome)))

@@ -1,4 +1,4 @@
-"""A process that forks others, behind its guardian: all of them end with whoever has started it."""
+"""A process that forks others, behind its guardian: all of them end with the process that started it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GUARDIAN_S = 8.0
 class GuardedProcess:
     """A new interpreter that runs ``main(orders_fd, lifeline_fd, owner)`` of a module.
 
-    That begins with `tandem.common.process_lifetime.fork_guarded`.
+    That function begins with `tandem.common.process_lifetime.fork_guarded`.
     """
 
     def __init__(self, module: str) -> None:
@@ -22,12 +22,12 @@ class GuardedProcess:
         self.lifeline, far = socket.socketpair()
         with theirs, far:
             descriptors = (theirs.fileno(), far.fileno())
-            # Found where this process finds it, too: a module beside the configuration file, for example.
+            # The child must find what this process finds, such as a module beside the configuration file.
             words = [sys.executable, "-c", _MAIN.format(module=module), *map(str, descriptors), str(os.getpid())]
             self._process = subprocess.Popen([*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
-        """End it, and everything below it."""
+        """End the process and everything below it."""
         self.orders.close()
         self.lifeline.close()
         try:

@@ -1,8 +1,8 @@
-"""A judge: a language model behind an endpoint that says what a response is worth.
+"""A judge: a language model behind an endpoint that scores responses.
 
-It runs in worker processes, as coroutines: one worker has many requests going. The client asks again where the
-endpoint cannot be reached, is busy (429, and for as long as that says) or fails (5xx); what is left is a failure like
-that of any environment. The judge sees text, and what it says is read by one regular expression.
+It runs in worker processes, as coroutines, so that one worker has many requests going. The client retries if the
+endpoint cannot be reached, is busy (429, after the time it states) or fails (5xx). What still fails then is a failure
+like that of any environment. The judge sees text, and one regular expression reads its verdict.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
 
 _OWN_MODEL = "policy"
-"""What a rollout calls the model that its engine has."""
+"""Name of the model in a rollout's own engine."""
 _LONGEST_QUOTE = 200
 _BUSY_S = 30.0
-"""How long another process may keep the cache."""
+"""How long another process may keep the cache locked."""
 
 
 class JudgementError(Exception):
-    """The judge has said nothing that has a score."""
+    """The error of a judge's text without a score."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What a judge has said, and what that took."""
+    """A judge's text, and what it took."""
 
     said: str
     prompt_tokens: int = 0
@@ -45,17 +45,17 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class Judge:
-    """Asks a model for a score, and takes it for the reward."""
+    """An environment that asks a model for a score and uses it as the reward."""
 
     def __init__(self, name: str, settings: Settings, engine: GuestServer | None) -> None:
-        """`engine`: where the rollout's own answers. Raises `ConfigError` where the key or the cache is missing."""
+        """Prepare requests; `engine` is the rollout's own. Raises `ConfigError` if the key or the cache is missing."""
         self._key = f"env.{name}.judge"
         self._settings = settings
         self._pattern = re.compile(settings.score_pattern)
         url, api_key = settings.base_url, "none"
         if url is None:
             if engine is None:
-                raise ConfigError(f"{self._key}.base_url: this rollout's engine answers nobody")
+                raise ConfigError(f"{self._key}.base_url: this rollout's engine takes no requests")
             url, api_key = f"{engine.url}/v1", engine.token or api_key
         elif settings.api_key_env is not None:
             api_key = os.environ.get(settings.api_key_env, "")
@@ -66,10 +66,10 @@ class Judge:
         )
         self._cache = None if settings.cache is None else JudgementCache(f"{self._key}.cache", settings.cache)
         self._asking: dict[str, asyncio.Task[Judgement]] = {}
-        """Requests that are on their way, by their digests, where a judgement is kept."""
+        """Pending requests by their digests, where judgements are kept."""
 
     async def score(self, problem: Problem, response: str) -> Score:
-        """Ask for a score from the lowest to the highest, which is a reward from 0 to 1."""
+        """Ask for a score between the lowest and the highest; it becomes a reward from 0 to 1."""
         settings = self._settings
         asked = fill_template(f"{self._key}.prompt", settings.prompt, problem, response=response)
         messages = [{"role": "user", "content": asked}]
@@ -86,7 +86,7 @@ class Judge:
         return Score(reward, correct=reward >= settings.correct_from, spent=self._spent(judgement, is_new))
 
     async def _judgement(self, request: dict[str, Any]) -> tuple[Judgement, bool]:
-        """Return what the judge says, and whether it was asked for this."""
+        """Return the judgement, and whether this call asked the judge for it."""
         if self._cache is None:
             return await self._ask(request), True
         asked = json.dumps([self._settings.base_url, request, self._settings.extra_body], sort_keys=True)
@@ -98,12 +98,12 @@ class Judge:
         if is_new:
             task = self._asking[digest] = asyncio.create_task(self._ask_and_keep(self._cache, digest, request))
             task.add_done_callback(lambda _: self._asking.pop(digest))
-        # Who gives up takes it from nobody else.
+        # A caller that gives up must not cancel the request for others.
         return await asyncio.shield(self._asking[digest]), is_new
 
     async def _ask_and_keep(self, cache: JudgementCache, digest: str, request: dict[str, Any]) -> Judgement:
         judgement = await self._ask(request)
-        self._reward(judgement.said)  # what has no score is not kept
+        self._reward(judgement.said)  # a text without a score is not kept
         cache.put(digest, judgement)
         return judgement
 
@@ -118,7 +118,7 @@ class Judge:
         )
 
     def _reward(self, said: str) -> float:
-        """Return the last score in what was said, as a reward. Raises `JudgementError`."""
+        """Return the last score in the text, as a reward. Raises `JudgementError`."""
         found = [*self._pattern.finditer(said)]
         try:
             score = float(found[-1][1])
@@ -146,10 +146,10 @@ class Judge:
 
 
 class JudgementCache:
-    """Judgements by the digests of their requests, in a file that several processes may have open."""
+    """Judgements by the digests of their requests, in a file that several processes may share."""
 
     def __init__(self, key: str, path: str) -> None:
-        """Open it, or make it. Raises `ConfigError`, which begins with the key."""
+        """Open the file, or make it. Raises `ConfigError`, with the key first."""
         self._key, self._path = key, path
         try:
             self._file = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
@@ -160,7 +160,7 @@ class JudgementCache:
             raise ConfigError(f"{key}: cannot open {path!r} as a cache: {error}") from error
 
     def get(self, digest: str) -> Judgement | None:
-        """Return what was said to a request; None if it was not made, or if the file cannot be read now."""
+        """Return the judgement of a request; None if it was never made, or if the file cannot be read now."""
         try:
             row = self._file.execute("SELECT judgement FROM judgements WHERE digest = ?", (digest,)).fetchone()
             return None if row is None else msgspec.json.decode(row[0], type=Judgement)
@@ -168,7 +168,7 @@ class JudgementCache:
             return None
 
     def put(self, digest: str, judgement: Judgement) -> None:
-        """Keep what was said, if the disk will: else it is asked for again another time."""
+        """Keep a judgement if the disk allows; otherwise the judge is asked again another time."""
         text = msgspec.json.encode(judgement).decode()
         with contextlib.suppress(sqlite3.Error):
             self._file.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?)", (digest, text))

@@ -1,4 +1,4 @@
-"""Make an environment from its configured name: a built-in one, or the user's own class."""
+"""Make an environment from its configured name: a built-in one, or the user's custom class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.rollout.environments.environment import (
 
 
 def runs_in(config: Config) -> RunsIn:
-    """Import what ``data.environment`` names; return where it runs. Raises `ConfigError` if it cannot be imported."""
+    """Import what ``data.environment`` names; return where it runs. Raises `ConfigError` if the import fails."""
     name = str(config.data.environment)
     where: object = getattr(_factory(name, config.env[name], config), "runs_in", "processes")
     try:
@@ -38,9 +38,9 @@ def runs_in(config: Config) -> RunsIn:
 
 
 def make_environment(config: Config, engine: GuestServer | None = None) -> Environment | ConversingEnvironment:
-    """Build the environment that ``data.environment`` names. Raises `ConfigError` if it cannot be built.
+    """Build the environment that ``data.environment`` names. Raises `ConfigError` if that fails.
 
-    `engine` is where the rollout's own can be asked, for a judge.
+    `engine` is the rollout's own, for a judge.
     """
     name = config.data.environment
     assert name is not None, "the configuration is checked before anything starts"
@@ -64,7 +64,7 @@ def make_environment(config: Config, engine: GuestServer | None = None) -> Envir
 
 
 def make_reward_model(config: Config) -> BatchEnvironment:
-    """Load the reward model that ``data.environment`` names. Raises `TandemError` if it cannot be."""
+    """Load the reward model that ``data.environment`` names. Raises `TandemError` if that fails."""
     from tandem.rollout.environments.reward_model import RewardModel
 
     name = str(config.data.environment)
@@ -72,7 +72,7 @@ def make_reward_model(config: Config) -> BatchEnvironment:
         return RewardModel(name, config.env[name], num_threads(config, "rollouts", len(os.sched_getaffinity(0))))
     except TandemError:
         raise
-    except Exception as error:  # no memory for it, for example
+    except Exception as error:  # for example out of memory
         raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
 
 

@@ -10,18 +10,18 @@ from tandem.common.messages import Problem
 from tandem.rollout.environments.answers import reference
 from tandem.rollout.environments.environment import Score
 
-# It warns that whoever switches its own time limits off must have others, as `Scorer` has.
+# The library warns that disabling its time limits requires others; `Scorer` has them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class MathVerify:
-    """One if the response's answer equals the reference, as an expression, a set, an interval and so on."""
+    """A score of one if the response's answer equals the reference, as an expression, a set, an interval and so on."""
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Parse both and compare; a response that is the reference, letter for letter, needs no parsing.
+        """Parse both and compare; a response identical to the reference needs no parsing.
 
-        The library's own time limits use signals, which do not end what computes in C, such as a power of powers; the
-        process in which this runs is killed instead.
+        The library's own time limits use signals, which cannot interrupt C code, such as a power of powers. The process
+        in which this runs is killed instead.
         """
         answer = reference(problem)
         if response.strip() == answer:
@@ -29,9 +29,9 @@ class MathVerify:
         wanted = math_verify.parse(f"${answer}$", parsing_timeout=None)
         given = math_verify.parse(response, parsing_timeout=None)
         if math_verify.verify(wanted, given, timeout_seconds=None):
-            return Score(reward=1.0, correct=True, answer=answer)  # all that are equal to it have one name
+            return Score(reward=1.0, correct=True, answer=answer)  # one name for all equal answers
         return Score(reward=0.0, correct=False, answer=str(given[0]) if given else None)
 
 
-# The first time takes half a second; done here, no worker that is forked from who imported this has it before it.
+# The first parse takes half a second. Done here, workers forked from this process need not repeat it.
 MathVerify().score(Problem(problem_id="", question="", answer="\\frac{1}{2}", metadata={}), "thus $x = 0.5$")

@@ -1,4 +1,4 @@
-"""Score mathematics by several rewards: the answer, whether it is an integer, and the form."""
+"""Score mathematics by several rewards: correctness, integer, format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FORM = re.compile(r"<think>.*?</think>\n<answer>.*</answer>", re.DOTALL)
 class MathMultiReward:
     """Three rewards of 0 or 1 each, which GDPO takes apart; NeMo-RL's ``math_multi_reward``.
 
-    The answer is what stands between the last ``<answer>`` and ``</answer>``. ``correctness``: it is the reference,
-    letter for letter. ``integer``: it consists of digits. ``format``: the response is a ``<think>`` block and, on the
-    next line, the only ``<answer>`` block.
+    The answer is the text between the last ``<answer>`` and ``</answer>``. ``correctness``: it equals the reference
+    exactly. ``integer``: it consists of digits. ``format``: the response is a ``<think>`` block and, on the next line,
+    the only ``<answer>`` block.
     """
 
     runs_in = "threads"

@@ -1,4 +1,4 @@
-"""Outcomes of a call to an environment, taken strictly: a score, a reply, or a failure."""
+"""Outcomes of a call to an environment, checked strictly: a score, a reply, or a failure."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _LONGEST_TRACE = 20_000
 
 
 KILLED_FROM_OUTSIDE = tuple(f"killed by {number.name}" for number in (signal.SIGKILL, signal.SIGTERM))
-"""How a process has ended that the system, or a person, has ended: for want of memory, say."""
+"""Descriptions of processes killed by the system or by a user, for example for want of memory."""
 MOST_RETRIES = 2
-"""So often what such a process was at is tried again: it need not be its doing."""
+"""Retries of the job that such a process worked on: the job need not be the cause."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """An environment gave no score."""
+    """The outcome of an environment that gave no score."""
 
     what: str
-    """One line: the exception, or what is wrong with what was returned."""
+    """One line: the exception, or what is wrong with the result."""
     trace: str = ""
-    """The traceback, where there is one."""
+    """The traceback, if there is one."""
     timed_out: bool = False
     on_purpose: bool = False
-    """Whether the environment itself says, by a `TandemError`, that the problem cannot be scored."""
+    """Whether the environment itself reported, by a `TandemError`, that the problem cannot be scored."""
     was_killed: bool = False
-    """Whether its process was killed from outside, so that another may do better."""
+    """Whether the process was killed from outside, so that another may succeed."""
 
 
 Outcome = Score | Turn | Failure
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A conversation whose last response is to be scored or answered."""
+    """A conversation with a last response to score or answer."""
 
     number: int
     problem: Problem
@@ -54,21 +54,21 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, eq=False):
-    """A call, and how far it is."""
+    """A call and its progress."""
 
     key: int
     call: Call
     wanted: bool = True
-    """Whether somebody waits for what comes of it."""
+    """Whether the outcome is still awaited."""
     alone: bool = False
-    """Whether nothing else may run beside it: something did that ended its worker."""
+    """Whether it must run by itself, because a job of its batch ended its worker."""
     num_losses: int = 0
-    """Workers that ended, or were too slow, while they were at it."""
+    """Workers that ended, or were too slow, while they worked on it."""
     started: float | None = None
 
 
 def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, converses: bool, module: str) -> Outcome:
-    """Call an environment; whatever it does is an outcome. `module` has its class, if that is the user's own."""
+    """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
     try:
         with bounded():
             result = step(call.problem, call.conversation)
@@ -78,12 +78,12 @@ def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, conve
         return checked(result, converses=converses)
     except RewardError as error:
         return Failure(line(str(error)))
-    except Exception as error:  # what was returned may have methods of its own
+    except Exception as error:  # the result may have methods of its own
         return failure_of(error, module)
 
 
 def checked(result: object, *, converses: bool) -> Score | Turn:
-    """Return what an environment has returned, as plain numbers and text; it may come from anyone.
+    """Return an environment's result as plain numbers and text; it may come from anyone.
 
     Raises `RewardError`.
     """
@@ -106,7 +106,7 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
 
 
 def beyond_in_sum(so_far: float, outcome: object) -> str:
-    """Say what is wrong with the reward of all turns together, of which each is within bounds; nothing if it is not."""
+    """Return what is wrong with the sum of rewards of all turns, each being within bounds; empty if nothing is."""
     if not isinstance(outcome, Score | Turn):
         return ""
     wrong = beyond(so_far + outcome.reward)
@@ -114,26 +114,26 @@ def beyond_in_sum(so_far: float, outcome: object) -> str:
 
 
 def failure_of(error: BaseException, module: str) -> Failure:
-    """Describe an exception, and where the code of `module`, or what lies beside it, raised it."""
+    """Describe an exception, and where the code of `module`, or code beside it, raised it."""
     if isinstance(error, TandemError):
         return Failure(line(str(error)), on_purpose=True)
     folder = os.path.dirname(getattr(sys.modules.get(module), "__file__", None) or "")
     where = raised_at(error.__traceback__, folder)
     try:
         what = f"{type(error).__name__}: {error}"
-    except Exception:  # the class may be anyone's, too
+    except Exception:  # the exception's class may be anyone's, too
         what = type(error).__name__
     trace = "".join(traceback.format_exception(error))
     return Failure(line(f"{what}{where}"), visible(sayable(trace[-_LONGEST_TRACE:])))
 
 
 def timed_out(timeout_s: float) -> Failure:
-    """Say that a call took too long."""
+    """Return the failure of a call that took too long."""
     return Failure(f"took longer than {timeout_s:g} s", timed_out=True)
 
 
 def _by_name(given: object, kind: Literal["component", "cost"]) -> dict[str, float]:
-    """Return numbers by name, if they are few and no name is too long to travel."""
+    """Return numbers by name, if they are few and no name is too long to send."""
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
     if len(given) > MAX_COMPONENTS:
@@ -167,7 +167,7 @@ def _messages(given: object) -> Messages:
     if not messages or not all({"role", "content"} <= message.keys() for message in messages):
         raise RewardError(f"the messages of a Turn are {shown(given)}, not a list of {{role, content}}")
     if any(message["role"] == "assistant" for message in messages):
-        raise RewardError("a Turn holds a message of the assistant, which the policy alone can give")
+        raise RewardError("a Turn holds an assistant message, which only the policy can give")
     for text in (text for message in messages for text in message.values()):
         if sayable(text) != text:
             _refuse_text(text)
@@ -175,4 +175,4 @@ def _messages(given: object) -> Messages:
 
 
 def _refuse_text(text: str) -> NoReturn:
-    raise RewardError(f"a message of a Turn is {shown(text)}, which is no Unicode text")
+    raise RewardError(f"a message of a Turn is {shown(text)}, which is not Unicode text")

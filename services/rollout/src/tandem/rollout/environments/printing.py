@@ -1,4 +1,4 @@
-"""Bound what environments print, and write out what would move a terminal's cursor."""
+"""Bound what environments print, and escape what would move a terminal's cursor."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tandem.common.texts import visible
 MOST_OF_CALL = 4000
 """Characters that one call of an environment may print."""
 MOST_OF_MINUTE = 40_000
-"""Characters that all calls of a process may print within a minute: a step may have thousands of them."""
+"""Characters that all calls of a process may print within a minute: a step may have thousands of calls."""
 _MINUTE_S = 60.0
 
 
 class _Minute:
-    """What is left of a minute's characters of this process."""
+    """The characters left of this process's minute."""
 
     def __init__(self) -> None:
         self._began = -math.inf
         self._left = 0
 
     def take(self, wanted: int) -> int:
-        """Return how many of so many characters may be printed; say so where they are the first that may not."""
+        """Return how many of these characters may be printed; announce the first that may not."""
         now = time.monotonic()
         if now - self._began > _MINUTE_S:
             self._began, self._left = now, MOST_OF_MINUTE
         given = min(wanted, max(self._left, 0))
         if given < wanted and self._left >= 0:
-            _say(f"environments have printed {MOST_OF_MINUTE} characters within a minute; what is more is left out")
+            _say(f"environments have printed {MOST_OF_MINUTE} characters within a minute; the rest is left out")
             self._left = -1
         else:
             self._left -= given
@@ -44,14 +44,14 @@ _minute = _Minute()
 
 
 class _Allowance:
-    """What is left of a call's characters, and how many more it wanted."""
+    """The characters left of a call's allowance, and how many more it wanted."""
 
     def __init__(self) -> None:
         self._left = MOST_OF_CALL
         self.num_left_out = 0
 
     def taken(self, text: str) -> str:
-        """Return what may be printed of a text."""
+        """Return the part of a text that may be printed."""
         kept = text[: _minute.take(min(self._left, len(text)))]
         self._left -= len(kept)
         self.num_left_out += len(text) - len(kept)
@@ -62,13 +62,13 @@ _allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None
 
 
 class _Bounded:
-    """A stream that heeds the allowance of the call, if one is being made where it is written to."""
+    """A stream that enforces the allowance of the current call, if there is one in this thread or task."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what may be written."""
+        """Write the part of the text that is allowed."""
         allowance = _allowance.get()
         self._stream.write(text if allowance is None else allowance.taken(text))
         return len(text)
@@ -84,7 +84,7 @@ class _Bounded:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Bound what is printed in the block, by its thread or its task; say at its end how much was left out."""
+    """Bound what this thread or task prints in the block; at its end, say how much was left out."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Bounded):

@@ -1,8 +1,8 @@
-"""A rollout's connection to the program that began the run, whose functions score samples.
+"""A rollout's connection to the program that began the run and scores samples with its functions.
 
-One thread (`ProgramPool._run`) has the connection to itself. It consumes jobs, and what the program says; it produces
-an outcome for each job. The program itself gives up what takes too long (`tandem.coordinator.api.reward_server`), and
-says every second that it is alive: one that falls silent ends the run.
+One thread (`ProgramPool._run`) owns the connection. It consumes jobs and the program's messages, and produces an
+outcome for each job. The program itself gives up calls that take too long (`tandem.coordinator.api.reward_server`). It
+sends a sign of life every second; if it falls silent, the run ends.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from tandem.rollout.environments.outcomes import Failure, Job, Outcome
 _NAME = "the program that called tandem.train()"
 _IDLE_S, _BUSY_S = 0.2, 0.005
 _TOGETHER_S = 0.002
-"""So long what is submitted one after another is collected: functions that take batches had better get some."""
+"""How long jobs are collected, so that functions that take batches get some."""
 _MAX_REPLY_BYTES = 1 << 28
 _UNREACHABLE_S = 10.0
-"""How long there may be no connection."""
+"""How long the connection may be down."""
 
 
 class Program(NamedTuple):
-    """Where the program is asked."""
+    """The program's address and keys."""
 
     at: Listener
     own: KeyPair
-    """By which it knows the rollouts."""
+    """Key pair by which the program recognises rollouts."""
 
 
 class ProgramPool:
-    """Asks a program to score responses."""
+    """A pool that asks a program to score responses."""
 
     converses = False
 
@@ -59,9 +59,9 @@ class ProgramPool:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         self._asked: dict[int, Job] = {}
-        """By the numbers of their calls."""
+        """Pending jobs by the numbers of their calls."""
         self._heard_at = 0.0
-        """When the program last gave a sign of life, or was asked for something while it had nothing to do."""
+        """When the program last gave a sign of life, or was given work while idle."""
         self._error: Exception | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="reward-program", daemon=True)
@@ -72,12 +72,12 @@ class ProgramPool:
         self._waiting.put(job)
 
     def check(self) -> None:
-        """Raise what keeps the pool from going on."""
+        """Raise whatever keeps the pool from going on."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Ask for nothing more."""
+        """Close the connection."""
         self._is_closing = True
         self._waiting.put(None)
         self._thread.join()
@@ -94,18 +94,18 @@ class ProgramPool:
                     if callers.down_for(_NAME) == 0.0:
                         self._ask(callers, new)
                     for _, frames in callers.receive(_BUSY_S if self._asked else 0.0):
-                        if frames is None:  # a connection, or a new one: what was asked over another is lost
+                        if frames is None:  # a first connection or a new one: what was asked over another is lost
                             self._ask(callers, self._asked.values())
                         else:
                             self._hear(codec.decode(frames).message)
                     self._refuse_silence(callers)
         except WireError as error:
-            self._error = RewardError(f"{_NAME} sent what is not asked for: {error}")
+            self._error = RewardError(f"{_NAME} sent a message that was not asked for: {error}")
         except Exception as error:
             self._error = error
 
     def _collected(self) -> list[Job]:
-        """Take what was submitted; wait for it where there is nothing else to do."""
+        """Take the submitted jobs; wait for some if there is nothing else to do."""
         new: list[Job | None] = []
         with contextlib.suppress(queue.Empty):
             if not self._asked:
@@ -150,16 +150,16 @@ class ProgramPool:
                 self.done.put((job, Score(scored.reward, scored.correct, scored.components)))
 
     def _refuse_silence(self, callers: Callers) -> None:
-        """Raise `RewardError` if the program does not do what it was asked for, nor says why."""
+        """Raise `RewardError` if the program neither answers nor says why."""
         if not self._asked:
             return
         if callers.down_for(_NAME) > _UNREACHABLE_S:
             raise RewardError(
-                f"{_NAME}, whose functions score samples, cannot be reached at {self._program.at.address}"
+                f"{_NAME}, which scores samples with its functions, cannot be reached at {self._program.at.address}"
             )
         silent_s = time.monotonic() - self._heard_at
         if silent_s > self._silence_s:
             raise RewardError(
-                f"{_NAME}, whose functions score samples, has been silent for {silent_s:.0f} s: it is stopped, or runs "
-                "something that no other thread can run beside (cluster.heartbeat_timeout_s)"
+                f"{_NAME}, which scores samples with its functions, has been silent for {silent_s:.0f} s: it is "
+                "stopped, or runs something that no other thread can run beside (cluster.heartbeat_timeout_s)"
             )

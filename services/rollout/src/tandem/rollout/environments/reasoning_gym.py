@@ -9,11 +9,11 @@ from tandem.rollout.environments.answers import answer_in
 from tandem.rollout.environments.environment import Score
 
 _SOLVED = 0.99
-"""Scorers give partial credit; from here on a response counts as solved."""
+"""Score from which a response counts as solved; scorers give partial credit."""
 
 
 class ReasoningGym:
-    """The reward that reasoning-gym gives."""
+    """An environment with reasoning-gym's own reward."""
 
     def __init__(self, task: str, *, answer_after: str | None = None, partial_credit: bool = True) -> None:
         """Find the task's scorer.
@@ -29,7 +29,8 @@ class ReasoningGym:
         self._partial_credit = partial_credit
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Ask the task's scorer; a response that makes it raise is worth zero, if the reference answer does not."""
+        """Ask the task's scorer. A response that makes it raise is worth zero, unless the reference answer does so
+        too."""
         answer = answer_in(response, self._answer_after)
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
         try:

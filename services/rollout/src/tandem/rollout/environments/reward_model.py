@@ -1,9 +1,9 @@
-"""A reward model: a Hugging Face sequence classifier, whose one output is what a conversation is worth.
+"""A reward model: a Hugging Face sequence classifier with one output, the worth of a conversation.
 
 It runs in a worker process. A reward must not depend on what is scored beside it, or a run could not be repeated to the
-bit, and sums of floating-point numbers depend on the shape of what is computed. So the shape of a pass is decided by
-each conversation's own length alone: conversations of like length are padded to one length, beyond the longest of them,
-and a batch that is not full is filled up. Within one shape, a row's numbers depend on nothing but the row.
+bit; but sums of floating-point numbers depend on the shape of the computation. So each conversation's own length alone
+decides the shape of its pass. Conversations of similar length are padded to one length, beyond the longest of them, and
+a batch that is not full is filled up. Within one shape, a row's numbers depend on nothing but the row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tandem.rollout.environments.environment import Score
 from tandem.samples.tokenizer import Messages, load_reward_model_tokenizer
 
 _SHORTEST = 16
-"""Lengths are padded to a multiple of this at least, and of an eighth of the next power of two."""
+"""Smallest step in which lengths are padded; long conversations use an eighth of the next power of two."""
 
 
 class RewardModel:
-    """Scores conversations, so many at once as `batch_size` says."""
+    """A scorer of conversations, `batch_size` at a time."""
 
     def __init__(self, name: str, settings: Settings, num_threads: int) -> None:
         """Load the model, and score something. Raises `TandemError`."""
@@ -51,10 +51,10 @@ class RewardModel:
         limits = (settings.max_model_len, None if positions is None else positions - 1)
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         self._positions = positions
-        self.score_together([[0]])  # what cannot work is found now, and what is slow at first is done
+        self.score_together([[0]])  # fails now if it cannot work, and pays for a slow first pass
 
     def encode(self, problem: Problem, conversation: Messages) -> list[int]:
-        """Return the tokens of a conversation, prompt and all. Raises `DataError` if it cannot be scored."""
+        """Return the tokens of prompt and conversation. Raises `DataError` if they cannot be scored."""
         token_ids = self._tokenizer.encode_chat([*problem.prompt, *conversation], add_generation_prompt=False)
         if not token_ids:
             raise DataError("the conversation has no tokens")
@@ -66,20 +66,20 @@ class RewardModel:
         return token_ids
 
     def shape_of(self, num_tokens: int) -> int:
-        """Return the length that a conversation is padded to; always with padding.
+        """Return the length to which a conversation is padded; there is always some padding.
 
-        transformers leaves out the mask where nothing is padded, and then computes otherwise.
+        Without padding transformers omits the mask, and then computes differently.
         """
         step = max(_SHORTEST, (1 << num_tokens.bit_length()) // 8)
         padded = (num_tokens // step + 1) * step
         return padded if self._positions is None else min(padded, self._positions)
 
     def score_together(self, rows: Sequence[Sequence[int]]) -> list[Score]:
-        """Score token sequences of one shape, `batch_size` at most."""
+        """Score token sequences of one shape, at most `batch_size`."""
         length = self.shape_of(len(rows[0]))
         token_ids_BT = torch.full((self.batch_size, length), self._pad_id or 0)
         mask_BT = torch.zeros(self.batch_size, length, dtype=torch.long)
-        mask_BT[:, 0] = 1  # rows that nobody asked for have one token, or theirs would be numbers that are none
+        mask_BT[:, 0] = 1  # filler rows get one token, or their numbers would be NaN
         for index, row in enumerate(rows):
             token_ids_BT[index, : len(row)] = torch.tensor(row)
             mask_BT[index, : len(row)] = 1
@@ -92,15 +92,15 @@ class RewardModel:
         if not hasattr(model, "score"):
             logits_B1 = model(input_ids=token_ids_BT, attention_mask=mask_BT).logits
             return [float(logits_B1[index, 0]) for index in range(len(rows))]
-        # A decoder's classifier reads the last token that is no padding, and finds it by the padding token's id, which
-        # a model need not have and a conversation may end with.
+        # A decoder's classifier reads the last token that is not padding, and finds it by the padding token's id. A
+        # model need not have that id, and a conversation may end with it.
         hidden_BTH = model.base_model(input_ids=token_ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
         return [
             float(model.score(hidden_BTH[index, self._last(row)])[0]) for index, row in enumerate(rows)
         ]  # row by row: one product over all would have its own order of sums for each row
 
     def _last(self, row: Sequence[int]) -> int:
-        """Return the position whose state is read: the one that transformers reads where the row is alone."""
+        """Return the position at which the state is read: the one that transformers reads for this row alone."""
         return max((index for index, token in enumerate(row) if token != self._pad_id), default=0)
 
 

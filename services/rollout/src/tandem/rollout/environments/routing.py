@@ -1,4 +1,4 @@
-"""The environments of a run by name: each response goes to that of its problem."""
+"""The environments of a run by name: each response goes to its problem's environment."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tandem.samples.tokenizer import Messages
 
 
 class Environments:
-    """A `Scorer` for each environment that the run names, with its methods."""
+    """A `Scorer` for each of the run's environments, behind the same methods."""
 
     def __init__(self, config: Config, program: Program | None = None) -> None:
-        """`program` is where functions given to `tandem.train` are asked for."""
+        """Make the scorers; `program` scores with functions given to `tandem.train`."""
         self._scorers = {
             name: Scorer(config.of_environment(name), program if name == PYTHON_REWARDS else None)
             for name in config.environments
         }
         self._only = config.environments[0]
         self._scorer_of: dict[int, Scorer] = {}
-        """Where each response is that was submitted."""
+        """Scorers by the keys of submitted responses."""
 
     def __contains__(self, environment: str) -> bool:
-        """Tell whether a prompt may name this environment."""
+        """Return whether a prompt may name this environment."""
         return environment in self._scorers or (not environment and len(self._scorers) == 1)
 
     def await_ready(self, engine: GuestServer | None = None) -> None:
@@ -36,7 +36,7 @@ class Environments:
             scorer.await_ready(engine)
 
     def converses(self, group: PromptGroup) -> bool:
-        """Tell whether a response to this prompt may be answered."""
+        """Return whether a response to this prompt may be answered."""
         return self._of(group).converses
 
     def submit(self, key: int, group: PromptGroup, conversation: Messages) -> None:
@@ -58,11 +58,11 @@ class Environments:
                 scorer.forget([key])
 
     def refuse(self, group: PromptGroup, conversation: Messages, what: str) -> Unscored:
-        """Judge an answer of an environment that cannot be used. Raises `RewardError` if that ends the run."""
+        """Judge an environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
         return self._of(group).refuse(group.problem, conversation, what)
 
     def close(self) -> None:
-        """End what runs the environments."""
+        """End everything that runs the environments."""
         self._scorer_of.clear()
         for scorer in self._scorers.values():
             scorer.close()

@@ -1,7 +1,7 @@
 """Run environments beside generation: in worker processes, in threads, or in another program.
 
-What becomes of a sample whose response the environment failed on is decided here (``env.NAME.on_error``), and told: all
-there is to say to the rollout's log, a line to the coordinator.
+If the environment fails on a response, ``env.NAME.on_error`` decides here what becomes of the sample. The rollout's log
+gets the whole story, the coordinator one line.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tandem.samples.tokenizer import Messages
 
 
 class Unscored(msgspec.Struct, frozen=True):
-    """A response that the environment failed on, where that does not end the run."""
+    """A response on which the environment failed without ending the run."""
 
     failure: str
-    """One line."""
+    """The failure in one line."""
     timed_out: bool
     dropped: bool
 
 
 class FaultPolicy:
-    """What becomes of samples that an environment has failed on."""
+    """The treatment of samples on which an environment has failed."""
 
     def __init__(self, config: Config) -> None:
         self._name = str(config.data.environment)
@@ -47,7 +47,7 @@ class FaultPolicy:
         self._num_failures = 0
 
     def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
-        """Return what becomes of a sample, and log all there is to say. Raises `RewardError` if that ends the run."""
+        """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
         self._num_failures += 1
         said = self._said(problem, failure)
         _log(said, problem, conversation, failure)
@@ -71,21 +71,21 @@ class FaultPolicy:
 
 
 class Scorer:
-    """One environment, with what runs it.
+    """One environment, with whatever runs it.
 
-    `submit` never waits; `poll` returns what is done. One thread calls these methods. It starts with `await_ready`,
-    before which a class of the user's is imported by another process, beside whatever this one does.
+    `submit` never waits; `poll` returns what is done. One thread calls these methods, first of all `await_ready`.
+    Before that, another process imports a custom class, beside whatever this one does.
     """
 
     def __init__(self, config: Config, program: Program | None = None) -> None:
-        """`program` is where the environment is asked for, if that is functions given to `tandem.train`."""
+        """Start importing; `program` is the environment's, if it consists of functions given to `tandem.train`."""
         self._config = config
         self._program = program
         self._name = str(config.data.environment)
         settings = config.env[self._name]
         self._faults = FaultPolicy(config)
         self.converses = False
-        """Whether a response may be answered; without that, each is scored."""
+        """Whether a response may be answered; otherwise each is scored."""
         is_apart = settings.is_own or settings.judge or settings.is_reward_model or self._name in HEAVY
         self._server = ForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
@@ -95,7 +95,7 @@ class Scorer:
     def await_ready(self, engine: GuestServer | None = None) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made.
 
-        `engine` is where the rollout's own can be asked, for a judge.
+        `engine` is the rollout's own, for a judge.
         """
         if self._program is not None:
             self._pool = ProgramPool(self._program, self._config)
@@ -122,9 +122,9 @@ class Scorer:
         self._started().submit(job)
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
-        """Return what is ready, in the order in which it was.
+        """Return what is ready, in the order in which it became ready.
 
-        Raises `RewardError` where a failure of the environment ends the run.
+        Raises `RewardError` if a failure of the environment ends the run.
         """
         pool = self._started()
         pool.check()
@@ -134,7 +134,7 @@ class Scorer:
             is_wanted = self._wanted.get(job.key) is job
             if is_wanted:
                 del self._wanted[job.key]
-            # Who is stuck with what was abandoned is stuck all the same.
+            # A thread that is stuck with an abandoned call is stuck all the same.
             if is_wanted or (isinstance(outcome, Failure) and outcome.timed_out):
                 result = self._judged(job, outcome)
                 if is_wanted:
@@ -148,7 +148,7 @@ class Scorer:
                 job.wanted = False
 
     def refuse(self, problem: Problem, conversation: Messages, what: str) -> Unscored:
-        """Judge an answer of the environment's that cannot be used. Raises `RewardError` if that ends the run."""
+        """Judge the environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
         return self._faults.judged(problem, conversation, Failure(what))
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Scorer:
 
 
 def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
-    """Write all there is to say about a failure to the process's log."""
+    """Write all details of a failure to the process's log."""
     lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
     lines += [f"  {message['role']}: {message['content']!r}" for message in conversation]
     text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))

@@ -14,17 +14,18 @@ _ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
 
 
 class SlidingPuzzle:
-    """One for a board that is solved, nothing before; every other move is answered with the board.
+    """A reward of one for solving the board, zero before; every other move is answered with the board.
 
-    A move is ``up``, ``down``, ``left`` or ``right``, or the first letter: what stands in the last
-    ``<action>...</action>``, or else the whole response. A response that is no move, or one that no tile can make,
+    A move is ``up``, ``down``, ``left`` or ``right``, or the first letter. It stands in the last
+    ``<action>...</action>``, or else is the whole response. A response that is no move, or one that no tile can make,
     leaves the board as it is.
     """
 
     runs_in = "threads"
 
     def __init__(self, *, cfg: dict[str, Any] | None = None, role: str = "user") -> None:
-        """`cfg`: as NeMo-RL has it; ``max_moves`` responses end a game. `role`: who shows the board."""
+        """Take `cfg` as NeMo-RL has it; ``max_moves`` responses end a game. Messages with the board have this
+        `role`."""
         settings = {"max_moves": None, "game_config": {}} | (cfg or {})
         unknown = sorted(set(settings) - {"max_moves", "game_config"})
         if unknown:

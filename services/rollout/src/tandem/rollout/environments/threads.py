@@ -1,6 +1,6 @@
-"""Threads that call an environment whose class asks for it: ``runs_in = "threads"``.
+"""Threads that call an environment, if its class asks for them: ``runs_in = "threads"``.
 
-Nothing can end a thread. One whose call takes too long is left alone, and another takes its place.
+Nothing can end a thread. If its call takes too long it is left alone, and another takes its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.samples.tokenizer import Messages
 
 
 class ThreadPool:
-    """`num_workers` threads around one environment. They are daemons: one that hangs cannot keep the process."""
+    """`num_workers` threads around one environment. They are daemons: one that hangs cannot keep the process alive."""
 
     def __init__(self, config: Config) -> None:
         """Make the environment. Raises `ConfigError`."""
@@ -33,7 +33,7 @@ class ThreadPool:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         self._at_work: dict[threading.Thread, Job | None] = {}
-        """What each thread does."""
+        """Current job of each thread."""
         for _ in range(settings.num_workers):
             self._start()
 
@@ -71,7 +71,7 @@ class ThreadPool:
             self._at_work[me] = job
             outcome = outcome_of(job.call, self._call, converses=self.converses, module=self._module)
             if self._at_work.get(me) is not job:
-                return  # it was given up
+                return  # its call was given up
             self._at_work[me] = None
             self.done.put((job, outcome))
 

@@ -1,9 +1,9 @@
 """Worker processes that call an environment, as the rollout process sees them.
 
-One thread (`WorkerPool._run`) has all of them to itself. It consumes jobs, and what workers and the clock say; it
-produces an outcome for each job; it waits for whichever comes first, woken by a byte in a pipe where that is a job. A
-worker that is too slow is killed, and its place is taken at once, whatever the rollout process's main thread does
-meanwhile. What was sent ahead to a worker that is lost goes to another.
+One thread (`WorkerPool._run`) owns all of them. It consumes jobs, workers' messages and the clock, and produces an
+outcome for each job. It waits for whichever comes first; a byte in a pipe announces a job. A worker that is too slow is
+killed and replaced at once, whatever the rollout process's main thread does meanwhile. Jobs sent ahead to a lost worker
+go to another.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from tandem.rollout.environments.outcomes import (
 )
 
 _COROUTINES = 256
-"""So many calls of an asynchronous environment are with one worker at once."""
+"""Calls of an asynchronous environment that one worker has at once."""
 _AHEAD_S, _MOST_AHEAD = 0.02, 64
-"""So much work, and so many calls, are sent ahead to a worker: cheap ones would wait for messages otherwise."""
+"""Seconds of work, and number of calls, sent ahead to a worker; otherwise cheap calls would wait for messages."""
 _SAY_SO_S = 1.0
-"""How much longer than a call's deadline an asynchronous worker may take to say that it was exceeded."""
+"""Seconds beyond a call's deadline that an asynchronous worker has to report that it was exceeded."""
 _BATCHES = 3
-"""So many batches are with a worker that scores batches at once: one that it scores, others to choose the next from."""
+"""Batches at a worker that scores batches: one being scored, others to choose the next from."""
 _PATIENCE_S = 1.0
 _CLOSE_S = 0.5
 _MOST_UNMADE, _PAUSE_S = 3, 0.5
-"""So many workers in a row may fail to take another's place, each after a longer pause, before what waits is lost."""
+"""Failed replacements of a worker in a row, each after a longer pause, before waiting jobs are lost."""
 _MOST_IDLE_DEATHS = 10
-"""Of workers that had nothing to do, since the last answer of any."""
+"""Deaths of idle workers since the last answer of any, before the pool gives up."""
 _imported = msgspec.msgpack.Decoder(Imported)
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -60,7 +60,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 class ForkServer:
     """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
 
-    Where it is killed from outside while it imports, or has ended when it is to fork, another is started.
+    It is restarted if it is killed from outside during the import, or has ended when it should fork.
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,15 +73,15 @@ class ForkServer:
     def _start(self) -> None:
         self._process = GuardedProcess(f"{__package__}.fork_server")
         self._orders, self._lifeline = self._process.orders, self._process.lifeline
-        with contextlib.suppress(ConnectionError):  # one that has ended at once is heard of when it is waited for
+        with contextlib.suppress(ConnectionError):  # if it ended at once, that is noticed when it is waited for
             self._orders.sendall(framed(config_to_json(self._config)))
             if self._watches:
                 self._lifeline.sendall(WATCH)
 
     def imported(self, deadline_s: float) -> Imported:
-        """Wait until the class is imported. Raises `ConfigError` if it cannot be.
+        """Wait until the class is imported. Raises `ConfigError` if the import fails.
 
-        Raises `HelperLost` where each process that was to import it was killed from outside.
+        Raises `HelperLost` if each process that should import it was killed from outside.
         """
         deadline, how = time.monotonic() + deadline_s, ""
         for attempt in range(_MOST_UNMADE):
@@ -101,7 +101,7 @@ class ForkServer:
         raise self._lost(how)
 
     def _hear_of_import(self, deadline: float) -> Imported | None:
-        """Wait for what the process says of the import; None if it has ended. Raises `TimeoutError`."""
+        """Wait for the process's report of the import; return None if it has ended. Raises `TimeoutError`."""
         reader = Reader()
         try:
             while True:
@@ -110,7 +110,7 @@ class ForkServer:
                     return None
                 for message in reader.messages(data):
                     return _imported.decode(message)
-        except ConnectionError:  # it had not even read what there is to import
+        except ConnectionError:  # it ended before it read what to import
             return None
         finally:
             self._orders.settimeout(None)
@@ -118,8 +118,8 @@ class ForkServer:
     def fork(self) -> tuple[socket.socket, socket.socket]:
         """Fork a worker; return the socket for its calls, and its lifeline.
 
-        Raises `HelperLost` where the fork server is killed again and again, `ConfigError` where another cannot import
-        the environment's class.
+        Raises `HelperLost` if the fork server is killed again and again, `ConfigError` if another cannot import the
+        environment's class.
         """
         calls, theirs = socket.socketpair()
         lifeline, far = socket.socketpair()
@@ -146,7 +146,7 @@ class ForkServer:
         raise self._lost(how)
 
     def _start_again(self, how: str) -> None:
-        """Start another in its place."""
+        """Start another fork server in its place."""
         print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
         self._process.close()
         self._start()
@@ -156,27 +156,27 @@ class ForkServer:
         return HelperLost(f"environment {self._name!r}: {what}")
 
     def watch(self) -> None:
-        """Have the guardian end also what this process starts, should this process be killed."""
+        """Have the guardian also end what this process starts, should this process be killed."""
         self._watches = True
         self._lifeline.sendall(WATCH)
 
     def close(self) -> None:
-        """End it, and everything below it."""
+        """End the fork server and everything below it."""
         self._process.close()
 
 
 class _Worker:
-    """One worker process, and the jobs that it has."""
+    """One worker process, and its jobs."""
 
     def __init__(
         self, calls: socket.socket, lifeline: socket.socket, most_at_once: int, *, is_first: bool, num_unmade: int
     ) -> None:
-        """`most_at_once`: calls that it may have, if its environment is asynchronous."""
+        """Note a new worker; `most_at_once` limits its calls if its environment is asynchronous."""
         self.calls = calls
         self.is_first = is_first
-        """Whether it is no other's replacement."""
+        """Whether it replaces no other worker."""
         self.num_unmade = num_unmade
-        """Workers that failed to take its place before."""
+        """Workers that failed in its place before it."""
         self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
@@ -184,13 +184,13 @@ class _Worker:
         self.outgoing = bytearray()
         self.ready: Ready | None = None
         self.jobs: dict[int, Job] = {}
-        """By the numbers of their calls, in the order in which they were sent."""
+        """Jobs by the numbers of their calls, in the order in which they were sent."""
         self.since = time.monotonic()
-        """When it began what it does now."""
+        """When its current work began."""
         self.mean_s = _AHEAD_S
-        """How long a call takes, roughly."""
+        """Rough duration of a call."""
         self.is_alone = False
-        """Whether it has a job that nothing else may run beside."""
+        """Whether it has a job that must run by itself."""
         self.is_full = False
         """Whether its socket takes no more for now."""
 
@@ -201,11 +201,11 @@ class _Worker:
 
     @property
     def batch_size(self) -> int:
-        """How many calls it does at once, if it scores batches; else 0."""
+        """Calls in a batch, if it scores batches; else 0."""
         return 0 if self.ready is None else self.ready.batch_size
 
     def room(self, share: int) -> int:
-        """Return how many jobs to send to it now; none before half of those that it has is done."""
+        """Return how many jobs to send to it now; none before half of its jobs are done."""
         if self.ready is None or self.is_alone:
             return 0
         if self.is_async:
@@ -216,7 +216,7 @@ class _Worker:
         return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
 
     def give(self, job: Job, message: bytes) -> None:
-        """Put a job behind those it has."""
+        """Append a job to those it has."""
         job.started = time.monotonic()
         if not self.jobs:
             self.since = job.started
@@ -225,7 +225,7 @@ class _Worker:
         self.outgoing += message
 
     def take(self, answer: Answer) -> Job | None:
-        """Return the job that an answer is for; the next is at its turn."""
+        """Return the job that an answer is for, and start the clock of the next."""
         now = time.monotonic()
         self.mean_s = max(1e-6, 0.8 * self.mean_s + 0.2 * (now - self.since))
         self.since = now
@@ -233,7 +233,7 @@ class _Worker:
         return self.jobs.pop(answer.number, None)
 
     def due(self, build_s: float, timeout_s: float) -> float:
-        """Return when it is too slow."""
+        """Return the time from which it is too slow."""
         if self.ready is None:
             return self.since + build_s
         if not self.jobs:
@@ -249,21 +249,21 @@ class _Worker:
 
 
 class _Vacancy(NamedTuple):
-    """The place of a worker that has not made its environment."""
+    """The place of a worker that failed to make its environment."""
 
     at: float
     """When to try again to fill it."""
     is_first: bool
-    """Whether no worker has had it yet."""
+    """Whether no worker has held it yet."""
     num_unmade: int
-    """Workers that failed to take it, one after the other."""
+    """Workers in a row that failed to fill it."""
 
 
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
     def __init__(self, server: ForkServer, config: Config, engine: GuestServer | None) -> None:
-        """`engine` is where workers can ask the rollout's own."""
+        """Fork the workers; `engine` is the rollout's own, for them to ask."""
         self._server = server
         self._begin = packed(Begin(engine))
         self._name = str(config.data.environment)
@@ -276,7 +276,7 @@ class WorkerPool:
         self._build_s = config.cluster.deadlines.build_s
         self._waiting: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
-        """Jobs that ran beside each other where something ended their worker: each is tried again by itself."""
+        """Jobs of a worker that ended while several ran at once; each is retried by itself."""
         self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
         self._error: Exception | None = None
@@ -284,8 +284,8 @@ class WorkerPool:
         self._idle_deaths = 0
         self._vacancies: list[_Vacancy] = []
         self._is_closing = False
-        # A counter that the kernel keeps: whoever submits adds to it, and the thread reads it before it looks for jobs.
-        # No flag says beside it whether it was added to, which the two could disagree about.
+        # A counter in the kernel: each submission adds to it, and the thread reads it before it looks for jobs. There
+        # is no flag beside it that could disagree with it.
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -293,8 +293,8 @@ class WorkerPool:
         self._thread.start()
 
     def await_ready(self) -> bool:
-        """Wait for the first worker's environment; return whether it converses. Raises `ConfigError`."""
-        ready = self._first.get()  # it comes, or the error, when `build_s` are over
+        """Wait for the first worker's environment; return whether it is multi-turn. Raises `ConfigError`."""
+        ready = self._first.get()  # it comes, or the error, within `build_s`
         self.check()
         assert ready is not None
         return ready.converses
@@ -305,12 +305,12 @@ class WorkerPool:
         self._wake()
 
     def check(self) -> None:
-        """Raise what keeps the pool from going on."""
+        """Raise whatever keeps the pool from going on."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Let workers end, if they do so at once, and end them."""
+        """Let workers end if they do so at once, and end the others."""
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -358,7 +358,7 @@ class WorkerPool:
             self._hire(is_first=vacancy.is_first, num_unmade=vacancy.num_unmade)
 
     def _assign(self) -> None:
-        """Send waiting jobs to the workers that have least to do."""
+        """Send waiting jobs to the workers with the least to do."""
         workers = sorted(self._workers, key=lambda worker: len(worker.jobs))
         for worker in workers:
             if self._suspects and worker.ready is not None and not worker.jobs:
@@ -372,7 +372,7 @@ class WorkerPool:
                 self._speak(worker)
 
     def _give(self, worker: _Worker, job: Job) -> bool:
-        """Give a job to a worker; False if it is none any more."""
+        """Send a job to a worker; return False if the worker is gone."""
         if not job.wanted:
             return False
         try:
@@ -385,8 +385,8 @@ class WorkerPool:
         return True
 
     def _speak(self, worker: _Worker) -> None:
-        """Send what the socket takes now; a worker that is busy reads nothing."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is heard when it has ended
+        """Send what the socket takes now; a busy worker reads nothing."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # its end is noticed elsewhere
             while worker.outgoing:
                 del worker.outgoing[: worker.calls.send(worker.outgoing)]
         if worker.is_full != bool(worker.outgoing):
@@ -441,8 +441,8 @@ class WorkerPool:
     def _lose(self, worker: _Worker, failure: Failure, *, was_killed: bool = False) -> None:
         """End a worker, put another in its place, and find out which of its jobs is to blame.
 
-        `was_killed`: by a signal that comes from outside as a rule. Then its jobs are tried again elsewhere before any
-        is blamed.
+        `was_killed`: by a signal that usually comes from outside. Then its jobs are retried elsewhere before any is
+        blamed.
         """
         if worker.ready is None:
             why = f"env.{self._name}: making the environment failed: {failure.what}"
@@ -464,27 +464,25 @@ class WorkerPool:
         if was_killed and all(job.num_losses <= MOST_RETRIES for job in running):
             self._waiting.extendleft(reversed(jobs))
         elif worker.batch_size and all(job.num_losses == 1 for job in jobs):
-            self._waiting.extendleft(
-                reversed(jobs)
-            )  # hardly the doing of any: a reward model computes the same for all
+            self._waiting.extendleft(reversed(jobs))  # hardly any job's fault: a reward model computes the same for all
         else:
             self._blame(jobs, failure, are_beside=are_beside)
         self._hire()
 
     def _miss(self, worker: _Worker, why: str, *, was_killed: bool = False) -> None:
-        """End a worker that has not made its environment; try again if it was killed, or was to take another's place.
+        """End a worker that has not made its environment; retry if it was killed, or was a replacement.
 
-        Where that fails again and again and there is no other worker, what waits has failed: `on_error` decides. Raises
-        `HelperLost` where it was killed: that is not the environment's doing. Raises `ConfigError` for the first
-        workers: the environment cannot be made.
+        If that keeps failing and no other worker is left, waiting jobs fail and `on_error` decides. Raises `HelperLost`
+        if the worker was killed, which is not the environment's fault. Raises `ConfigError` for the first workers: the
+        environment cannot be made.
         """
         self._end(worker)
         if worker.is_first and not was_killed:
             raise ConfigError(why)
-        num_unmade = worker.num_unmade + 1  # of this place: what forks workers takes all of them along when it dies
+        num_unmade = worker.num_unmade + 1  # of this place: when the fork server dies, it takes all workers along
         is_in_vain = num_unmade >= _MOST_UNMADE and not any(each.ready is not None for each in self._workers)
         at = time.monotonic() + _PAUSE_S * num_unmade
-        # What comes next is tried as often.
+        # The replacement is retried as often.
         self._vacancies.append(_Vacancy(at, worker.is_first, 0 if is_in_vain else num_unmade))
         if not is_in_vain:
             return
@@ -502,7 +500,7 @@ class WorkerPool:
         worker.close()
 
     def _blame(self, jobs: list[Job], failure: Failure, *, are_beside: bool) -> None:
-        """Take for guilty the first job of a worker that was lost, or of those beside each other the only one."""
+        """Blame the first job of a lost worker; of several jobs that ran together, none yet."""
         if len(jobs) == 1 or (jobs and not are_beside):
             self.done.put((jobs.pop(0), failure))
         if are_beside:
@@ -513,7 +511,7 @@ class WorkerPool:
             self._waiting.extendleft(reversed(jobs))
 
     def _let_go(self) -> None:
-        """Give workers that have nothing to do the time to end as they wish."""
+        """Give idle workers the time to end as they wish."""
         idle = [worker for worker in self._workers if worker.ready is not None and not worker.jobs]
         for worker in idle:
             with contextlib.suppress(OSError):
@@ -536,5 +534,5 @@ def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
 
 
 def said_of(code: int) -> str:
-    """Say how a process ended that a guardian has seen end so."""
+    """Describe how a process ended that its guardian saw end with this code."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

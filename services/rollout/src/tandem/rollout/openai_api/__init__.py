@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface over whatever generates: messages, application, server."""
+"""OpenAI's HTTP interface for any generator: messages, application, server."""

@@ -1,7 +1,7 @@
 """The HTTP application: read a request, have it generated, answer whole or as a stream.
 
-Streams are server-sent events. It waits for a request's body, for the generator, and for the client to take what was
-sent, each request under one deadline. A client that goes away ends what is generated for it.
+Streams are server-sent events. The application waits for a request's body, for the generator, and for the client to
+take what was sent, all under one deadline. When a client goes away, its generation ends.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from tandem.rollout.openai_api.protocol import (
 from tandem.rollout.openai_api.refusals import Refused, as_response, gone, too_late, unauthorised
 
 Find = Callable[[Request], ServedModel]
-"""Returns the model that a request is for, whatever name it gives; raises `Refused` for who may not ask."""
+"""Function that returns the model a request is for, whatever name it gives; raises `Refused` for a wrong token."""
 _BODY_S = 60.0
-"""For a request's body to arrive."""
+"""Seconds for a request's body to arrive."""
 _JSON = "application/json"
 T = TypeVar("T")
 Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
-"""Reads a request's body."""
+"""Function that reads a request's body."""
 
 
 def make_app(find: Find, *, deadline_s: float, prefix: str = "") -> Starlette:
-    """Return an application with OpenAI's paths below `prefix`, which may have parameters for `find` to read."""
+    """Return an application with OpenAI's paths below `prefix`, which may have parameters for `find`."""
     handlers = {HTTPException: _as_openai, Exception: _broken}
     return Starlette(routes=api_routes(find, deadline_s=deadline_s, prefix=prefix), exception_handlers=handlers)
 
 
 def api_routes(find: Find, *, deadline_s: float, prefix: str = "") -> list[Route]:
-    """Return OpenAI's paths, for an application that has others beside them."""
+    """Return OpenAI's paths, for an application that also has others."""
     paths = OpenaiPaths(find, deadline_s)
     return [
         Route(f"{prefix}/v1/chat/completions", paths.chat, methods=["POST"]),
@@ -71,7 +71,7 @@ def api_routes(find: Find, *, deadline_s: float, prefix: str = "") -> list[Route
 
 
 def only_with(token: str | None, model: ServedModel) -> Find:
-    """Return what finds this model for whoever has the token, or for everyone if there is none."""
+    """Return a function that finds this model for requests with the token, or for all if there is none."""
 
     def find(request: Request) -> ServedModel:
         if token is not None:
@@ -84,7 +84,7 @@ def only_with(token: str | None, model: ServedModel) -> Find:
 
 
 class OpenaiPaths:
-    """What is done at each path."""
+    """The handlers of the paths."""
 
     def __init__(self, find: Find, deadline_s: float) -> None:
         self._find = find
@@ -113,7 +113,7 @@ class OpenaiPaths:
         return await self._carry_out(request, begin)
 
     async def models(self, request: Request) -> Response:
-        """List what is served."""
+        """List the models that are served."""
         try:
             model = self._find(request)
         except Refused as error:
@@ -131,7 +131,7 @@ class OpenaiPaths:
         return _json(_card(model, name))
 
     async def _carry_out(self, request: Request, begin: Begin) -> Response:
-        """Answer before the deadline, and not at all if the client has gone."""
+        """Answer before the deadline, or not at all if the client has gone."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 model = self._find(request)
@@ -141,7 +141,7 @@ class OpenaiPaths:
                 pieces = await _while_there(request.receive, collect(model, asked, job))
         except TimeoutError:
             return as_response(too_late(self._deadline_s))
-        except (ConfigError, DataError) as error:  # of a chat template, and of a text that has no tokens
+        except (ConfigError, DataError) as error:  # from a chat template, or a text without tokens
             return as_response(Refused(str(error)))
         except Refused as error:
             return as_response(error)
@@ -150,7 +150,7 @@ class OpenaiPaths:
 
 
 class EventStream(Response):
-    """Server-sent events; the client's end of the connection, or the deadline, ends them."""
+    """Server-sent events, until the client closes its connection or the deadline passes."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], deadline_s: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -180,7 +180,7 @@ class EventStream(Response):
 async def _events(
     model: ServedModel, asked: ChatRequest | CompletionRequest, job: Job, view: View
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a stream; what goes wrong once it has begun is one of its events."""
+    """Yield a stream; an error after its beginning becomes one of its events."""
     shows_tokens = asked.return_token_ids or asked.wants_logprobs
     num_tokens = 0
     try:
@@ -200,7 +200,7 @@ async def _events(
 
 
 async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return a request's body. Raises `Refused` for one that is too long, or does not arrive."""
+    """Return a request's body. Raises `Refused` if it is too long or does not arrive."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_S):
@@ -217,7 +217,7 @@ async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what the work returns; when the client goes away, it is cancelled and there is nothing to return."""
+    """Return what the work returns; if the client goes away, cancel the work and return None."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_until_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -254,13 +254,13 @@ def _event(data: bytes) -> bytes:
 
 
 async def _as_openai(request: Request, error: Exception) -> Response:
-    """Say of a path or a method that there is none."""
+    """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}"
     return as_response(Refused(what, status=error.status_code, kind="not_found_error"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """Say that an error of ours has happened; which one is in the log, where its traceback goes as well."""
+    """Report an error of ours; details and traceback are in the log."""
     what = f"{type(error).__name__} while answering; the server's log has more"
     return as_response(Refused(what, status=500, kind="server_error"))

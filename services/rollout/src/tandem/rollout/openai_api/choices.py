@@ -48,7 +48,7 @@ Chosen = tuple[int, "Piece"]
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """One response that is asked for."""
+    """One response to make."""
 
     prompt: int
     """Number of its prompt."""
@@ -57,15 +57,15 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, checked: what is to be generated."""
+    """A checked request: what to generate."""
 
     prompts: list[list[int]]
     wanted: list[Wanted]
-    """In the order of their choices."""
+    """Wanted responses, in the order of their choices."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response gets, as text and as tokens."""
+    """New text and tokens of a response."""
 
     text: str
     token_ids: list[int]
@@ -80,12 +80,12 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_job(model: ServedModel, request: ChatRequest) -> Job:
-    """Return what a chat asks for. Raises `Refused` and what `ServedModel.chat_ids` raises."""
+    """Return a chat's job. Raises `Refused` and what `ServedModel.chat_ids` raises."""
     return _job(model, request, [model.chat_ids(request)], request.most_tokens)
 
 
 def completion_job(model: ServedModel, request: CompletionRequest) -> Job:
-    """Return what a request for completions asks for. Raises `Refused` and what `Tokenizer.encode` raises."""
+    """Return the job of a request for completions. Raises `Refused` and what `Tokenizer.encode` raises."""
     special = request.add_special_tokens is not False
     prompts = [
         model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
@@ -104,7 +104,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
             raise too_long(len(prompt), model.max_length)
     num_samples = request.n or 1
     if len(prompts) * num_samples > MAX_CHOICES:
-        what = f"n: {num_samples} responses to {len(prompts)} prompts, at most {MAX_CHOICES} responses can be asked for"
+        what = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {MAX_CHOICES} responses are allowed"
         raise Refused(what, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
@@ -128,7 +128,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
 
 
 def _seed(seed: int, choice: int) -> int:
-    """Return the seed of a response; the first one's is the request's own."""
+    """Return the seed of a response; the first one has the request's own."""
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/choice {choice}".encode(), digest_size=8).digest(), "little")
@@ -138,7 +138,7 @@ def _seed(seed: int, choice: int) -> int:
 
 
 class Growing:
-    """Makes pieces of the chunks of one response; the same ones wherever the same response is asked for."""
+    """A builder of pieces from the chunks of one response; equal responses give equal pieces."""
 
     def __init__(self, model: ServedModel, request: Generating, prompt_ids: Sequence[int], seed: int) -> None:
         parser = model.tool_call_parser if isinstance(request, ChatRequest) and request.may_call else None
@@ -150,7 +150,7 @@ class Growing:
         self._calls = ToolCalls(parser, f"{seed}/{len(prompt_ids)}") if parser else None
 
     def add(self, chunk: Chunk) -> Piece:
-        """Return what a chunk adds to the response; the text may be that of earlier tokens too."""
+        """Return what a chunk adds to the response; its text may belong to earlier tokens too."""
         is_last = chunk.finish_reason is not None
         text = self._stopped.push(self._stream.push(chunk.token_ids))
         if is_last:
@@ -178,7 +178,7 @@ class Growing:
 async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
     """Yield the pieces of all responses as they come, with the numbers of their choices.
 
-    When iteration ends early, nothing more is generated.
+    If iteration ends early, generation stops.
     """
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
 
@@ -190,7 +190,7 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     pieces.put_nowait((number, growing.add(chunk)))
-        except Exception as error:  # whatever it is, the one who waits for pieces has to know
+        except Exception as error:  # the consumer of the pieces must know of any error
             pieces.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(number, wanted)) for number, wanted in enumerate(job.wanted)]
@@ -209,7 +209,7 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
 
 
 async def collect(model: ServedModel, request: Generating, job: Job) -> list[Piece]:
-    """Return all responses, whole."""
+    """Return all responses, each complete."""
     parts: list[list[Piece]] = [[] for _ in job.wanted]
     async with contextlib.aclosing(grow(model, request, job)) as growing:
         async for number, piece in growing:
@@ -218,7 +218,7 @@ async def collect(model: ServedModel, request: Generating, job: Job) -> list[Pie
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Return the pieces of a response as one."""
+    """Join the pieces of a response into one."""
     return Piece(
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
@@ -240,7 +240,7 @@ def _joined_alternatives(pieces: Sequence[Piece]) -> list[Alternatives] | None:
 
 
 class ChatView:
-    """Shows the responses of a chat."""
+    """The form of a chat's responses."""
 
     def __init__(self, model: ServedModel, request: ChatRequest, job: Job) -> None:
         self._model = model
@@ -249,7 +249,7 @@ class ChatView:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._num_calls = [0] * len(job.wanted)
-        """That were sent of each choice's."""
+        """Calls sent so far, by choice."""
 
     def answer(self, pieces: Sequence[Piece]) -> ChatAnswer:
         """Return the whole answer."""
@@ -274,14 +274,14 @@ class ChatView:
         )
 
     def begin(self) -> Iterator[ChatChunk]:
-        """Yield what a stream begins with: whose messages follow."""
+        """Yield the start of a stream: the role of the messages that follow."""
         ids = _shown_ids(self._request, self._job.prompts[0])
         for number in range(len(self._job.wanted)):
             choice = ChatChunkChoice(index=number, delta=Delta(role="assistant", content=""))
             yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
 
     def chunks(self, number: int, piece: Piece) -> Iterator[ChatChunk]:
-        """Yield a part of a stream: text and tokens, then calls, of which clients expect a delta a chunk."""
+        """Yield a part of a stream: text and tokens, then calls, of which clients expect one delta a chunk."""
         calls = piece.tool_calls
         choice = ChatChunkChoice(
             index=number,
@@ -299,7 +299,7 @@ class ChatView:
             yield self._chunk([ChatChunkChoice(index=number, delta=Delta(), finish_reason=piece.finish_reason)])
 
     def end(self, num_tokens: int) -> Iterator[ChatChunk]:
-        """Yield what a stream ends with."""
+        """Yield the end of a stream."""
         if self._request.wants_usage:
             yield self._chunk([], usage=_usage(self._job, num_tokens))
 
@@ -342,7 +342,7 @@ class ChatView:
 
 
 class CompletionView:
-    """Shows completions."""
+    """The form of completions."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest, job: Job) -> None:
         self._model = model
@@ -351,7 +351,7 @@ class CompletionView:
         self._id = f"cmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._num_characters = [0] * len(job.wanted)
-        """Of the tokens of each choice so far."""
+        """Characters of each choice's tokens so far."""
 
     def answer(self, pieces: Sequence[Piece]) -> CompletionAnswer:
         """Return the whole answer."""
@@ -360,7 +360,7 @@ class CompletionView:
         return self._answer(choices, usage, _versions(self._model, pieces))
 
     def begin(self) -> Iterator[CompletionAnswer]:
-        """Yield what a stream begins with: nothing, but where token ids are asked for."""
+        """Yield the start of a stream: nothing, unless token ids are asked for."""
         if self._request.return_token_ids:
             empty = Piece(text="", token_ids=[], logprobs=[], finish_reason=None)
             for number in range(len(self._job.wanted)):
@@ -371,7 +371,7 @@ class CompletionView:
         yield self._part([self._choice(number, piece, is_first=False)], _versions(self._model, [piece]))
 
     def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
-        """Yield what a stream ends with."""
+        """Yield the end of a stream."""
         if self._request.wants_usage:
             yield self._answer([], _usage(self._job, num_tokens))
 
@@ -438,7 +438,7 @@ def _ended(piece: Piece) -> FinishReason:
 
 
 def _deltas(index: int, call: ToolCall) -> Iterator[ToolCallDelta]:
-    """Yield what is called, then with what."""
+    """Yield the name of a called function, then its arguments."""
     named = FunctionDelta(name=call.function.name, arguments="")
     yield ToolCallDelta(index=index, id=call.id, type="function", function=named)
     yield ToolCallDelta(index=index, function=FunctionDelta(arguments=call.function.arguments))
@@ -454,7 +454,7 @@ def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetTy
 
 
 def _versions(model: ServedModel, pieces: Sequence[Piece]) -> list[int] | UnsetType:
-    """Return the versions of the weights that have made these tokens, where they change."""
+    """Return the weight versions that made these tokens, in a run with refits."""
     return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 
 

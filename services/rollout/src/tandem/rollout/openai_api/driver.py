@@ -1,9 +1,9 @@
-"""Generate for HTTP requests, which join and leave at any time, with an engine of one thread.
+"""Generation for HTTP requests, which join and leave at any time, with a single-threaded engine.
 
-Two threads meet here. The one that drives the engine calls `EngineDriver.work` again and again: that takes the requests
-which have come, has the engine make a token for each that runs, and sends what was made to where it is awaited. The
-event loop that answers HTTP calls `generate`, which waits for these chunks; leaving it early takes the request out of
-the engine at the next token. Neither thread waits for the other but in `wait`, where there is nothing to generate.
+Two threads meet here. The engine's thread calls `EngineDriver.work` again and again. Each call admits new requests, has
+the engine make a token for every running one, and sends the results to their consumers. The event loop that answers
+HTTP calls `generate`, which waits for these chunks; leaving it early takes the request out of the engine at the next
+token. Neither thread waits for the other, except in `wait`, while there is nothing to generate.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _MAX_UNFINISHED = 4096
 
 
 class _Stream:
-    """Where the chunks of one response go."""
+    """The destination of one response's chunks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, request: Request) -> None:
         self.loop = loop
         self.request = request
-        """What the engine has to do yet, by a number that it has not had before."""
+        """The rest for the engine to do, under a number that is never reused."""
         self.chunks: asyncio.Queue[Chunk | Refused] = asyncio.Queue()
         self.num_sent = 0
-        """Tokens that the engine has made of it, since it has it."""
+        """Tokens sent of what the engine has made since it got the request."""
 
 
 class EngineDriver:
-    """Generates with an engine; the events above say which thread does what."""
+    """Generation with an engine; the module's docstring says which thread does what."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class EngineDriver:
         most_at_once: int = _MAX_UNFINISHED,
         for_guests: bool = False,
     ) -> None:
-        """Have the engine to itself, or share it.
+        """Own the engine, or share it.
 
         Args:
             engine: makes the tokens.
-            step: what has it make the next, where others have requests in it: `Engine.step`, with `hand_out` of each.
+            step: makes the next tokens if others share the engine: calls `Engine.step`, and `hand_out` of each.
             notify: called by the event loop when there is something to do.
             most_at_once: responses that the engine has at the same time; others wait here.
-            for_guests: whether requests come from outside the run. Their numbers are negative, and no others are.
+            for_guests: whether requests are external. Their numbers are negative, and no others are.
 
         """
         self._engine = engine
@@ -72,12 +72,12 @@ class EngineDriver:
         self._left: set[_Stream] = set()
         self._closed: Refused | None = None
         self._streams: dict[int, _Stream] = {}
-        """Of the requests that the engine has."""
+        """Streams of the requests that the engine has."""
         self._num_unfinished = 0
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that are awaited."""
+        """Responses not finished yet."""
         return self._num_unfinished
 
     @property
@@ -128,19 +128,19 @@ class EngineDriver:
     # --- called by the thread that drives the engine -----------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is something to do, after `timeout_s` in any case."""
+        """Return when there is something to do, or after `timeout_s`."""
         with self._changed:
             if not (self._arrived or self._left or self._streams):
                 self._changed.wait(timeout_s)
 
     def work(self) -> None:
-        """Make one token for every response. Raises what the engine raises, which nobody gets a response after."""
+        """Make one token for every response. Raises what the engine raises; no response follows after that."""
         self.admit()
         if self._streams:
             self.hand_out(self._step())
 
     def admit(self) -> None:
-        """Give the engine the requests that have come, and take those out that nobody waits for any more."""
+        """Give the engine the new requests, and take out those that were abandoned."""
         with self._changed:
             left, self._left = self._left, set()
             waiting = [stream for stream in self._arrived if stream not in left]
@@ -160,7 +160,7 @@ class EngineDriver:
         _send(sent)
 
     def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Send what the engine has made to who waits for it; return what has finished of others."""
+        """Send the engine's results to their streams; return the finished requests of others."""
         sent: list[tuple[_Stream, Chunk | Refused]] = []
         others = []
         for completion in completions:
@@ -191,13 +191,13 @@ class EngineDriver:
             self._arrived.extendleft(reversed(waiting))
 
     def drop(self, why: str) -> None:
-        """Take all requests out of the engine, and tell who waits for them; others may follow."""
+        """Take all requests out of the engine and fail their streams; new ones may follow."""
         for number in self._streams:
             self._engine.abort(number)
         self._refuse_all(unavailable(why))
 
     def close(self, why: str) -> None:
-        """Tell all who wait, and all who will ask, that nothing more is generated."""
+        """Fail all current and future requests: nothing more is generated."""
         refused = unavailable(why)
         with self._changed:
             self._closed = refused
@@ -235,7 +235,7 @@ def _chunk(tokens: Tokens) -> Chunk:
 
 
 def _last_chunk(completion: Completion, start: int) -> Chunk:
-    assert completion.finish_reason != "abort", "whoever aborts a request no longer waits for it"
+    assert completion.finish_reason != "abort", "an aborted request is no longer awaited"
     return Chunk(
         token_ids=completion.token_ids_T[start:].tolist(),
         logprobs=completion.logprobs_T[start:].tolist(),
@@ -250,7 +250,7 @@ def _send(sent: list[tuple[_Stream, Chunk | Refused]]) -> None:
     """Hand chunks to the event loops that wait for them, each of which is woken once."""
     for loop in {stream.loop for stream, _ in sent}:
         its = [(stream, chunk) for stream, chunk in sent if stream.loop is loop]
-        with contextlib.suppress(RuntimeError):  # a loop that has been closed: nobody waits there any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits there any more
             loop.call_soon_threadsafe(_put, its)
 
 

@@ -1,4 +1,4 @@
-"""What the API needs of whatever generates, and what it knows of the model that it is a face of."""
+"""The protocol of generators behind the API, and the model that the API serves."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tandem.samples.tokenizer import Tokenizer
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response has got since the chunk before."""
+    """The part of a response since the previous chunk."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of each token under the distribution that it was drawn from."""
+    """Log-probability of each token under the distribution that it was drawn from."""
     versions: list[int]
     """Weight version that made each token."""
     alternatives: list[Alternatives] | None = None
-    """To each token, where the request asked for them."""
+    """Alternatives to each token, if the request asked for them."""
     finish_reason: Literal["stop", "length"] | None = None
-    """In the last chunk, and in no other. A token that ends the response is one of its tokens."""
+    """Reason in the last chunk, None in all others. A token that ends the response is one of its tokens."""
     routed_experts_TX: NDArray[np.uint8] | None = None
-    """Of the whole sequence, as `tandem.rollout.engine.Completion` has it; in the last chunk alone."""
+    """Expert routing of the whole sequence, as in `tandem.rollout.engine.Completion`; in the last chunk only."""
 
 
 class Generator(Protocol):
-    """Makes responses. A slow one may give a response as a single chunk."""
+    """A maker of responses. A slow one may yield a response as a single chunk."""
 
     def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield a response as it is made; whoever closes this, or is cancelled, does not want the rest.
+        """Yield a response as it is made; closing or cancelling the iteration abandons the rest.
 
         Raises `Refused`.
         """
@@ -49,7 +49,7 @@ class Generator(Protocol):
 
 
 class ServedModel:
-    """A model as requests see it: its name, its tokenizer, its limits. Who knows more of chats overrides `chat_ids`."""
+    """A model as requests see it: name, tokenizer, limits. A subclass with its own chats overrides `chat_ids`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ServedModel:
         tool_call_parser: ToolCallParser | None = None,
         shows_versions: bool = False,
     ) -> None:
-        """Describe it.
+        """Describe the model.
 
         Args:
             name: by which requests ask for it.
@@ -74,8 +74,8 @@ class ServedModel:
             vocabulary: number of tokens that the model can read.
             stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
             aliases: other names for it.
-            tool_call_parser: how it writes calls of tools; None where they stay text.
-            shows_versions: whether answers say which versions of the weights have made them.
+            tool_call_parser: how it writes tool calls; None where they stay text.
+            shows_versions: whether answers name the weight versions that made them.
 
         """
         self.name = name
@@ -89,10 +89,10 @@ class ServedModel:
         self.tool_call_parser = tool_call_parser
         self.created = int(time.time())
         self._grammar_tokenizer: Any = None
-        """Once a response is to be JSON."""
+        """The tokenizer for grammars, once a response has asked for JSON."""
 
     def chat_ids(self, request: ChatRequest) -> list[int]:
-        """Return the tokens that the model is to answer: those of the whole conversation, by the chat template.
+        """Return the tokens that the model is to answer: the whole conversation, rendered by the chat template.
 
         Raises `Refused` and what `Tokenizer.encode_chat` raises.
         """
@@ -100,7 +100,7 @@ class ServedModel:
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
 
     def grammar_of(self, schema: Mapping[str, Any]) -> Grammar:
-        """Return the grammar of a schema's JSON. Raises `Refused` where the model cannot keep to it."""
+        """Return the grammar of a schema's JSON. Raises `Refused` if the model cannot keep to it."""
         from tandem.rollout.openai_api.grammars import JsonGrammar, grammar_tokenizer
 
         if self._grammar_tokenizer is None:
@@ -108,10 +108,10 @@ class ServedModel:
         return JsonGrammar(self._grammar_tokenizer, schema)
 
     def variables_of(self, request: ChatRequest) -> dict[str, Any]:
-        """Return what the chat template is told beside the messages. Raises `Refused`."""
+        """Return the chat template's variables besides the messages. Raises `Refused`."""
         tools = request.offered_tools
         if tools and not self.tokenizer.reads_tools:
-            raise Refused(f"tools: the chat template of {self.name} knows nothing of tools", param="tools")
+            raise Refused(f"tools: the chat template of {self.name} does not support tools", param="tools")
         known = self.tokenizer.template_variables
         variables = {name: value for name, value in (request.chat_template_kwargs or {}).items() if name in known}
         return {**variables, "tools": tools} if tools else variables

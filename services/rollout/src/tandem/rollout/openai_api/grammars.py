@@ -1,4 +1,4 @@
-"""Responses that are JSON: a schema as a grammar, which says what may come next (llguidance)."""
+"""Responses in JSON: a schema as a grammar, which tells what may come next (llguidance)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class JsonGrammar:
     """The grammar of a schema's JSON."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, schema: Mapping[str, Any]) -> None:
-        """Make it. Raises `Refused` for a schema that is none, or that this tokenizer cannot write."""
+        """Compile the grammar. Raises `Refused` if the schema is invalid, or if this tokenizer cannot write it."""
         self._tokenizer = tokenizer
-        # Elsewhere a model could go on with spaces for ever.
+        # With free white space a model could go on with spaces for ever.
         spaces: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         self._grammar = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), spaces)
         first = self.begin()
@@ -32,12 +32,12 @@ class JsonGrammar:
             raise Refused(f"{FIELD}: the tokens of this model cannot write what it asks for", param=FIELD)
 
     def begin(self) -> JsonMatcher:
-        """Return a matcher of a response that has no token yet."""
+        """Return a matcher for an empty response."""
         return JsonMatcher(llguidance.LLMatcher(self._tokenizer, self._grammar), self._tokenizer.eos_token)
 
 
 class JsonMatcher:
-    """How far a response is."""
+    """The state of a response within the grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_id: int) -> None:
         self._matcher = matcher
@@ -45,16 +45,17 @@ class JsonMatcher:
 
     @property
     def error(self) -> str:
-        """What is wrong with the grammar, in one line; nothing if it is a grammar."""
+        """The grammar's error in one line; empty if it is valid."""
         return self._matcher.get_error().splitlines()[0][:500] if self._matcher.is_error() else ""
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens that the response has got."""
+        """Advance by these tokens of the response."""
         if token_ids and not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(token_ids))
 
     def allowed_V(self, num_tokens: int) -> NDArray[np.bool_]:
-        """Tell of each of the vocabulary's tokens whether it may come next; only the end may where none can."""
+        """Return, for each token of the vocabulary, whether it may come next; only the end may where nothing else
+        can."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed_V = np.zeros(num_tokens, np.bool_)
         allowed_V[: len(bits)] = bits[:num_tokens]
@@ -63,7 +64,7 @@ class JsonMatcher:
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocabulary: int) -> llguidance.LLTokenizer:
-    """Return the tokenizer as grammars need it. Raises `Refused` for one whose tokens have no bytes."""
+    """Return the tokenizer as grammars need it. Raises `Refused` if its tokens have no bytes."""
     try:
         return llguidance.hf.from_tokenizer(tokenizer.hugging_face, n_vocab=vocabulary)
     except ValueError as error:

@@ -1,8 +1,7 @@
 """Requests, answers and stream chunks of OpenAI's API, with vLLM's fields for token ids.
 
-All that comes in is checked here. A field that is not known is ignored, as OpenAI's own clients expect of servers.
-One that is known, would change the answer and is not carried out is refused, unless it has the value that changes
-nothing.
+All input is checked here. Unknown fields are ignored, as OpenAI's own clients expect of servers. A known field that
+would change the answer and is not supported is refused, unless its value changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampli
 from tandem.rollout.openai_api.refusals import Refused
 
 MAX_BODY_BYTES = 1 << 24
-"""Of one request."""
+"""Size limit of one request."""
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
@@ -55,7 +54,7 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "logits_processors": ([],),
 }
-"""Fields that are not carried out, with the values, beside null, that are the same as not to give them."""
+"""Unsupported fields, with the values, beside null, that have no effect."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 NumAlternatives = Annotated[int, Meta(ge=0, le=20)]
@@ -68,61 +67,61 @@ Stop = str | Annotated[list[str], Meta(max_length=_MAX_STOPS)]
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(Struct, frozen=True, kw_only=True):
-    """What JSON is to be."""
+    """A schema for JSON responses."""
 
     name: str = ""
     schema: dict[str, Any] = msgspec.field(default_factory=dict)
     strict: bool | None = None
-    """Which it always is here."""
+    """Always true here."""
 
 
 class ResponseFormat(Struct, frozen=True, kw_only=True):
-    """What a response is to be."""
+    """The format of a response."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """The schema of the JSON that it is to be; None where it may be any text."""
+        """Schema of the response's JSON; None if it may be any text."""
         if self.type == "text":
             return None
         return {"type": "object"} if self.type == "json_object" or self.json_schema is None else self.json_schema.schema
 
 
 class Generating(Struct, frozen=True, kw_only=True):
-    """What requests for text have in common; null is the same as nothing."""
+    """The common fields of requests for text; null means absent."""
 
     model: str | None = None
     max_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    """vLLM's; 0 and -1 are no limit."""
+    """vLLM's field; 0 and -1 mean no limit."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Factor | None = None
-    """vLLM's."""
+    """vLLM's field."""
     response_format: ResponseFormat | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_STOPS)] | None = None
-    """vLLM's: beside the model's own."""
+    """vLLM's field; these come beside the model's own."""
     ignore_eos: bool | None = None
-    """vLLM's: the model's own tokens that end a response do not."""
+    """vLLM's field: generate past the model's own stop tokens."""
     skip_special_tokens: bool | None = None
-    """vLLM's: false shows special tokens in the text."""
+    """vLLM's field: false shows special tokens in the text."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """vLLM's: the answer has ``prompt_token_ids`` and ``token_ids``."""
+    """vLLM's field: the answer has ``prompt_token_ids`` and ``token_ids``."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -132,16 +131,16 @@ class Generating(Struct, frozen=True, kw_only=True):
 
     @property
     def num_alternatives(self) -> int:
-        """Tokens whose log-probabilities are asked for at each place."""
+        """Alternatives to return at each position, with their log-probabilities."""
         raise NotImplementedError
 
     @property
     def wanted_schema(self) -> dict[str, Any] | None:
-        """The schema of the JSON that the response is to be; None where it may be any text."""
+        """Schema of the response's JSON; None if it may be any text."""
         return None if self.response_format is None else self.response_format.schema
 
     def served(self, sampling: SamplingParameters, grammar: Grammar | None) -> SamplingParameters:
-        """Return how tokens are drawn, with what was asked for beside what training asks for, if that is anything."""
+        """Return the sampling parameters, with any options beyond training's that were asked for."""
         served = ServedSampling(
             **msgspec.structs.asdict(sampling),
             presence_penalty=self.presence_penalty or 0.0,
@@ -155,7 +154,7 @@ class Generating(Struct, frozen=True, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -167,15 +166,15 @@ class TextPart(Struct, frozen=True):
 
 
 class CalledFunction(Struct, frozen=True):
-    """What an assistant has called."""
+    """A function and arguments in a call by the assistant."""
 
     name: str
     arguments: str = "{}"
-    """JSON."""
+    """Arguments in JSON."""
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """One call in a message of an assistant."""
+    """One call in an assistant message."""
 
     function: CalledFunction
     id: str = ""
@@ -194,13 +193,13 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Text of the message."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates take it: the arguments of calls are objects."""
+        """Return the message in the form of chat templates: the arguments of calls are objects."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         for field in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, field) is not None:
@@ -211,7 +210,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
 
 class ToolFunction(Struct, frozen=True, kw_only=True):
-    """What can be called."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
@@ -219,7 +218,7 @@ class ToolFunction(Struct, frozen=True, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool that the chat template tells the model of."""
+    """A tool that the chat template shows the model."""
 
     type: Literal["function"]
     function: ToolFunction
@@ -235,11 +234,11 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: variables of the chat template."""
+    """vLLM's field: variables of the chat template."""
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest response that was asked for."""
+        """Longest response asked for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -249,18 +248,18 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
 
     @property
     def num_alternatives(self) -> int:
-        """Tokens whose log-probabilities are asked for at each place."""
+        """Alternatives to return at each position, with their log-probabilities."""
         return self.top_logprobs or 0
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools for the chat template, which shows them where none is to be called as well."""
+        """Tools for the chat template, which shows them even if none may be called."""
         found: list[dict[str, Any]] = msgspec.to_builtins(self.tools or [])
         return found
 
     @property
     def may_call(self) -> bool:
-        """Whether calls of tools are to be told from text."""
+        """Whether to separate tool calls from text."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -270,11 +269,11 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: NumAlternatives | None = None
     add_special_tokens: bool | None = None
-    """vLLM's: false leaves out what the tokenizer puts around a text, such as the beginning of a sequence."""
+    """vLLM's field: false omits what the tokenizer adds to a text, such as the beginning of a sequence."""
 
     @property
     def most_tokens(self) -> int:
-        """The longest response that was asked for; by itself it is as short as OpenAI's."""
+        """Longest response asked for; the default is as short as OpenAI's."""
         return self.max_tokens or 16
 
     @property
@@ -284,7 +283,7 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
 
     @property
     def num_alternatives(self) -> int:
-        """Tokens whose log-probabilities are asked for at each place."""
+        """Alternatives to return at each position, with their log-probabilities."""
         return self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -300,7 +299,7 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise Refused(f"prompt: {error}; it is a text, token ids, or a list of either", param="prompt") from error
         if not found:
-            raise Refused("prompt: it is an empty list", param="prompt")
+            raise Refused("prompt: the list is empty", param="prompt")
         return found
 
 
@@ -308,19 +307,19 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
-    """Read a request. Raises `Refused` for what is no JSON, is of the wrong type, or would not be carried out."""
+    """Read a request. Raises `Refused` if it is no JSON, has a wrong type, or asks for something unsupported."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
-        raise Refused(f"the body is no JSON object: {error}") from error
+        raise Refused(f"the body is not a JSON object: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from error
+        raise Refused(f"the body is not JSON: {error}") from error
     for name, neutral in _CHANGES_NOTHING.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            raise Refused(f"{name}: this server does not carry it out: leave it out", param=name, code="unsupported")
+            raise Refused(f"{name}: this server does not support it: leave it out", param=name, code="unsupported")
     if fields.get("tool_choice") not in (None, "none", "auto"):
-        what = "tool_choice: the model is made to call nothing: it may be 'auto' or 'none'"
+        what = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
         raise Refused(what, param="tool_choice", code="unsupported")
     try:
         request: Request = msgspec.convert(fields, kind)
@@ -364,7 +363,7 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        what = f"messages: the arguments of the call of {call.function.name!r} are no JSON object: {error}"
+        what = f"messages: the arguments of the call of {call.function.name!r} are not a JSON object: {error}"
         raise Refused(what, param="messages") from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
@@ -383,7 +382,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(Struct, frozen=True, kw_only=True):
-    """The log-probability of a token that could have been drawn."""
+    """A token that could have been drawn, with its log-probability."""
 
     token: str
     logprob: float
@@ -391,14 +390,14 @@ class TopLogprob(Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
-    """The log-probability of a token, as chats have it."""
+    """A token's log-probability in the form of chats."""
 
     token: str
     logprob: float
     bytes: list[int]
-    """Of a token that is a part of a character, its own."""
+    """Bytes of the token, even if they are only part of a character."""
     top_logprobs: list[TopLogprob] = []
-    """Of the likeliest tokens of its place."""
+    """Log-probabilities of the likeliest tokens at this position."""
 
 
 class ChatLogprobs(Struct, frozen=True, kw_only=True):
@@ -414,22 +413,22 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
-    """Of the likeliest tokens of each place, and of the one that was drawn."""
+    """Log-probabilities of the likeliest tokens at each position, and of the drawn token."""
     text_offset: list[int]
 
 
 class AnswerMessage(Struct, frozen=True, kw_only=True):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """Null where it calls tools and says nothing."""
+    """Text; null if the message has tool calls only."""
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    """One answer of a chat."""
+    """One choice of a chat's answer."""
 
     index: int
     message: AnswerMessage
@@ -439,7 +438,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 
 
 class ChatAnswer(Struct, frozen=True, kw_only=True):
-    """The answers of a chat."""
+    """The answer to a chat."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -449,18 +448,18 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[int] | UnsetType = UNSET
-    """Of a run that goes on: the versions of the weights that have made its tokens."""
+    """Weight versions that made the tokens, in a run with refits."""
 
 
 class FunctionDelta(Struct, frozen=True, kw_only=True):
-    """What a call gets."""
+    """The next part of a function call."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCallDelta(Struct, frozen=True, kw_only=True):
-    """What the calls of a message get: first which is called, then with what."""
+    """The next part of a message's calls: first the function's name, then its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -469,7 +468,7 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """What a message gets."""
+    """The next part of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -477,7 +476,7 @@ class Delta(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    """What one answer of a chat gets."""
+    """The next part of one choice of a chat."""
 
     index: int
     delta: Delta
@@ -487,7 +486,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
-    """A part of a stream of a chat."""
+    """One chunk of a chat's stream."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -496,13 +495,13 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In the first of a stream."""
+    """Tokens of the prompt, in the first chunk of a stream."""
     weight_versions: list[int] | UnsetType = UNSET
-    """Of a run that goes on: the versions of the weights that have made its tokens."""
+    """Weight versions that made the tokens, in a run with refits."""
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One completion, or, in a stream, what it gets."""
+    """One completion, or its next part in a stream."""
 
     index: int
     text: str
@@ -513,7 +512,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
-    """Completions, or a part of a stream of them."""
+    """Completions, or one chunk of their stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -522,11 +521,11 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     weight_versions: list[int] | UnsetType = UNSET
-    """Of a run that goes on: the versions of the weights that have made its tokens."""
+    """Weight versions that made the tokens, in a run with refits."""
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"

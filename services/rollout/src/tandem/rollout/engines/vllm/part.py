@@ -1,6 +1,6 @@
-"""A worker's part of a vLLM model: what refits write, and what is derived from it.
+"""One worker's slice of a vLLM model: what refits write, and what is derived from it.
 
-With `insides`, `float8` and `worker` the only module that knows vLLM's insides. Everything here is called through
+Only this module, `insides`, `float8` and `worker` know vLLM's internals. Everything here is called through
 `tandem.rollout.engines.vllm.workers`, in this process or from another, so arguments and results are plain data.
 """
 
@@ -36,9 +36,9 @@ class PackedExperts(msgspec.Struct, frozen=True, eq=False):
 
     layer: Any
     held: Any
-    """A module like `layer` whose ``w13_weight`` and ``w2_weight`` are as a checkpoint's loader fills them."""
+    """A module like `layer`, with ``w13_weight`` and ``w2_weight`` as a checkpoint's loader fills them."""
     process: Callable[[Any], None]
-    """Packs the weights of a module that is given to it."""
+    """Function that packs the weights of a module."""
 
     def pack(self) -> None:
         """Fill the packed copy from what is held."""
@@ -51,21 +51,22 @@ class PackedExperts(msgspec.Struct, frozen=True, eq=False):
 
 
 _KEEP_WEIGHTS = 1
-"""Level of vLLM's sleep: they wait in host memory, because an engine may be asked once more for the same version."""
+"""Level of vLLM's sleep. Weights wait in host memory, because an engine may be asked once more for the same version."""
 _EXPERTS = ("w13_weight", "w2_weight")
 
 
 class Part:
-    """One worker's layers or shares of them."""
+    """One worker's layers, or its slices of them."""
 
     def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int, sleeper: Any = None) -> None:
-        """Look at the model of a vLLM model runner.
+        """Inspect the model of a vLLM model runner.
 
         Args:
             runner: of vLLM.
             packed: what `kept_parameters` gave while the model was loaded.
             rank: of the worker in its engine.
-            sleeper: on a GPU, the worker, which can give back and take again all of vLLM's memory.
+            sleeper: on a GPU, the worker, which can release and retake all of vLLM's memory.
+
         """
         self._sleeper = sleeper
         self._runner = runner
@@ -74,7 +75,7 @@ class Part:
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)
         self.routes = None if sizes is None else Routes(runner, *sizes)
-        """Where tokens went; None where nobody asks."""
+        """Expert routing; None unless it was asked for."""
         self._digest: DigestTask | VersionDigest | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -91,7 +92,7 @@ class Part:
         return found
 
     def describe(self) -> bytes:
-        """Return its encoded layout; the weights are zero from here on. Raises `ModelError` or `RefitError`."""
+        """Return the encoded layout; the weights are zero from here on. Raises `ModelError` or `RefitError`."""
         config = self._runner.vllm_config
         sizes = Vllm(
             tp=config.parallel_config.tensor_parallel_size,
@@ -105,13 +106,14 @@ class Part:
         return layout.encode(self._weights.layout)
 
     def install(self, programs: Sequence[bytes]) -> tuple[int, int]:
-        """Bind its own of the programs of all parts; return how many copies and bytes it moves. Raises `RefitError`."""
+        """Bind its program out of those of all parts; return how many copies and bytes it moves. Raises
+        `RefitError`."""
         self._digest = None
         bound = self._described().install([program.decode(programs[self._rank])])
         return bound.num_copies, bound.num_bytes
 
     def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
-        """Join a mesh, if its program has it. Raises `RefitError`."""
+        """Join a transfer group if its program includes it. Raises `RefitError`."""
         self._described().connect(mesh, meeting, timeout_s)
 
     def apply(
@@ -121,29 +123,29 @@ class Part:
         return self._described().apply(version, deadline_s, only, newcomers)
 
     def pack(self) -> None:
-        """Have kernels compute with the weights that are held now."""
+        """Have kernels compute with the current weights."""
         for packed in self._packed:
             packed.pack()
 
     def begin_digest(self, sampling: Sampling | None) -> float:
-        """Begin to digest its weights; return roughly the seconds that it takes."""
+        """Begin to digest its weights; return roughly how many seconds that takes."""
         self._digest = self._described().digest_task(sampling)
         return self._digest.expected_s
 
     def advance_digest(self, seconds: float) -> bool:
-        """Go on with the digest for this long; return whether it is done."""
+        """Continue the digest for this long; return whether it is done."""
         return self._digesting().advance(seconds)
 
     def digests(self) -> bytes:
-        """Return its share of the digest of each tensor."""
+        """Return its contribution to the digest of each tensor."""
         return to_bytes(self._digesting().result())
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
+        """Return the tensors with quantised values that do not match what was received."""
         return self._described().misquantised()
 
     def release_cache(self) -> None:
-        """Give the memory of the key-value cache back; on a GPU the weights wait in host memory. No request may run."""
+        """Release the memory of the key-value cache; on a GPU the weights wait in host memory. No request may run."""
         if self._sleeper is not None:
             self._sleeper.sleep(_KEEP_WEIGHTS)
             return
@@ -152,17 +154,17 @@ class Part:
             _give_back(storage.data_ptr(), storage.nbytes())
 
     def take_cache(self) -> None:
-        """Take the memory again, on a CPU as it is written; caches are empty."""
+        """Take the memory back, on a CPU as it is written; the caches are empty."""
         if self._sleeper is not None:
             self._sleeper.wake_up()
 
     def routed(self, num_tokens: Mapping[str, int]) -> list[bytes]:
-        """Return where so many tokens of requests went: see `Routes.of`."""
+        """Return the routing of this many tokens of each request; see `Routes.of`."""
         assert self.routes is not None, "asked only where the engine was told to say so"
         return self.routes.of(num_tokens)
 
     def close(self) -> None:
-        """Let go of the program, and leave all meshes."""
+        """Release the program and leave all transfer groups."""
         if self._weights is not None:
             self._weights.close()
 
@@ -176,9 +178,9 @@ class Part:
 
 
 def _give_back(address: int, num_bytes: int) -> None:
-    """Give the pages within private memory back to the operating system: they read as zeros, and are taken if written.
+    """Return the pages within private memory to the operating system: they read as zeros, and come back when written.
 
-    Unlike an allocation that is freed and made again, that costs nothing for what is never written. Taking the rest is
+    Unlike freeing and allocating again, that costs nothing for pages that are never written. Taking back the others is
     five times as fast in huge pages, where the kernel has them.
     """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -194,7 +196,7 @@ def _give_back(address: int, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def kept_parameters() -> Iterator[list[PackedExperts]]:
-    """Have models that are loaded in this block keep real parameters; give what kernels read a packed copy of."""
+    """Have models loaded in this block keep real parameters; give the packed copies that kernels read."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -223,9 +225,9 @@ def kept_parameters() -> Iterator[list[PackedExperts]]:
 
 @functools.cache
 def map_experts() -> None:
-    """Have the experts of a worker leave out what is for those of others.
+    """Have a worker's experts skip tokens of other workers' experts.
 
-    vLLM's kernel for CPUs takes a token's experts for its own, by their numbers among all, and reads what is not there.
+    vLLM's kernel for CPUs takes a token's global expert numbers for its own, and reads beyond its weights.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -240,7 +242,7 @@ def map_experts() -> None:
         **others: Any,
     ) -> None:
         if expert_map is not None:
-            own = expert_map[topk_ids.long()]  # -1: another worker's
+            own = expert_map[topk_ids.long()]  # -1: an expert of another worker
             topk_weights = topk_weights.masked_fill(own < 0, 0.0)
             topk_ids = own.clamp(min=0).to(topk_ids.dtype)
         apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **others)

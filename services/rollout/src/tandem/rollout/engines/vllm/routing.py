@@ -1,10 +1,10 @@
-"""Where the tokens of a vLLM worker went: what its routers chose, by the slots of the cache.
+"""Expert routing in a vLLM worker: what its routers chose, by slots of the cache.
 
-A token whose keys and values are cached, as those of a prompt that several requests share, is not computed again; the
+A token with cached keys and values, for example in a prompt that several requests share, is not computed again; the
 slot that has them has its experts as well. vLLM's own way (``enable_return_routed_experts``) is for GPUs only.
 
 Shapes: ``N`` tokens of a step, ``S`` slots of the cache, ``T`` tokens of a request; ``L`` layers of the whole model,
-``O`` of this worker with experts, ``K`` experts a token.
+``O`` layers of this worker with experts, ``K`` experts a token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from tandem.common.errors import ModelError
 
 ASKED = "tandem_routed_experts"
-"""Key of vLLM's ``additional_config`` that has the layers of the model and the experts of a token."""
+"""Key of vLLM's ``additional_config`` with the number of layers and the experts of a token."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Routes:
-    """Of one worker. Before graphs are captured: what routers choose is copied by an operation of the graph."""
+    """Expert routing of one worker. Create it before graphs are captured: the graph copies what routers choose."""
 
     def __init__(self, runner: Any, num_layers: int, top_k: int) -> None:
         """Listen to the routers of a model runner's model. Raises `ModelError` if it has none of vLLM's kind."""
@@ -37,13 +37,13 @@ class Routes:
         self._layers = tuple(routers)
         num_tokens = runner.vllm_config.scheduler_config.max_num_batched_tokens
         self._chosen_NOK = torch.full((num_tokens, len(routers), top_k), -1, dtype=torch.int32, device=runner.device)
-        """Of the tokens of the last step."""
+        """Experts chosen for the tokens of the last step."""
         self._kept_SOK: NDArray[np.int16] | None = None
         for place, router in enumerate(routers.values()):
             router.set_capture_fn(functools.partial(self._note, place))
 
     def keep(self, num_tokens: int) -> None:
-        """Keep where the tokens of the step went that has just been computed. Raises `ModelError`."""
+        """Keep the routing of the step that has just been computed. Raises `ModelError`."""
         if not num_tokens:
             return
         if self._kept_SOK is None:
@@ -55,7 +55,8 @@ class Routes:
         self._kept_SOK[slot_N] = chosen_NOK
 
     def of(self, num_tokens: Mapping[str, int]) -> list[bytes]:
-        """Return where so many tokens of requests went, ``[T, L, K]`` of int16 each; -1 for layers of other workers."""
+        """Return the routing of this many tokens of each request, ``[T, L, K]`` of int16; -1 for layers of other
+        workers."""
         return [self._of(request, number).tobytes() for request, number in num_tokens.items()]
 
     def _of(self, request: str, num_tokens: int) -> NDArray[np.int16]:
@@ -68,14 +69,14 @@ class Routes:
         return experts_TLK
 
     def _state(self, request: str) -> Any:
-        """Return what the runner knows of a request: to its name vLLM may have added something."""
+        """Return the runner's state of a request; vLLM may have added something to its name."""
         known = self._runner.requests
         return next(known[name] for name in known if name == request or name.startswith(f"{request}-"))
 
     def _block_size(self) -> int:
         groups = self._runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1:
-            raise ModelError("policy.router_replay: vLLM caches keys of this model's layers in several ways")
+            raise ModelError("policy.router_replay: vLLM caches this model's keys in several groups of layers")
         return int(groups[0].kv_cache_spec.block_size)
 
     def _num_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""Describe the weights of a live vLLM model as boxes of its checkpoint's tensors."""
+"""Describe the weights of a live vLLM model as slices of its checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def weights_of(
 
     Args:
         config: Hugging Face configuration of the model.
-        parameters: by name, tied ones once. What no tensor lies in, such as padding of the vocabulary, is set to zero.
-        dtype: of the weights, but for those in float8.
+        parameters: by name, tied ones once. Bytes outside all tensors, such as padding of the vocabulary, become zero.
+        dtype: of the weights, except those in float8.
         sizes: of the engine.
         rank: of the worker in it.
-        block: rows and columns that share a scale, where the weights of linear layers are in float8.
+        block: rows and columns that share a scale, if the weights of linear layers are in float8.
 
     Raises:
-        ModelError: the architecture is unknown, or the model has a parameter that a refit would leave as it is.
+        ModelError: the architecture is unknown, or the model has a parameter that a refit would not write.
         RefitError: the model lacks a parameter, or has it in another size.
+
     """
     if config.get("model_type") not in VLLM:
         raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(VLLM)}")
@@ -49,11 +50,11 @@ def weights_of(
     names = [storage.name for storage in located.storages]
     left = sorted(parameters.keys() - set(names))
     if left:
-        raise ModelError(f"vLLM's {config['model_type']} has parameters that no tensor lies in: {', '.join(left)}")
+        raise ModelError(f"vLLM's {config['model_type']} has parameters that hold no tensor: {', '.join(left)}")
     wanted = dtypes_of(located)
     for name in names:
         held = parameters[name]
-        expected = wanted.get(name, dtype)  # nothing lies in one that is only padding
+        expected = wanted.get(name, dtype)  # padding alone has no tensor in it
         if held.dtype != expected or not held.is_contiguous():
             raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {expected}")
         held.data.zero_()

@@ -1,4 +1,4 @@
-"""vLLM's worker with a `Part` of the weight plane, in the rollout process or in one of vLLM's.
+"""vLLM's worker with a `Part` of the weight plane, in the rollout process or in a process of vLLM's.
 
 Only vLLM imports this, by the name in `insides.WORKER`.
 """
@@ -22,7 +22,7 @@ from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a part returned, or why it could not: vLLM would make a string of an exception."""
+    """The result of a part, or its error: vLLM would turn an exception into a string."""
 
     value: Any = None
     error: TandemError | None = None
@@ -35,24 +35,24 @@ else:
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
-    """Loads its share of the model with real parameters, and answers for them."""
+    """A worker that loads its slice of the model with real parameters, and answers for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See vLLM's."""
+        """Construct vLLM's worker; see there."""
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
-            die_with(parent.pid)  # vLLM's own way waits for a step to end, which may never do so
+            die_with(parent.pid)  # vLLM's own way waits for a step to end, which it may never do
             signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
-        """See vLLM's."""
+        """Initialise the device as vLLM's worker does."""
         super().init_device()
         _forget_names(get_tp_group())
         _forget_names(get_pp_group())
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """See vLLM's."""
+        """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
             super().load_model(*args, **kwargs)
             self.part = Part(self.model_runner, (), self.rank, sleeper=self)
@@ -66,13 +66,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
         runner = self.model_runner
         self.part = Part(runner, packed, self.rank)
         if not get_pp_group().is_first_rank:
-            # What a stage receives; vLLM makes room for it in a warm-up, which it leaves out on a CPU.
+            # The input of a stage. vLLM allocates it in a warm-up, which it skips on a CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's."""
+        """Execute the model as vLLM's worker does."""
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if self.part.routes is not None:
             self.part.routes.keep(scheduler_output.total_num_scheduled_tokens)

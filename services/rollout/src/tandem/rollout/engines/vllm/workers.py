@@ -1,6 +1,6 @@
-"""The weights of all workers of one vLLM engine, taken together as an engine's.
+"""The weights of all workers of one vLLM engine, presented as one engine's.
 
-Every call goes to all workers at once and returns when the last has answered: they receive, and digest, side by side.
+Every call goes to all workers at once and returns when the last has answered: they receive and digest side by side.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tandem.refit.transports.process_group import Meeting
 from tandem.rollout.engines.vllm.insides import Llm
 
 _SAY_SO_S = 10.0
-"""For a worker to say that it has failed at a deadline."""
+"""Seconds after a deadline that a worker has to report its failure."""
 
 
 class WorkersInstalled(NamedTuple):
-    """What the programs of all workers do at each refit."""
+    """The copies and bytes of all workers' programs in each refit."""
 
     num_copies: int
     num_bytes: int
 
 
 class WorkersDigest:
-    """A digest that each worker computes of its own weights."""
+    """A digest to which each worker contributes its own weights."""
 
     def __init__(self, llm: Llm, sampling: Sampling | None) -> None:
         self._llm = llm
         self.expected_s = max(llm.ask("begin_digest", sampling))
-        """Of the worker that takes longest; they work at the same time."""
+        """Time of the slowest worker; they work at the same time."""
 
     def advance(self, seconds: float) -> bool:
         """Work for this long; return whether all workers are done."""
         return all(self._llm.ask("advance_digest", seconds))
 
     def results(self) -> tuple[Digests, ...]:
-        """Return the digests of each worker; does what is left to do."""
+        """Return the digests of each worker, after doing what is left."""
         return tuple(map(from_bytes, self._llm.ask("digests")))
 
 
 class Workers:
-    """The parts of an engine. Raises what they raise, of several the first."""
+    """The parts of an engine. Methods raise what the parts raise; of several errors, the first."""
 
     def __init__(self, llm: Llm) -> None:
         self._llm = llm
@@ -57,7 +57,7 @@ class Workers:
         return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
 
     def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
-        """Have each worker that is in it join a mesh."""
+        """Have each worker in the transfer group join it."""
         self._llm.ask("connect", mesh, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
     def apply(
@@ -68,7 +68,7 @@ class Workers:
         return {link: num_bytes for each in counted for link, num_bytes in each.items()}
 
     def pack(self) -> None:
-        """Have kernels compute with the weights that are held now."""
+        """Have kernels compute with the current weights."""
         self._llm.ask("pack")
 
     def digest_task(self, sampling: Sampling | None) -> WorkersDigest:
@@ -76,9 +76,9 @@ class Workers:
         return WorkersDigest(self._llm, sampling)
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
+        """Return the tensors with quantised values that do not match what was received."""
         return tuple(dict.fromkeys(name for names in self._llm.ask("misquantised") for name in names))
 
     def close(self) -> None:
-        """Let go of the programs, and leave all meshes."""
+        """Release the programs and leave all transfer groups."""
         self._llm.ask("close")
