@@ -1,4 +1,4 @@
-"""Engines and trainers that disagree on probabilities, and samples of weights that are too old."""
+"""Checks for engines and trainers that disagree on probabilities, and for samples of too old weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tandem.observe.health import HIGH_PROBABILITY_ERROR, learning_rate_keys
 
 _GAP = "token_mult_prob_error"
 TOO_OLD_SHARE = 0.1
-"""Of the groups that were generated, the share that was thrown away because of its age."""
+"""Share of the generated groups that were discarded because of their age, from which it is reported."""
 
 
 def disagreement(evidence: Evidence) -> Finding | None:
-    """Find engines that give tokens other probabilities than trainers do with the same weights."""
+    """Find engines whose token probabilities differ from the trainers' with the same weights."""
     fresh = [r for r in evidence.steps if _GAP in r.metrics and r.metrics.get("max_trajectory_age", 0) == 0]
     high = [r for r in fresh if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
     streak = evidence.streak(_GAP)
@@ -52,7 +52,7 @@ def disagreement(evidence: Evidence) -> Finding | None:
 
 
 def stale_samples(evidence: Evidence) -> Finding | None:
-    """Find samples that are trained on as if they were of the newest weights, and are of others."""
+    """Find samples of older weights that are trained on as if they were of the newest."""
     age, config = evidence.config.max_trajectory_age_steps, evidence.config
     old = [r for r in evidence.steps if r.metrics.get("avg_trajectory_age", 0) > 0 and _GAP in r.metrics]
     far = [r for r in old if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
@@ -82,7 +82,7 @@ def stale_samples(evidence: Evidence) -> Finding | None:
 
 
 def groups_thrown_away(evidence: Evidence) -> Finding | None:
-    """Find groups that were generated in vain, because weights were too old when they were done."""
+    """Find groups generated in vain, because their weights were too old when they were done."""
     config = evidence.config
     if not config.declaration.rolls_out:
         return None

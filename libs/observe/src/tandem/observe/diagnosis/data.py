@@ -1,4 +1,4 @@
-"""Data that come again and again, until they are known by heart."""
+"""Checks for data that the model has memorised, or cannot read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tandem.observe.health import learning_rate_keys
 from tandem.observe.report import held_out_accuracy
 
 GAP_OF_ACCURACIES = 0.3
-"""By which training is better than what is held out, from which on problems are known by heart."""
+"""Difference of training and held-out accuracy from which problems count as memorised."""
 REPEATS = 4
-"""Times that each problem was drawn in the steps that are looked at, from which on few problems are left to learn."""
+"""Number of times that each problem was drawn in the examined steps, from which few problems are left to learn."""
 RISE_OF_LOSS = 0.1
-"""By which share the held-out loss rises above its best, from which on data are learned by heart."""
+"""Rise of the held-out loss above its minimum, as a fraction, from which data count as memorised."""
 
 
 def another_tokenizer(evidence: Evidence) -> Finding | None:
-    """Find a tokenizer that is not the model's own, where the model hardly answers from the beginning on."""
+    """Find a tokenizer that is not the model's own, in a run whose model hardly answers from the start."""
     policy, accuracy = evidence.config.policy, evidence.points("accuracy")
     name = policy.tokenizer.name
     if not name or name == policy.model_name or len(accuracy) < SHORT_RUN:
@@ -40,7 +40,7 @@ def another_tokenizer(evidence: Evidence) -> Finding | None:
 
 
 def repeated_problems(evidence: Evidence) -> Finding | None:
-    """Find problems that were drawn again and again, and are known by heart."""
+    """Find problems that were drawn again and again, and may be memorised."""
     places = {(row.step, row.group): row.problem_id for row in evidence.samples}
     distinct = len({*places.values()})
     if not distinct or len(places) < REPEATS * distinct:
@@ -82,7 +82,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
 
 
 def no_progress(evidence: Evidence) -> Finding | None:
-    """Find held-out accuracy that is near zero, or does not rise, after many steps."""
+    """Find held-out accuracy that stays near zero, or does not rise, after many steps."""
     accuracy = held_out(evidence, "val_accuracy")
     said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
     if said is None:

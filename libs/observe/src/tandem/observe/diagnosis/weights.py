@@ -1,4 +1,4 @@
-"""Weights that are not what they should be: damaged ones, and such as training does not change."""
+"""Checks for damaged weights, weights that training does not change, and how the run ended."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tandem.observe.diagnosis.finding import Finding
 from tandem.observe.health import learning_rate_keys
 
 NUM_REPAIRS = 3
-"""Refits of one engine that had to be repeated, from which on something is wrong with it."""
+"""Repeated refits of one engine from which its hardware or link is suspected."""
 NUM_EQUAL = 3
-"""Versions in a row with the same digest, from which on training changes nothing."""
+"""Consecutive versions with the same digest from which training changes nothing."""
 _NOT_HELD = re.compile(r"does not hold version (\d+)")
 _OF_REFITS = re.compile(r"failed while (refitting|attesting|copying weights|committing)")
 _SHOWN = 3
 
 
 def damaged_weights(evidence: Evidence) -> Finding | None:
-    """Find engines, or trainers' copies, that did not hold what was trained."""
+    """Find engines, or trainers' copies, that did not hold the trained weights."""
     repaired = [
         (record.version, engine, why) for record in evidence.refits for engine, why in record.quarantined.items()
     ]
@@ -55,7 +55,7 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
 
 
 def damaged_checkpoint(evidence: Evidence) -> Finding | None:
-    """Find a checkpoint whose files are not what was written."""
+    """Find a checkpoint whose files differ from what was written."""
     ending = evidence.ending
     if ending is None or ending.kind != "DamagedCheckpoint":
         return None
@@ -71,7 +71,7 @@ def damaged_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def unchanged_weights(evidence: Evidence) -> Finding | None:
-    """Find versions of weights that are equal to the bit though steps were taken between them."""
+    """Find versions of weights that are equal to the bit despite steps between them."""
     digests = [(r.version, r.digest) for r in evidence.refits if r.verify == "full" and r.digest]
     runs = [[version for version, _ in group] for _, group in itertools.groupby(digests, lambda pair: pair[1])]
     same = max((sorted({*versions}) for versions in runs), key=len, default=[])
@@ -95,7 +95,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
 
 
 def run_failed(evidence: Evidence) -> Finding | None:
-    """Find what a run says that it failed of, whatever that is."""
+    """Find the error that ended the run, whatever it is."""
     ending = evidence.ending
     if ending is None or ending.outcome != "failed":
         return None
@@ -113,7 +113,7 @@ def run_failed(evidence: Evidence) -> Finding | None:
 
 
 def killed(evidence: Evidence) -> Finding | None:
-    """Find a run that stopped without an end: its coordinator was killed, or its machine went down."""
+    """Find a run without a recorded end: its coordinator was killed, or its machine went down."""
     last = evidence.steps[-1].step if evidence.steps else 0
     if evidence.ending is not None or evidence.is_running or last >= (planned_steps(evidence) or last):
         return None
@@ -132,7 +132,7 @@ def killed(evidence: Evidence) -> Finding | None:
 
 
 def planned_steps(evidence: Evidence) -> int | None:
-    """Return the last step that the run was to take; None where its data decide that, too."""
+    """Return the last planned step of the run; None if that depends on its data."""
     config = evidence.config
     if config.replay is not None:
         return config.replay.to_step
