@@ -49,7 +49,7 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     """The spawn spec of a forked process, as if it were started by a command."""
 
     module: str
-    """Module whose ``main`` gets the arguments, and returns the exit code."""
+    """Name of the module; its ``main`` gets the arguments, and returns the exit code."""
     arguments: tuple[str, ...]
     folder: str
     environment: dict[str, str]
@@ -107,6 +107,7 @@ class ForkServer:
         Args:
             preload: imports modules; must not start threads or touch a device.
             deadline_s: longest time of a start, which for the first one includes importing.
+
         """
         self._preload = preload
         self._deadline_s = deadline_s
@@ -146,11 +147,12 @@ class ForkServer:
         It is a child of this process, or of `parent`, a process above this one that adopts orphans.
 
         Without `heeds_signals`, signals do not end it unless `main` handles them. If there are `keys`, it gets them in
-        a private descriptor, whose number follows its arguments: ``--key-fd N``.
+        a private descriptor; its number follows the arguments: ``--key-fd N``.
 
         Raises:
             ServiceLost: the fork server has ended.
             DeadlineExceeded: the fork server did not answer in time.
+
         """
         birth = Birth(
             module=module,

@@ -1,4 +1,4 @@
-"""One node's processes of a run whose coordinator is on another node; it stays until they have ended.
+"""One node's processes of a run that has its coordinator on another node; it stays until they have ended.
 
 Services do not know this process. Each registers with the coordinator by itself, under its own number, and is restarted
 here when it dies. They die with this process, even after kill -9.
@@ -43,8 +43,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     admission_s: float
     """Longest time that a process may go without admission, since it was lost or first started."""
     max_replacements: int
-    """Of the run; the coordinator counts the losses of all nodes. This node gives up when it alone has lost more within
-    `replacement_window_s`."""
+    """Limit of the run; the coordinator counts the losses of all nodes. This node gives up when it alone has lost more
+    within `replacement_window_s`."""
     replacement_window_s: float
     grace_s: float
     """Time for services after this process was asked to end: the coordinator finishes a step, and saves."""

@@ -56,6 +56,7 @@ def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
 
     Raises:
         ConfigError: some process would be launched by no node, or by two.
+
     """
     nodes = nodes_of(config)
     return [

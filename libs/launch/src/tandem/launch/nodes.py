@@ -37,6 +37,7 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
 
     Raises:
         ConfigError: some process would be launched by no node, or by two, or a node would launch none.
+
     """
     expected, launched = expected_processes(config), launched_processes(config)
     if launched.get("refit", 0) < expected.get("refit", 0):
@@ -100,7 +101,7 @@ def _first_gpu(config: Config, key: str, index: int) -> int:
 
 
 def _evenly(first: int, total: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """Cut the numbers from `first` up to `total` into parts whose sizes differ by at most one."""
+    """Cut the numbers from `first` up to `total` into parts of equal sizes, give or take one."""
     count = total - first
     bounds = [first + count * node // num_nodes for node in range(num_nodes + 1)]
     return [tuple(range(start, end)) for start, end in pairwise(bounds)]

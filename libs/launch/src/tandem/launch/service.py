@@ -315,7 +315,7 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="file with the run's keys, RUN/keys/members.json, written by the coordinator and readable only by its user",
+        help="file with the run's keys, written by its coordinator to RUN/keys/members.json, readable only by its user",
     )
     keys.add_argument("--key-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)

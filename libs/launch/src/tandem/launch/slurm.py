@@ -41,6 +41,7 @@ def batch_script(config: Config, source: Path, overrides: Sequence[str], job: Sl
 
     Raises:
         ConfigError: some process would be launched by no node, or by two.
+
     """
     nodes = nodes_of(config)
     if config.logger.log_dir.startswith("/tmp/"):

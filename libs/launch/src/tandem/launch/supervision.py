@@ -1,9 +1,9 @@
 """Messages between a coordinator and its supervisor, over an inherited socket pair.
 
-    coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor outlives the coordinator;
-                                `Replaced`: processes were replaced; `GoBack`: the newest checkpoint is damaged;
-                                `Final`: another coordinator would end the same way
-    supervisor ─▶ coordinator   `Begun`, first: what became of the previous one; `Ended`: how such a child ended
+    coordinator ─▶ supervisor   `Alive`: a sign of life. `Keep`: a child of the supervisor outlives the coordinator.
+                                `Replaced`: processes were replaced. `GoBack`: the newest checkpoint is damaged.
+                                `Final`: another coordinator would end the same way.
+    supervisor ─▶ coordinator   `Begun`, first: what became of the previous one. `Ended`: how such a child ended.
 
 Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`). The kernel
 ends them with the supervisor, not with the coordinator, and the supervisor reports their ends to the coordinator.

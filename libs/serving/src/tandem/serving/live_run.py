@@ -1,4 +1,4 @@
-"""Live runs whose rollouts answer requests themselves."""
+"""Live runs that answer requests with their own rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP requests to a server, whose answers are passed on as they arrive."""
+"""HTTP requests to a server, with answers that are read as they arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BROKEN = (OSError, EOFError, TimeoutError, h11.ProtocolError)
 
 
 class Answer:
-    """An answer whose body is still to come."""
+    """An answer with its body still to come."""
 
     def __init__(self, connection: h11.Connection, reader: asyncio.StreamReader, head: h11.Response) -> None:
         self.status = head.status_code

@@ -42,6 +42,7 @@ def bind(
 
     Raises:
         RefitError: a source cannot be opened, or memory differs from the plan. No parameter was changed.
+
     """
     member = program.member
     device = next((tensor.device for tensor in storages.values()), torch.device("cpu"))
@@ -107,6 +108,7 @@ class BoundProgram:
         Raises:
             RefitError: names this process, its operation, the peer and the tensor. Weights here may be partial.
                 Links unrelated to the failure have been served.
+
         """
         assert not self._is_closed, "a program was run after it was closed"
         deadline = time.monotonic() + deadline_s

@@ -152,7 +152,7 @@ def _places(layout: Layout) -> _Places:
 
 
 def _spans_that_meet(places: _Places) -> Iterator[tuple[Ints, Ints]]:
-    """Yield pairs of places in one storage whose byte ranges overlap, in batches."""
+    """Yield pairs of places in one storage with overlapping byte ranges, in batches."""
     if not len(places.offset_P):
         return
     radix = int(places.stop_P.max()) + 1

@@ -45,6 +45,7 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
         layouts: of all processes.
         num_sources: number of trainers, over which an even load would be spread.
         rates: of the wires.
+
     """
     device_of = {member: layout.device for member, layout in layouts.items()}
     host_of = {member: layout.host for member, layout in layouts.items()}

@@ -293,6 +293,7 @@ class LayoutBuilder:
             storage: like `tensor`.
             offset: like `tensor`, in bytes.
             strides: like `start`, in bytes.
+
         """
         rows = [np.asarray(values, np.int64) for values in (tensor, storage, offset)]
         dims = [np.asarray(values, np.int64) for values in (start, shape, strides)]

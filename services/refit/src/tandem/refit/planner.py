@@ -110,6 +110,7 @@ def plan(
     Raises:
         CoverageError: a wanted element has no source; names the tensor and the slice.
         RefitError: a layout contradicts itself or another one, or a conversion is missing.
+
     """
     adapted = _adapt(sources, destinations)
     received = {engine: each.layout for engine, each in adapted.items()}

@@ -2,7 +2,7 @@
 
 For each block x of a region: ``scale = max|x| / largest finite number of the type`` in float32, or 1 if the block is
 all zero, and ``value = x / scale`` in float32, rounded to the type. This is the block-wise scheme of DeepSeek-V3 (arXiv
-2412.19437, section 3.3.2), whose checkpoints name the scale ``<name>_scale_inv``.
+2412.19437, section 3.3.2); its checkpoints name the scale ``<name>_scale_inv``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Quantiser:
 
     @torch.no_grad()
     def wrong(self) -> tuple[str, ...]:
-        """Quantise again, and return the tensors whose held values or scales differ in any bit."""
+        """Quantise again, and return the tensors with held values or scales that differ in any bit."""
         found: dict[str, None] = {}
         for region in self._regions:
             values, scales = quantise(region.source, self._block, self._dtype)

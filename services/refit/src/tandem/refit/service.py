@@ -90,7 +90,7 @@ class RefitService:
         self._member.reply(order.command_id, reply)
 
     def _commit(self, order: CommitVersion) -> None:
-        """Make the version current, and report engines whose weights differ from the trainers'."""
+        """Make the version current, and report engines with weights that differ from the trainers'."""
         verdict = self._compare(order) if order.digests else Verdict((), 0)
         self.version = order.version
         reply = VersionCommitted(

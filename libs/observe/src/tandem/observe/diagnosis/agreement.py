@@ -14,7 +14,7 @@ TOO_OLD_SHARE = 0.1
 
 
 def disagreement(evidence: Evidence) -> Finding | None:
-    """Find engines whose token probabilities differ from the trainers' with the same weights."""
+    """Find engines and trainers that disagree on token probabilities with the same weights."""
     fresh = [r for r in evidence.steps if _GAP in r.metrics and r.metrics.get("max_trajectory_age", 0) == 0]
     high = [r for r in fresh if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
     streak = evidence.streak(_GAP)

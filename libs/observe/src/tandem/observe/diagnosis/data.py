@@ -16,7 +16,7 @@ RISE_OF_LOSS = 0.1
 
 
 def another_tokenizer(evidence: Evidence) -> Finding | None:
-    """Find a tokenizer that is not the model's own, in a run whose model hardly answers from the start."""
+    """Find a tokenizer that is not the model's own, if the model hardly answers from the start."""
     policy, accuracy = evidence.config.policy, evidence.points("accuracy")
     name = policy.tokenizer.name
     if not name or name == policy.model_name or len(accuracy) < SHORT_RUN:

@@ -26,7 +26,7 @@ from tandem.samples import sample_files
 SHORT_RUN = 3
 """Steps of the shortest run for which a condition can hold, if it holds in all of them; see `Evidence.streak`."""
 MAX_STEPS_OF_SAMPLES = 16
-"""Number of steps whose samples are examined: the first, the last, and others evenly between them."""
+"""Number of steps with examined samples: the first, the last, and others evenly between them."""
 _FEWEST = 3
 """Steps that define a metric's early and late value; see `Change`."""
 _LOG_LINES, _LOG_BYTES = 5, 1 << 16
@@ -132,7 +132,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_solved(self) -> bool:
-        """Whether the first steps' problems were answered already."""
+        """Whether the problems of the first steps were already solved."""
         first = [value for _, value in self.points("accuracy")[:SHORT_RUN]]
         return bool(first) and statistics.median(first) >= SOLVED
 

@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration keys to look at, or another place."""
     certainty: Certainty
     since: int = 1
-    """First step in which it is seen, or whose weights it made."""
+    """First step that shows it, or that made the weights concerned."""
     explains: tuple[str, ...] = ()
     """Names of findings that are consequences of this one, if they are not seen earlier."""
     explained_by: str = ""

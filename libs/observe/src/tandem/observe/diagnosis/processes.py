@@ -99,7 +99,7 @@ def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
 
 
 def slow_trainer(evidence: Evidence) -> Finding | None:
-    """Find a trainer rank whose own work takes much longer than that of the others, which wait for it."""
+    """Find a trainer rank that takes much longer for its own work than the others, which wait for it."""
     steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # the first step is cold
     if len(steps) < _LEAST_STEPS:
         return None

@@ -55,7 +55,7 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
 
 
 def damaged_checkpoint(evidence: Evidence) -> Finding | None:
-    """Find a checkpoint whose files differ from what was written."""
+    """Find a checkpoint with files that differ from what was written."""
     ending = evidence.ending
     if ending is None or ending.kind != "DamagedCheckpoint":
         return None

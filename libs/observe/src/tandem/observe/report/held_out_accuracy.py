@@ -1,23 +1,24 @@
-"""Whether a run learned anything, by its accuracy on held-out problems; pure."""
+"""Lack of progress, by the accuracy on held-out problems; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 NEAR_ZERO = 0.05
-"""Held-out accuracy at the start with which nearly every group of samples is all wrong and teaches nothing."""
+"""Initial held-out accuracy below which nearly every group is all wrong and teaches nothing."""
 STILL_LOW = 0.15
-"""Held-out accuracy at last from which on a start near zero did no harm."""
+"""Final held-out accuracy from which a start near zero did no harm."""
 LEAST_GAIN = 0.02
-"""By which held-out accuracy must have risen at best to be said to move."""
+"""Least rise of held-out accuracy that counts as movement."""
 SOLVED = 0.95
-"""Held-out accuracy with which there is nothing left to gain."""
+"""Held-out accuracy from which nothing is left to gain."""
 MANY_STEPS = 20
-"""Steps that should have shown something."""
+"""Number of steps that should have shown progress."""
 
 
 def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
-    """Say what is wrong with the course of held-out accuracy, by step; None if nothing is, or too little is known."""
+    """Describe what is wrong with the course of held-out accuracy; return None if nothing is, or too little is
+    known."""
     if len(accuracy) < 2 or accuracy[-1][0] - accuracy[0][0] < MANY_STEPS:
         return None
     (first, start), (last, end) = accuracy[0], accuracy[-1]

@@ -1,6 +1,6 @@
 """A report as one HTML file that loads nothing and links to nothing.
 
-Whatever a model or a user wrote is escaped.
+All text written by models or users is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.observe.report.side_by_side import Row, Run, configuration_differenc
 
 _NUM_COLOURS = 10
 _NUM_NOTES = 40
-"""Of what was said during a run, the last so many lines are shown."""
+"""Number of lines shown of a run's events, the newest."""
 _LONGEST_NOTE = 400
 
 _STYLE = """
@@ -89,7 +89,7 @@ def _panel(panel: Panel, runs: Sequence[Run]) -> str:
 
 
 def _lines(panel: Panel, runs: Sequence[Run]) -> tuple[str, str]:
-    """Return a chart of curves and its legend; several runs differ in colour, the curves of one as well."""
+    """Return a chart of curves and its legend; several runs differ in colour, as do the curves of a single run."""
     left, right = panel.drawn([run.curves for run in runs])
     lines = [
         Line(

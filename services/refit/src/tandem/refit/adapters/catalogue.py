@@ -77,6 +77,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         Returns:
             Shape (layers, experts), (layers,) or (), depending on the placeholders of the pattern.
+
         """
         cache: dict[str, NDArray[np.int64]] = self.__dict__.setdefault("indices of pattern", {})
         if pattern not in cache:
@@ -162,6 +163,7 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
 
     Raises:
         ModelError: the architecture is unknown, or a field is missing or of the wrong kind.
+
     """
     if config.get("model_type") not in FAMILIES:
         raise ModelError(f"model_type {config.get('model_type')!r} has no catalogue; known are {', '.join(FAMILIES)}")
@@ -185,6 +187,7 @@ def from_checkpoint(folder: Path) -> ModelShape:
 
     Raises:
         ModelError: a file is missing or damaged, or contradicts the configuration.
+
     """
     found = headers.read_headers(folder)
     try:

@@ -41,6 +41,7 @@ def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
 
     Raises:
         RefitError: a parameter is missing or has another size, so the adapter describes another model.
+
     """
     storages = []
     for storage in layout.storages:
@@ -79,6 +80,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
         Raises:
             RefitError: there is no such rank, or the model cannot be split this way.
+
         """
         if not 0 <= rank < self.num_ranks:
             raise RefitError(f"there is no rank {rank} among {self.num_ranks}")
@@ -89,6 +91,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
         Raises:
             RefitError: as for `layout`, or the adapter does not know where some tensor goes.
+
         """
         made: dict[Hashable, Layout] = {}
         layouts = []

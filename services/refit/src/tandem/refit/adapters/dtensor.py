@@ -58,6 +58,7 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[i
         mesh: number of ranks along each axis.
         coordinates: of the rank, along each axis.
         cuts: the cuts of this parameter.
+
     """
     start, stop = [0] * len(shape), list(shape)
     for axis, dim in cuts:
@@ -82,6 +83,7 @@ def layout_on_mesh(
         rank: in the mesh.
         cuts_of: returns the cuts of a parameter from its name pattern and shape.
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+
     """
     coordinates = _coordinates(rank, mesh)
     builder = RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))

@@ -94,7 +94,7 @@ class Geometry(msgspec.Struct, frozen=True):
     """Whether the output layer is the embedding, in which case there is no ``lm_head.weight``."""
     attention: Attention | LatentAttention
     experts: Experts | None
-    """None for gpt_oss too, whose checkpoints already fuse the experts."""
+    """Experts; None for gpt_oss too, because its checkpoints already fuse the experts."""
 
     def rows_of(self, part: str) -> tuple[str, int]:
         """Return the checkpoint layer that contains a projection, and the projection's first row in it.

@@ -40,6 +40,7 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
     Args:
         model: any; if only its tensors are known, each is a kind of its own.
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+
     """
     if model.geometry is None:
         return tuple(_plain(tensor.name, tensor.shape) for tensor in model.tensors)

@@ -76,6 +76,7 @@ def gate_and_up(model: ModelShape, prefix: str, kind: str, rank: int, size: int)
         kind: weight or bias.
         rank: in the group that shares them.
         size: of that group.
+
     """
     parts: list[tuple[str, Box]] = []
     for part in ("gate", "up"):
@@ -98,9 +99,10 @@ class RankBuilder:
         """Start with no parameters.
 
         Args:
-            model: whose tensors fill the parameters.
+            model: with the tensors that fill the parameters.
             layers: the layers of this process, by their numbers in the checkpoint.
             names: replacements of ``{layer}`` in parameter names, one for each of `layers`; default: its number.
+
         """
         self._model = model
         self._layers = np.asarray(layers, np.int64)
@@ -150,6 +152,7 @@ class RankBuilder:
 
         Raises:
             RefitError: a layer has only some of the tensors, or their element types differ.
+
         """
         if not fills or not math.prod(shape):
             return

@@ -39,6 +39,7 @@ def megatron(
 
     Raises:
         RefitError: the layers do not divide this way.
+
     """
     rest = num_layers - (in_first or 0) - (in_last or 0)
     middle = pp - (in_first is not None) - (in_last is not None)

@@ -25,7 +25,7 @@ _NUM_NAMED = 3
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """An engine whose weights differ from the trainers'."""
+    """An engine with weights that differ from the trainers'."""
 
     engine: str
     tensors: tuple[str, ...]
@@ -66,6 +66,7 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
     Raises:
         RefitError: a process sent digests for another number of tensors than its layout has, or an engine holds some
             elements of a digested tensor more often than others.
+
     """
     names = _Names()
     sent_N = names.total(sources)

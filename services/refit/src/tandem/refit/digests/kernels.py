@@ -45,6 +45,7 @@ def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
 
     Raises:
         RefitError: the elements have another size.
+
     """
     if values.element_size() not in _INTEGERS:
         raise RefitError(f"element type {values.dtype}: digests are of elements of 1, 2 or 4 bytes")
@@ -54,7 +55,7 @@ def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
         first -= 1
         num_columns *= spans[first][2]
     words_RC = values.reshape(-1, num_columns)
-    if words_RC.stride(1) != 1:  # copy even a single column, whose stride may be any number
+    if words_RC.stride(1) != 1:  # copy even a single column, which may have any stride
         words_RC = words_RC.clone(memory_format=torch.contiguous_format)
     words_RC = words_RC.view(_INTEGERS[values.element_size()])
     kernel = _device_sums if values.is_cuda else _cpu_kernel()

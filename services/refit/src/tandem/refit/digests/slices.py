@@ -76,6 +76,7 @@ class DigestList:
 
         Raises:
             RefitError: a piece of a tensor that is quantised in transit is not staged.
+
         """
         self._tensors = layout.tensors
         tensors = layout.tensors
@@ -133,6 +134,7 @@ class DigestList:
 
         Raises:
             RefitError: the sampling takes less than one row in one.
+
         """
         slices = self.slices
         if sampling is None or sampling.one_in == 1:

@@ -70,7 +70,7 @@ class DigestTask:
 
         Args:
             layout: of the process.
-            storages: by storage name, a tensor of any type whose first element is byte 0, in one range without gaps;
+            storages: by storage name, a tensor of any type, its first element at byte 0, in one range without gaps;
                 all on one device. They must not change until the task is done.
             verification: which pieces to digest, and the element type to convert to first; default: all, as they are.
             sampling: digest only some rows; default: all.
@@ -79,6 +79,7 @@ class DigestTask:
 
         Raises:
             RefitError: a quantised tensor is not staged.
+
         """
         verification = everything(layout) if verification is None else verification
         self._layout = layout
@@ -109,6 +110,7 @@ class DigestTask:
 
         Raises:
             RefitError: elements are not of 1, 2 or 4 bytes.
+
         """
         deadline = time.perf_counter() + seconds
         return all(time.perf_counter() < deadline for _ in self._work)
@@ -217,6 +219,7 @@ def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch
 
     Raises:
         RefitError: the elements have another size.
+
     """
     from tandem.refit.digests.kernels import slab_sum
 

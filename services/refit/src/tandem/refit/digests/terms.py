@@ -4,18 +4,17 @@ The digest of a tensor is, modulo 2**64::
 
     D = s * sum_i  e(i) * m_1(i_1) * m_2(i_2) * ... * m_n(i_n)
 
-where ``m_k`` is an odd pseudo-random 64-bit number for each *global* index along dimension ``k``, ``s`` one for each
-name, shape and element type, and ``e`` reads the bytes of an element, from the lowest, as signed digits to base 256::
+Here ``m_k`` is an odd pseudo-random 64-bit number for each *global* index along dimension ``k``, and ``s`` one for each
+name, shape and element type. ``e`` reads an element's bytes, from the lowest, as signed digits to base 256::
 
     e = b_0 + 256 * b_1 + 256**2 * b_2 + ...,    -128 <= b_j <= 127
 
-which is a different number for each pattern of bits. A sum may be taken in any order and in any parts, so every
-sharding gives the same number. Each term depends on where its element belongs, so swapped tensors, exchanged rows, a
-shifted shard or a stale tensor change it; and because an odd number is invertible modulo 2**64, so does any single
-flipped bit.
+It differs for each bit pattern. A sum may be taken in any order and in any parts, so every sharding gives
+the same number. Each term depends on the place of its element, so swapped tensors, exchanged rows, a shifted shard or a
+stale tensor change the digest. So does any single flipped bit, because an odd number is invertible modulo 2**64.
 
 ``e`` has at most 32 bits, the sum 64. Modulo 2**32, and also for two float32 read as one 64-bit word, the sign bit
-would stand at the top, where an even number of flips always cancels: a tensor whose halves are negated would pass.
+would be the top bit, where an even number of flips always cancels: a tensor with both halves negated would pass.
 With 64 bits it weighs ``2**31 * m``, and 33 bits of ``m`` still count.
 
 No torch here; `tandem.refit.digests.kernels` takes the sums.
@@ -69,6 +68,7 @@ def signed_digits(numbers_C: NDArray[np.int64], item_size: int) -> NDArray[np.in
     Returns:
         Shape ``(C * item_size, 8)``. The row of byte b of an element holds the digits of its multiplier, each from
         -128 to 127, shifted by b places.
+
     """
     left_C = numbers_C.view(np.uint64).copy()
     digits_CBJ = np.zeros((len(left_C), item_size, NUM_DIGITS), np.int8)

@@ -93,6 +93,7 @@ class Assembler:
             copies: sorted by group.
             group_C: link and number of the transport, combined.
             flow_of_link: any flow of each link.
+
         """
         receiver = self._engines[engine]
         shards = self._destination_shards[self._class_of[receiver]]
@@ -212,11 +213,12 @@ class Assembler:
 
 
 def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], Ints]:
-    """Number the distinct values in each group; groups ascend.
+    """Assign numbers to the distinct values in each group; groups ascend.
 
     Returns:
         ``(values, first, number_C)``: the values of all groups, one group after another; the start of each group's
         values, followed by the end of the last; and the number of each row's value in its group.
+
     """
     radix = int(value_C.max()) + 1
     keys, key_C = np.unique(group_C * radix + value_C, return_inverse=True)

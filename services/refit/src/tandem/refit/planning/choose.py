@@ -23,7 +23,7 @@ class Segments(Table, frozen=True, eq=False):
     host_X: Ints
     """Node of the pattern."""
     sharer_X: Ints
-    """Which of the byte range's sharers receives it."""
+    """Number of the receiver among the byte range's sharers."""
     member_X: Ints
     """Trainer that sends it."""
     transport_X: Ints

@@ -81,6 +81,7 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: Source
 
     Raises:
         CoverageError: a wanted element has no source; names the tensor and the slice.
+
     """
     num_dims = tensors.table.num_dims
     pieces = layout.pieces

@@ -46,6 +46,7 @@ def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     Raises:
         CoverageError: no trainer holds one of an adapter's two matrices.
         RefitError: an adapter does not fit its weight, or the engine's element type cannot be merged into.
+
     """
     adapters = _adapters(sources)
     if not adapters:
@@ -131,7 +132,7 @@ class _Rewriting:
         return Adapted(made, tuple(self._staging), merging)
 
     def _add_tensor(self, index: int, rows: list[int]) -> None:
-        """Receive base and adapter of a weight whose pieces at `rows` the engine wants."""
+        """Receive base and adapter of a weight, for the pieces at `rows` that the engine wants."""
         tensor = self._layout.tensors[index]
         adapter = self._adapters[tensor.name]
         if tensor.shape != (adapter.b.shape[0], adapter.a.shape[1]):

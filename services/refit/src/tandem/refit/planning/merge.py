@@ -26,6 +26,7 @@ def merge(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
 
     Returns:
         Copies sorted by link, then by destination.
+
     """
     order = np.lexsort((copies.destination_offset_C, copies.destination_C, link_C))
     copies, link_C = _simplified(copies.rows(order)), link_C[order]
@@ -166,6 +167,7 @@ def _series(alike: NDArray[np.bool_], *steps: Ints) -> tuple[Ints, Ints]:
 
     Returns:
         The first row of each series, and its number of rows.
+
     """
     num = len(alike)
     equal = np.concatenate([[False], alike[1:] & alike[:-1]])

@@ -18,6 +18,7 @@ def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tupl
     Args:
         transfers: all of a plan.
         layouts: of all processes; ranks in a group follow their order, receivers first.
+
     """
     cluster: dict[str, set[str]] = {}
     senders: dict[str, set[str]] = {}

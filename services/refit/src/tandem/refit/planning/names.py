@@ -66,6 +66,7 @@ class Names:
         Raises:
             CoverageError: processes give a tensor different shapes.
             RefitError: a process names a tensor twice.
+
         """
         numbers = np.zeros(len(tensors), np.int64)
         for index, tensor in enumerate(tensors):
@@ -119,11 +120,12 @@ class Tensors(msgspec.Struct, frozen=True, eq=False):
 
 
 def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> Tensors:
-    """Number the tensors of both sides, and find how each is converted.
+    """Assign numbers to the tensors of both sides, and find how each is converted.
 
     Raises:
         CoverageError: an engine wants a tensor that no source holds, or in another shape.
         RefitError: two processes contradict each other, or a conversion is missing.
+
     """
     names = Names()
     held, wanted = Side(names, sources), Side(names, destinations)

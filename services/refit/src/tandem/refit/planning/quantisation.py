@@ -38,6 +38,7 @@ def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Stag
         tensors: with the block shape of each.
         tensor_P: global numbers of the pieces' tensors.
         row_P: rows of the pieces in the layout.
+
     """
     pieces, num_dims = layout.pieces.rows(row_P), tensors.table.num_dims
     start_PD, shape_PD = pad_dims(pieces.start_PD, num_dims, 0), pad_dims(pieces.shape_PD, num_dims, 1)

@@ -15,7 +15,7 @@ from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
 _ROUTES = tuple(Route(*facts) for facts in itertools.product((False, True), repeat=4))
-"""Every route by its number, whose binary digits are the facts in order."""
+"""Every route by its number; the facts, in order, are the number's binary digits."""
 
 PRIVATE = KINDS_OF_MEMORY.index(PrivateMemory)
 """Code of memory that only its own process can access."""
@@ -44,6 +44,7 @@ class Choices:
 
         Raises:
             RefitError: no transport reaches the destination.
+
         """
         transport_N = self._transport_KR[kind_N, route_N]
         is_new_N = transport_N < 0

@@ -185,6 +185,7 @@ def patterns(
         set_B: set of holders of each source shard.
         allow_alias: do not cut overlaps that may be read in place.
         grain: bytes; overlaps smaller than twice this are not cut.
+
     """
     engines: dict[str, list[tuple[int, str, str]]] = {}
     for engine, layout in destinations.items():

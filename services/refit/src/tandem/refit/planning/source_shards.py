@@ -59,6 +59,7 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> SourceShards:
 
     Raises:
         RefitError: slices of one tensor overlap without being equal.
+
     """
     num_dims = tensors.table.shape_TD.shape[1]
     needed_G = (tensors.wanted_dtype_G >= 0) & (tensors.source_dtype_G >= 0)

@@ -68,7 +68,7 @@ def group_rows(*columns: Ints) -> tuple[Ints, Ints]:
 
 
 def slabs(count_N: Ints, most: int = MOST_PAIRS) -> Iterator[slice]:
-    """Yield ranges of rows whose counts add up to at most about `most`."""
+    """Yield ranges of rows with counts that add up to at most about `most`."""
     ends_N = np.cumsum(count_N)
     start = 0
     while start < len(count_N):
@@ -85,6 +85,7 @@ class BoxIndex:
         tensor_B: the tensor of each slice.
         start_BD: first element.
         shape_BD: elements along each dimension; never 0.
+
     """
 
     def __init__(self, tensor_B: Ints, start_BD: Ints, shape_BD: Ints) -> None:

@@ -98,6 +98,7 @@ def places_of(
 
     Raises:
         RefitError: a parameter differs from the plan; nothing has been re-pointed.
+
     """
     at = transfer.copies
     pairs = []

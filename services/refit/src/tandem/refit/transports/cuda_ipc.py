@@ -133,6 +133,7 @@ def share(tensor: torch.Tensor) -> CudaMemory:
 
     Raises:
         RefitError: it is not on a GPU, has no bytes, or was not allocated by ``cudaMalloc``.
+
     """
     storage = tensor.untyped_storage()
     if storage.device.type != "cuda" or storage.nbytes() == 0:

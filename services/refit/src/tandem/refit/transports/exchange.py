@@ -124,6 +124,7 @@ class Exchange:
             transfers: of one transfer group and one round.
             end: of that group.
             groups: connected transfer groups by name, looked up at each run.
+
         """
         self._transfers = transfers
         self._end = end

@@ -38,7 +38,7 @@ class Kernels:
 def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Kernels | None:
     """Return launches that copy each source to its destination; None without Triton.
 
-    Torch copies pairs whose types the kernel does not convert.
+    Torch copies pairs of types that the kernel does not convert.
     """
     if importlib.util.find_spec("triton") is None:
         return None

@@ -61,7 +61,7 @@ class Memory:
     """Storages by name. Views are checked before they are made, and errors name their tensor."""
 
     def __init__(self, who: str, storages: Mapping[str, torch.Tensor]) -> None:
-        """Take the storages; `who` begins error messages. A uint8 tensor can be viewed as any type."""
+        """Take the storages; errors begin with the name of this process. A uint8 tensor can be viewed as any type."""
         self._who = who
         self._storages = storages
         self._flats: dict[tuple[str, int], torch.Tensor] = {}

@@ -203,6 +203,7 @@ def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout
 
     Raises:
         RefitError: names the missing processes.
+
     """
     deadline = time.monotonic() + timeout_s
     announce(mesh, member, store)

@@ -41,6 +41,7 @@ def choose(memory: type[Address], route: Route, *, sent_only: bool = False) -> t
 
     Raises:
         RefitError: no transport reaches the destination.
+
     """
     found = [
         (each.preference(route), -number)

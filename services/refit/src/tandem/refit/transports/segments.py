@@ -49,6 +49,7 @@ def tiles(copies: Strided, destination_size: int, source_size: int, *, converts:
         destination_size: bytes per element.
         source_size: likewise; equal unless elements are converted.
         converts: whether the element types differ.
+
     """
     flat = _enumerate_outer(_merge_dims(copies))
     if converts:

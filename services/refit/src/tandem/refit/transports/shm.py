@@ -64,6 +64,7 @@ def share(tensor: torch.Tensor) -> SharedMemory:
 
     Raises:
         RefitError: the tensor is not on the CPU or has no bytes, or the machine has no shared memory left.
+
     """
     storage = tensor.untyped_storage()
     if storage.device.type != "cpu" or storage.nbytes() == 0:

@@ -99,6 +99,7 @@ class BoundTransfers(Protocol):
 
         Raises:
             RefitError: names this process, its operation and the peer.
+
         """
         ...
 
@@ -113,7 +114,7 @@ class Transport(ABC):
     needs_mesh: ClassVar[bool] = False
     """Whether the processes must first be connected in a transfer group."""
     in_place_of: ClassVar[str] = ""
-    """Transport whose copies this one replaces by letting the destination read the source's memory in place."""
+    """Transport that this one replaces where the destination can read the source's memory in place."""
 
     @abstractmethod
     def reaches(self, memory: type[Address], route: Route) -> bool:
@@ -141,6 +142,7 @@ class Transport(ABC):
         Args:
             copies: merged as far as possible.
             num_bytes_D: of each destination storage; 0 if it must not be read in place.
+
         """
         return np.zeros(len(copies), np.bool_)
 
@@ -150,4 +152,5 @@ class Transport(ABC):
 
         Raises:
             RefitError: a source cannot be opened, or memory differs from the plan. Nothing was changed.
+
         """
