@@ -21,7 +21,7 @@ from tandem.common import curve
 from tandem.common.curve import Admitted, Gatekeeper
 from tandem.common.messages import MAX_TOKENS_FETCHED, SamplesFetched
 from tandem.common.wire import encode
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tests.members import MEMBER
 
 ROOT = Path(__file__).parents[1]
@@ -32,14 +32,14 @@ WAYS = ("plain", "encrypted")
 
 def reply() -> list[Any]:
     """The largest reply that one request may have."""
-    arrays = SampleArrays(
+    arrays = Batch(
         lengths_S=np.array([NUM_TOKENS], dtype=np.int32),
         token_ids_T=np.arange(NUM_TOKENS, dtype=np.int32),
         loss_mask_T=np.ones(NUM_TOKENS, dtype=np.bool_),
         generation_logprobs_T=np.zeros(NUM_TOKENS, dtype=np.float32),
         versions_T=np.zeros(NUM_TOKENS, dtype=np.int32),
     )
-    return encode(SamplesFetched(request_id=1), arrays.to_frames())
+    return encode(SamplesFetched(request_id=1), arrays.columns)
 
 
 def serve() -> None:

@@ -30,6 +30,7 @@ def named(cases: tuple[Case, ...]) -> list[Row]:
     return rows
 
 
+@pytest.mark.timeout(7200)  # 32 runs, of 10 to 60 seconds each
 def test_the_cause_comes_first(benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prepare()

@@ -67,7 +67,7 @@ from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
-from tandem.samples.batch import SampleArrays, TrainingBatch
+from tandem.samples.batch import SAMPLES, Batch
 from tests.members import at, open_listening
 
 NUM_GROUPS, GROUP_SIZE, PROMPT = sized(128, 8), 8, 128
@@ -166,7 +166,7 @@ def generated(order: Generate) -> Iterator[Frames]:
             finished = SamplesFinished(
                 command_id=order.command_id, step=order.step, purpose=order.purpose, samples=(scored,)
             )
-            arrays = arrays_of(group, num_made).to_frames() if with_arrays else None
+            arrays = arrays_of(group, num_made).columns if with_arrays else None
             yield encode(finished, arrays)
     yield encode(
         Generated(
@@ -181,10 +181,10 @@ def generated(order: Generate) -> Iterator[Frames]:
     )
 
 
-def arrays_of(group: PromptGroup, num_made: int) -> SampleArrays:
+def arrays_of(group: PromptGroup, num_made: int) -> Batch:
     length = len(group.prompt_ids) + num_made
     made_T = np.arange(length) >= len(group.prompt_ids)
-    return SampleArrays(
+    return Batch(
         lengths_S=np.array([length], dtype=np.int32),
         token_ids_T=np.concatenate([np.array(group.prompt_ids, np.int32), np.full(num_made, 9, np.int32)]),
         loss_mask_T=made_T,
@@ -355,7 +355,7 @@ class Cluster:
     def former_step(self) -> dict[str, float]:
         """Take one step in which arrays come here and go to every rank."""
         codec: Codec[Any] = Codec(FromRollout)
-        bundles: dict[tuple[int, int], SampleArrays] = {}
+        bundles: dict[tuple[int, int], Batch] = {}
         began = time.process_time()
         for engine, order in self.orders(FORMER):
             self.registry.send(engine, encode(order))
@@ -368,9 +368,9 @@ class Cluster:
                     num_done += 1
                     continue
                 (sample,) = received.message.samples
-                bundles[sample.group, sample.sample] = SampleArrays.from_frames(received.arrays)
-        arrays = SampleArrays.concatenate([bundles[key] for key in sorted(bundles)])
-        batch = TrainingBatch(
+                bundles[sample.group, sample.sample] = Batch.from_frames(received.arrays, SAMPLES)
+        arrays = Batch.concatenate([bundles[key] for key in sorted(bundles)])
+        batch = Batch(
             lengths_S=arrays.lengths_S,
             token_ids_T=arrays.token_ids_T,
             loss_mask_T=arrays.loss_mask_T,
@@ -381,7 +381,7 @@ class Cluster:
         self.bytes_to_ranks = 0
         for rank in self.ranks:
             order = Train(**self.command(), step=self._step, sources={})
-            frames = encode(order, batch.to_frames())
+            frames = encode(order, batch.columns)
             self.bytes_to_ranks += sum(map(len, frames))
             self.registry.order(rank, order, frames)
         for _ in self.replies(len(self.ranks)):

@@ -31,7 +31,7 @@ from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
 from tandem.config import build_config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 
@@ -90,12 +90,12 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def random_batch(vocabulary: int) -> TrainingBatch:
+def random_batch(vocabulary: int) -> Batch:
     random = np.random.default_rng(0)
     drawn_S = random.lognormal(np.log(MEDIAN), SIGMA, NUM_SEQUENCES)
     lengths_S = drawn_S.astype(np.int32).clip(8, LONGEST)
     num_tokens = int(lengths_S.sum())
-    return TrainingBatch(
+    return Batch(
         lengths_S=lengths_S,
         token_ids_T=random.integers(0, vocabulary, num_tokens).astype(np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),

@@ -32,10 +32,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import build_config
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
+from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import Counts, make_loss
+from tandem.trainer.micro_batches import pad
 
 NUM_SEQUENCES, LENGTH = sized((8, 256), (2, 32))
 NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
@@ -146,7 +146,7 @@ class Backend(Way):
             }
         )
         self.backend: Any = make_backend(self.config, checkpoint=None)
-        batch = TrainingBatch(
+        batch = Batch(
             lengths_S=np.full(NUM_SEQUENCES, LENGTH, dtype=np.int32),
             token_ids_T=token_ids_BT.flatten().numpy().astype(np.int32),
             loss_mask_T=np.ones(token_ids_BT.numel(), dtype=np.bool_),
@@ -157,7 +157,7 @@ class Backend(Way):
         rows = range(NUM_SEQUENCES)
         read = self.config.declaration.columns_of(self.config, 1)
         columns = {column: batch.of_tokens(column.name) for column in read}
-        self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
+        self.micro_batches = [pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):
             self._watch(self.backend._held["policy", 0].optimizer, "prepare_grads")

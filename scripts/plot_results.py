@@ -20,7 +20,7 @@ RESULTS = ROOT / "docs" / "results"
 _MARKED = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
-_HEADER = ("| run (2 CPU cores) | held-out accuracy before GRPO | after | steps |", "|---|---|---|---|")
+_HEADER = ("| run (2 cores of one CPU) | held-out accuracy before GRPO | after | steps |", "|---|---|---|---|")
 
 
 def row(label: str, summary: RunSummary) -> str:

@@ -24,10 +24,10 @@ from tandem.coordinator.members.reply_checks import finite
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 from tests.protocol.examples import UNIONS, example, messages_of
 
@@ -140,9 +140,9 @@ def test_whatever_environments_return_becomes_a_finite_batch(fuzz: settings) -> 
             batch, metrics = training_batch(config, records, {group: group for group in range(GROUPS)})
         except RewardError:
             return
-        batch.table.check(num_ranks=1, num_sources=1, may_mask_all=True)
+        batch.check_table(num_ranks=1, may_mask_all=True)
         assert all(map(math.isfinite, metrics.values()))
-        assert np.abs(batch.table.advantages_S).max() <= LARGEST
+        assert np.abs(batch.advantages_S).max() <= LARGEST
 
     with_settings(fuzz, run)
 
@@ -158,7 +158,7 @@ def test_whatever_log_probabilities_engines_report_the_metrics_are_finite(fuzz: 
     def run(logprobs: list[float], others: list[float]) -> None:
         given_T = np.array([0, *logprobs[:2], 0, *logprobs[2:]], dtype=np.float32)
         made_T = mask_BT.numpy().reshape(-1)
-        arrays = SampleArrays(
+        arrays = Batch(
             lengths_S=np.array([3, 3], dtype=np.int32),
             token_ids_T=np.zeros(6, dtype=np.int32),
             loss_mask_T=made_T,
@@ -166,7 +166,7 @@ def test_whatever_log_probabilities_engines_report_the_metrics_are_finite(fuzz: 
             versions_T=np.where(made_T, 0, -1).astype(np.int32),
         )
         try:
-            arrays.check(vocabulary=10)
+            arrays.check_samples(vocabulary=10)
         except WireError:
             assert not np.isfinite(given_T).all()
             return

@@ -48,7 +48,7 @@ def _note(name: str, **what: Any) -> None:
 
 
 def _trainer(arguments: Sequence[str]) -> int:
-    from tandem.samples.batch import SampleArrays
+    from tandem.samples.batch import Batch
     from tandem.trainer import cli, step
     from tandem.trainer.fetching import SampleFetcher
     from tandem.trainer.losses import policy_gradient
@@ -61,7 +61,7 @@ def _trainer(arguments: Sequence[str]) -> int:
     def fetching(self: Any, number: int, *args: Any) -> Any:
         found = fetch(self, number, *args)
         if found[0] is not None:
-            seen.update(step=number, samples=SampleArrays.concatenate([*self._kept.values()]), weights=[])
+            seen.update(step=number, samples=Batch.concatenate([*self._kept.values()]), weights=[])
         return found
 
     def weighing(previous_BT: Any, generation_BT: Any, mask_BT: Any, settings: Any) -> Any:
@@ -77,7 +77,7 @@ def _trainer(arguments: Sequence[str]) -> int:
         result = train(*args, **kwargs)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - started)))
         _note("trained", step=seen["step"], began=started, ended=time.monotonic())
-        np.savez(f"trained_{seen['step']}", weights=np.concatenate(seen["weights"]), **seen["samples"].to_frames())
+        np.savez(f"trained_{seen['step']}", weights=np.concatenate(seen["weights"]), **seen["samples"].columns)
         return result
 
     def saving(*args: Any) -> None:

@@ -15,7 +15,6 @@ _MODULES = (
     "tandem.rollout.sample_recorder",
     "tandem.trainer.backends.dtensor",
     "tandem.trainer.logprob_recorder",
-    "tandem.trainer.losses.importance",
     "tandem.trainer.losses.policy_gradient",
     "tandem.trainer.step",
     "tandem.refit.digests.kernels",

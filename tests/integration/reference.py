@@ -16,7 +16,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
 from tests.integration.trainer_harness import (
     ADAMW,
@@ -34,7 +34,7 @@ def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sequences_of(batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
+def sequences_of(batch: Batch) -> list[dict[str, torch.Tensor]]:
     """The batch's arrays, a dict a sequence."""
     ends = np.cumsum(batch.lengths_S)
     return [
@@ -65,7 +65,7 @@ def adamw(model: Any, *, decays_vectors: bool = True) -> torch.optim.Optimizer:
 
 def plain_grpo(
     model: Any,
-    batches: Sequence[TrainingBatch],
+    batches: Sequence[Batch],
     *,
     size: int,
     temperature: float = 1.0,
@@ -142,7 +142,7 @@ class Numbers(NamedTuple):
 
 def plain_numbers(
     source: Path | transformers.PreTrainedModel,
-    batches: Sequence[TrainingBatch],
+    batches: Sequence[Batch],
     *,
     temperature: float,
     kl: float,
@@ -164,7 +164,7 @@ def numbers_of(
     world_size: int,
     make: Callable[[Config], Backend],
     config: Config,
-    batches: Sequence[TrainingBatch],
+    batches: Sequence[Batch],
     folder: Path,
 ) -> Numbers:
     """Train a backend on ranks of their own, one optimizer step a batch; the policy is saved to `folder`."""
@@ -192,7 +192,7 @@ def assert_same_numbers(found: Numbers, expected: Numbers, tolerance: float) -> 
 
 
 def _train_rank(
-    rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[TrainingBatch], folder: Path
+    rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[Batch], folder: Path
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
     table, _ = share_of(backend, batches[0], config)

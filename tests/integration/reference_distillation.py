@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tests.integration.reference import Numbers, adamw, sequences_of
 
 IMPOSSIBLE = -100.0
@@ -51,7 +51,7 @@ def compared(
 def distillation_loss(
     student: Any,
     teachers: Sequence[Any],
-    batch: TrainingBatch,
+    batch: Batch,
     loss: Mapping[str, Any],
     *,
     topk: int,
@@ -77,7 +77,7 @@ def distillation_loss(
 def plain_distillation(
     folder: Path,
     teachers: Sequence[Path],
-    batches: Sequence[TrainingBatch],
+    batches: Sequence[Batch],
     loss: Mapping[str, Any],
     *,
     topk: int,

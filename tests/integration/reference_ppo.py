@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import ADAMW
 
@@ -59,7 +59,7 @@ def advantages_of(rewards: torch.Tensor, values: torch.Tensor, discount: float =
 
 def plain_ppo(
     folder: Path,
-    batches: Sequence[TrainingBatch],
+    batches: Sequence[Batch],
     *,
     size: int,
     epochs: int,

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import transformers
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import SamplingParameters
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tests.integration.trainer_harness import make_model
 
@@ -29,9 +28,7 @@ Given = dict[bytes, NDArray[np.int16]]
 """Of each sequence, by its tokens, where they went: ``[T, L, K]``."""
 
 
-def routed(
-    batch: TrainingBatch, *, seed: int = 0, num_alike: int = 0, experts: RoutedExperts = EXPERTS
-) -> TrainingBatch:
+def routed(batch: Batch, *, seed: int = 0, num_alike: int = 0, experts: RoutedExperts = EXPERTS) -> Batch:
     """Return a batch whose tokens went anywhere.
 
     The last of each sequence went to nobody knows where. The first `num_alike` tokens of all sequences went to the same
@@ -45,7 +42,7 @@ def routed(
         alike = min(num_alike, length)
         experts_TLK[end - length : end - length + alike] = experts_TLK[:alike]
     experts_TLK[ends_S - 1] = -1
-    return msgspec.structs.replace(batch, columns={COLUMN: experts.encode(experts_TLK)})
+    return batch.replace(**{COLUMN: experts.encode(experts_TLK)})
 
 
 def make_sharp_model(folder: Path, scale: float = 2.0) -> Path:
@@ -60,7 +57,7 @@ def make_sharp_model(folder: Path, scale: float = 2.0) -> Path:
     return folder
 
 
-def given_of(batches: Iterable[TrainingBatch], experts: RoutedExperts = EXPERTS) -> Given:
+def given_of(batches: Iterable[Batch], experts: RoutedExperts = EXPERTS) -> Given:
     given = {}
     for batch in batches:
         experts_TLK = experts.decode(batch.columns[COLUMN])
@@ -111,7 +108,7 @@ def generated(
     num_samples: int = 8,
     num_tokens: int = 16,
     experts: RoutedExperts = EXPERTS,
-) -> TrainingBatch:
+) -> Batch:
     """Return samples that the embedded engine has made with the weights in a folder, two of each prompt."""
     engine = TransformersEngine(
         folder, num_slots=4, max_total_sequence_length=64, dtype=dtype, with_weights=True, experts=experts
@@ -136,12 +133,12 @@ def generated(
         logprobs.append(np.concatenate([before, completion.logprobs_T]))
         columns.append(experts.of_sequence([completion.routed_experts_TX], len(token_ids[-1])))
     random = np.random.default_rng(0)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
         token_ids_T=np.concatenate(token_ids).astype(np.int32),
         loss_mask_T=np.concatenate(masks),
         generation_logprobs_T=np.concatenate(logprobs).astype(np.float32),
         advantages_S=random.normal(0.0, 1.0, num_samples).astype(np.float32),
         rewards_S=np.zeros(num_samples, dtype=np.float32),
-        columns={COLUMN: np.concatenate(columns)},
+        **{COLUMN: np.concatenate(columns)},
     )

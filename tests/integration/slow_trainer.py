@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem.common.messages import Train
 from tandem.common.wire import Arrays
-from tandem.samples.batch import BatchTable
+from tandem.samples.batch import Batch
 from tandem.trainer import checkpoints, cli
 from tandem.trainer.service import TrainerService
 
@@ -36,7 +36,7 @@ def training_file(step: int) -> Path:
     return Path(f"training_{step}")
 
 
-def _train(service: TrainerService, order: Train, table: BatchTable, arrays: Arrays) -> None:
+def _train(service: TrainerService, order: Train, table: Batch, arrays: Arrays) -> None:
     """Train for real, once nothing keeps the step from it."""
     while training_file(order.step).exists():
         time.sleep(0.02)

@@ -13,9 +13,15 @@ from tests.integration.harness import coordinator
 CRASHES = AGENT.replace("again = ask(question)\n", "raise RuntimeError('a bug of its own')\n")
 
 
-@pytest.mark.parametrize("on_error", ["fail", "zero"])
-def test_a_crashed_agent_has_one_diagnosis(on_error: str) -> None:
-    ended = coordinator("up", configure(source=CRASHES, on_error=on_error))
+AT_ONCE = "raise RuntimeError('a bug of its own')\n"
+"""Before it has asked for anything, so that no token is learned from."""
+
+
+@pytest.mark.parametrize(
+    ("on_error", "source"), [("fail", CRASHES), ("zero", CRASHES), ("drop", CRASHES), ("zero", AT_ONCE)]
+)
+def test_a_crashed_agent_has_one_diagnosis(on_error: str, source: str) -> None:
+    ended = coordinator("up", configure(source=source, on_error=on_error))
     assert ended.returncode == (1 if on_error == "fail" else 0), ended.stderr
     (finding,) = diagnose(Path("run")).findings
     assert (finding.name, finding.certainty) == ("failing agent", "certain")

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.config.schema import NewModel
 from tandem.samples.tokenizer import write_new_model
-from tests.integration.harness import TINY, coordinator, merged, write_config
+from tests.integration.harness import PPO, TINY, coordinator, merged, write_config
 
 
 def refused(over: dict[str, Any]) -> list[str]:
@@ -54,3 +54,16 @@ def test_one_port_for_two_is_refused() -> None:
     over = merged({"logger": {"page": port}}, {"cluster": {"address": f"tcp://127.0.0.1:{port}"}})
     (line,) = refused(over)
     assert line.startswith(f"logger.page: the page cannot listen on 127.0.0.1, port {port}: ")
+
+
+def test_a_value_model_that_is_none_is_refused() -> None:
+    Path("empty").mkdir()
+    value = {"model_name": "empty"}
+    (line,) = refused(merged(PPO, {"value": value}))
+    assert line == "value.model_name: 'empty' holds no config.json, so it is no model"
+    Path("empty/config.json").write_text(json.dumps({"model_type": "qwen33"}))
+    (line,) = refused(merged(PPO, {"value": value}))
+    assert line == (
+        "value.model_name: empty: transformers has no model type 'qwen33' (config.json: model_type); "
+        "did you mean 'qwen3'?"
+    )

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration import megatron_harness
@@ -119,7 +118,7 @@ OWN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 """Processes of the student and of the teacher, and keys of ``policy`` and ``teacher``."""
 
 
-def train_apart(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> list[dict[str, float]]:
+def train_apart(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[dict[str, float]]:
     backend, exchange = begin(rank, config)
     metrics = [train_on(backend, batch, config, exchange).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
@@ -161,7 +160,7 @@ def test_a_teacher_with_processes_of_its_own_teaches_the_same(
         )
 
 
-def evaluate_apart(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
+def evaluate_apart(rank: int, config: Config, batch: Batch) -> dict[str, float]:
     backend, exchange = begin(rank, config)
     return evaluate_on(backend, batch, config, {"first": 3, "second": 5}, exchange)
 
@@ -203,13 +202,13 @@ TEACHER_OF = [0, 1, 1, 1, 0, 1, 1, 1]
 
 
 def train_taught(
-    rank: int, config: Config, batches: Sequence[TrainingBatch], teacher_of: Sequence[int]
+    rank: int, config: Config, batches: Sequence[Batch], teacher_of: Sequence[int]
 ) -> list[dict[str, float]]:
     """Train on batches whose sequences learn from these teachers."""
     backend, metrics = DTensorBackend(config, checkpoint=None), []
     for batch in batches:
         table, share = share_of(backend, batch, config)
-        table = msgspec.structs.replace(table, columns={"teacher_S": np.array(teacher_of, dtype=np.int32)})
+        table = table.replace(teacher_S=np.array(teacher_of, dtype=np.int32))
         metrics.append(step.train(backend, table, share, config).metrics)
     return metrics
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tests.integration.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, make, make_checkpoint
 from tests.integration.reference import assert_same_steps, trained_weights
 from tests.integration.reference_distillation import plain_distillation
@@ -43,7 +43,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("teacher"), "qwen2", seed=5)
 
 
-def train_steps(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> list[dict[str, float]]:
+def train_steps(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[dict[str, float]]:
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()

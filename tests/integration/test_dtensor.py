@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded
@@ -187,7 +187,7 @@ def test_activation_checkpointing_recomputes_the_same_numbers(key: str, tmp_path
         assert passes_recomputed == 2 * passes
 
 
-def count_layer_passes(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> Any:
+def count_layer_passes(rank: int, config: Config, batches: Sequence[Batch]) -> Any:
     """Train, and count how often the attention inside a layer ran forward."""
     passes = 0
 
@@ -217,7 +217,7 @@ def test_what_is_offloaded_between_steps_comes_back(world_size: int, tmp_path: P
     )
 
 
-def train_and_offload(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> Any:
+def train_and_offload(rank: int, config: Config, batches: Sequence[Batch]) -> Any:
     backend = DTensorBackend(config, checkpoint=None)
     metrics = []
     for batch in batches:

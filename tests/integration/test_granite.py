@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
+from tandem.samples.batch import Batch
+from tandem.trainer.micro_batches import pad
 from tandem.trainer.models import TokenScorer, has_linear_head
 from tests.integration.harness import coordinator, steps_of, write_config
 from tests.unit.engine_harness import make_engine, make_model, random_prompts, reference_logprobs, request, run_all
@@ -24,7 +24,7 @@ def test_log_probabilities_agree(logits_scaling: float, tmp_path: Path) -> None:
     prompts = random_prompts(3)
     finished = run_all(make_engine(tmp_path, model), [request(index, prompt) for index, prompt in enumerate(prompts)])
     responses = [finished[index].token_ids_T for index in range(3)]
-    batch = TrainingBatch(
+    batch = Batch(
         lengths_S=np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=np.int32),
         token_ids_T=np.concatenate([[*p, *r] for p, r in zip(prompts, responses, strict=True)]).astype(np.int32),
         loss_mask_T=np.concatenate(
@@ -35,7 +35,7 @@ def test_log_probabilities_agree(logits_scaling: float, tmp_path: Path) -> None:
         rewards_S=np.zeros(3, dtype=np.float32),
     )
     expected = [reference_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
-    micro = packing.pad(batch, range(3), divisible_by=1, device=torch.device("cpu"))
+    micro = pad(batch, range(3), divisible_by=1, device=torch.device("cpu"))
     scored_BT, *_ = TokenScorer(model, 1.0, linear_head=has_linear_head(model))(micro)
     for index in range(3):
         scored_T = scored_BT[index][micro.loss_mask_BT[index]].detach().numpy()

@@ -85,9 +85,11 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(
     repository.is_private = True
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     config = write_config({**FROM_HUB, "checkpointing": {"save_period": 1}})
-    checked = typed("coordinator", "check", str(config))
+    checked = typed("coordinator", "check", str(config), "policy.optimizer.kwargs.lr=0.5")
     assert checked.returncode == 0, checked.stderr
     assert sent(hub) == []  # small files only
+    # Its size is known when they are here.
+    assert checked.stderr.count("policy.optimizer.kwargs.lr (0.5) is far too large for a model of this size") == 1
     assert f"{len(files[WEIGHTS]) / 1e6:.2f} MB are fetched before the run begins" in checked.stderr
     assert f"grpo on {NAME}@" in checked.stdout
 

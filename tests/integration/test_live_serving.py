@@ -87,7 +87,7 @@ def samples() -> dict[Any, Any]:
     return {
         (step, row.scored.group, row.scored.sample): (
             row.scored,
-            {name: frame.tobytes() for name, frame in row.arrays.to_frames().items()},
+            {name: frame.tobytes() for name, frame in row.arrays.columns.items()},
         )
         for step, rows in record_of(RUN).items()
         for row in rows

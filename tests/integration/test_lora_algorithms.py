@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tests.integration import reference_ppo as ppo
 from tests.integration.megatron_harness import OPTIMIZER, TP2, make, make_checkpoint
 from tests.integration.reference_distillation import distillation_loss
@@ -111,7 +111,7 @@ def config_of(plain: Plain, algorithm: str, backend: str) -> Config:
     return make_config(plain.start.folder, algorithm=algorithm, trainers=2, **settings, **policy)
 
 
-def rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> list[tuple[float, float]]:
+def rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[tuple[float, float]]:
     """Train a step a batch, and save."""
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]

@@ -22,7 +22,7 @@ from tandem.config.schema.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.samples.batch import Float32s
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import make_loss
-from tandem.trainer.share import Share
+from tandem.trainer.step import Step
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import make_batch, make_config, run_ranks, share_of
@@ -260,14 +260,12 @@ def step_each(
         table, share = share_of(backend, BATCH, config)
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
-        shares = Share(backend, table, share, config)
-        said: Any = {"policy": previous_T, "reference": reference_T}
-        read = config.declaration.all_columns(config, shares._num_steps)
-        columns = shares.columns_with({column: said[column.model] for column in read if column.model}, said)
-        columns |= {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
-        (rows,) = shares.global_batches
-        loss = make_loss(config, shares.counts(rows), backend.device)
-        taken = backend.train_step(shares.micro_batches(rows, columns), loss)
+        step = Step(backend, table, share, config)
+        columns: Any = {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
+        columns |= step.finished(columns)
+        (rows,) = step.global_batches
+        loss = make_loss(config, step.counts(rows), backend.device)
+        taken = backend.train_step(step.micro_batches(rows, columns), loss)
         done[name] = (taken.loss, taken.grad_norm)
     return done
 

@@ -15,10 +15,10 @@ import transformers
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
+from tandem.samples.batch import Batch
 from tandem.trainer.attention import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.micro_batches import pad
 from tandem.trainer.models import TokenScorer, has_linear_head
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.trainer_harness import (
@@ -49,11 +49,11 @@ def by_tokens(kind: str, num_tokens: int = 32, **limits: Any) -> dict[str, Any]:
     return {kind: section}
 
 
-def batch_of_lengths(*lengths: int, seed: int = 0) -> TrainingBatch:
+def batch_of_lengths(*lengths: int, seed: int = 0) -> Batch:
     random = np.random.default_rng(seed)
     masks = [np.arange(length) >= 1 + length // 3 for length in lengths]
     num_tokens = sum(lengths)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=np.concatenate(masks),
@@ -149,7 +149,7 @@ def test_logprobs_and_gradients_are_those_of_padded_rows(rows: Any, tmp_path: Pa
     for row_divisible_by in (None, 1):
         model = packed_model(folder)
         columns = {ADVANTAGES: batch.of_tokens("advantages")}
-        micro = packing.pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by, columns=columns)
+        micro = pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by, columns=columns)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         found.append((logprobs_BT, entropy_BT, {name: tensor.grad for name, tensor in model.named_parameters()}))
@@ -160,8 +160,8 @@ def test_no_token_attends_across_a_boundary(tmp_path: Path) -> None:
     """Neither what a neighbour says, nor whether it is there, reaches a sequence; nor does its gradient."""
     model = packed_model(make_model(tmp_path / "model"))
     batch = batch_of_lengths(*LENGTHS)
-    micro = packing.pad(batch, range(5), divisible_by=2, device=CPU, row_divisible_by=16)
-    packed = micro.packed
+    micro = pad(batch, range(5), divisible_by=2, device=CPU, row_divisible_by=16)
+    packed = micro.row
     assert packed is not None
     inputs = {"position_ids": packed.position_ids_1N, "packed": packed, "use_cache": False}
     starts = np.cumsum([0, *packed.lengths]).tolist()
@@ -214,7 +214,7 @@ def test_a_long_row_of_a_large_vocabulary_never_has_all_its_logits() -> None:
     """Forward alone and with backward: no tensor is larger than the logits that may exist at once, 2**26."""
     model = tiny(transformers.Qwen3Config, hidden_size=16, vocab_size=2**15, tie_word_embeddings=True)
     length = 4096
-    micro = packing.pad(batch_of_lengths(length, length), (0,), divisible_by=1, device=CPU, row_divisible_by=1)
+    micro = pad(batch_of_lengths(length, length), (0,), divisible_by=1, device=CPU, row_divisible_by=1)
     num_logits = int(micro.loss_mask_BT.sum()) * 2**15
     scorer = TokenScorer(model, 1.0, linear_head=has_linear_head(model))
     assert prepare_to_pack(model, length) is None
@@ -229,7 +229,7 @@ def test_a_long_row_of_a_large_vocabulary_never_has_all_its_logits() -> None:
 def test_models_with_more_than_a_matrix_for_an_output_layer_are_scored_by_their_logits(tmp_path: Path) -> None:
     """A cap on the logits, a scale of them, a bias: none of it is left out."""
     batch = make_batch(3)
-    micro = packing.pad(batch, range(3), divisible_by=1, device=CPU)
+    micro = pad(batch, range(3), divisible_by=1, device=CPU)
     target_BT1 = micro.token_ids_BT[:, 1:, None]
     for model, is_linear in [
         (tiny(transformers.Qwen3Config), True),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tandem.config import Config
 from tandem.config.schema import Ppo
 from tandem.config.worlds import worlds_of
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -130,7 +130,7 @@ def ppo_config(
 
 
 def train_steps(
-    rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path, first: int = 1
+    rank: int, config: Config, batches: Sequence[Batch], folder: Path, first: int = 1
 ) -> list[dict[str, float]]:
     """Train on batches as the steps from `first` on, and save; go on from the checkpoint before it if there is one."""
     checkpoint = folder / f"step_{first - 1}" if first > 1 else None
@@ -155,12 +155,12 @@ def plain(model: Path) -> PlainPpo:
     return plain_ppo(model, BATCHES, size=SIZE, epochs=EPOCHS, kl=KL, skipped=WARM_UP)
 
 
-def train_plainly(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+def train_plainly(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
     backend = DTensorBackend(config, checkpoint=None)
     return [step.train(backend, *share_of(backend, batch, config), config).metrics for batch in batches]
 
 
-def train_and_move(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+def train_and_move(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
     """Train, and after each step move what may be moved away, and back."""
     backend = DTensorBackend(config, checkpoint=None)
     metrics = []
@@ -317,7 +317,7 @@ def test_a_value_model_may_begin_as_a_reward_model(backend: str, model: Path, tm
         np.testing.assert_allclose(found_T[tokens], expected_K.numpy(), rtol=0, atol=TOLERANCE)
 
 
-def values_at_first(rank: int, config: Config, batch: TrainingBatch) -> Any:
+def values_at_first(rank: int, config: Config, batch: Batch) -> Any:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     backend = make_backend(config, checkpoint=None)
     return said_by(backend, batch, config, "value")

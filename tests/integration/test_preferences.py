@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference_preferences import BETA, SFT_WEIGHT, plain_dpo
@@ -54,17 +54,17 @@ PARTS = {"easy": 4, "hard": 8}
 """Sequences of two validation sets: two pairs and four."""
 
 
-def batches_of_pairs(count: int) -> list[TrainingBatch]:
+def batches_of_pairs(count: int) -> list[Batch]:
     """Four pairs each; the two responses to a prompt have lengths of their own."""
     return [make_groups(2, 2, 2, 2, seed=seed) for seed in range(count)]
 
 
-def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], checkpoint: Path | None = None) -> Any:
+def train_rank(rank: int, config: Config, batches: Sequence[Batch], checkpoint: Path | None = None) -> Any:
     backend = make_backend(config, checkpoint=checkpoint)
     return [train_on(backend, batch, config).metrics for batch in batches], digest_of(backend)
 
 
-def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: TrainingBatch) -> dict[str, float]:
+def evaluate_rank(rank: int, config: Config, batch: Batch, held_out: Batch) -> dict[str, float]:
     """Train once, so that policy and reference differ, and evaluate."""
     backend = make_backend(config, checkpoint=None)
     train_on(backend, batch, config)
@@ -74,7 +74,7 @@ def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: Tra
     return metrics
 
 
-def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> None:
+def save_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> None:
     backend = make_backend(config, checkpoint=None)
     for batch in batches:
         train_on(backend, batch, config)
@@ -159,7 +159,7 @@ def test_validation_measures_what_training_does(case: str, tmp_path: Path) -> No
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     expected = {}
-    for prefix, part in (("", held_out), ("easy/", held_out.part(0, 4)), ("hard/", held_out.part(4, 8))):
+    for prefix, part in (("", held_out), ("easy/", held_out.take(slice(4))), ("hard/", held_out.take(slice(4, 12)))):
         loss, metrics = plain_dpo(model, reference, part)
         metrics |= {"loss": float(loss.detach()), "num_valid_tokens": float(part.loss_mask_T.sum())}
         expected |= {f"{prefix}{name}": value for name, value in metrics.items()}

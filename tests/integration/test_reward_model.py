@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import CP2, PP2, SP, TP2, make_checkpoint
 from tests.integration.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks, and keys of ``policy``."""
 
 
-def pairs(*sizes: int, seed: int) -> TrainingBatch:
+def pairs(*sizes: int, seed: int) -> Batch:
     """Pairs of responses as the coordinator makes them: each is followed by padding, and that alone counts."""
     batch = make_groups(*sizes, seed=seed)
     ends = np.cumsum(batch.lengths_S)
@@ -97,7 +97,7 @@ def pairs_config(folder: Path, *, trainers: int = 1, **policy: Any) -> Config:
 
 
 def train_rank(
-    rank: int, config: Config, batches: Sequence[TrainingBatch], saved: Path, checkpoint: Path | None = None
+    rank: int, config: Config, batches: Sequence[Batch], saved: Path, checkpoint: Path | None = None
 ) -> tuple[list[dict[str, float]], dict[str, float], int]:
     """Train, evaluate and save; return the metrics of each step, those held out, and the digest of the weights."""
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
@@ -108,7 +108,7 @@ def train_rank(
     return metrics, held_out, digest_of(backend)
 
 
-def scores_of(model: Any, batch: TrainingBatch) -> torch.Tensor:
+def scores_of(model: Any, batch: Batch) -> torch.Tensor:
     """Return what Transformers' class makes of a padded batch of whole sequences, each with its token of padding."""
     width = int(batch.lengths_S.max())
     token_ids = torch.full((len(batch.lengths_S), width), PAD)
@@ -118,7 +118,7 @@ def scores_of(model: Any, batch: TrainingBatch) -> torch.Tensor:
     return logits[:, 0]
 
 
-def plain_loss(model: Any, batch: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
+def plain_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
     """Loss, with gradient, and what there is to report."""
     scores = scores_of(model, batch)
     chosen, rejected = scores[::2], scores[1::2]
@@ -163,7 +163,11 @@ def plain(folder: Path) -> Plain:
         steps.append(metrics | {"grad_norm": float(norm)})
     held_out = {}
     with torch.no_grad():
-        for prefix, part in (("", HELD_OUT), ("easy/", HELD_OUT.part(0, 4)), ("hard/", HELD_OUT.part(4, 8))):
+        for prefix, part in (
+            ("", HELD_OUT),
+            ("easy/", HELD_OUT.take(slice(4))),
+            ("hard/", HELD_OUT.take(slice(4, 12))),
+        ):
             held_out |= {f"{prefix}{name}": value for name, value in plain_loss(model, part)[1].items()}
     return Plain(steps, held_out, model)
 

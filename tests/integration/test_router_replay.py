@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import COLUMN
 from tests.integration.reference import TOLERANCE, assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.routing_harness import (
@@ -91,7 +90,7 @@ def test_replay_closes_most_of_the_gap_that_noise_makes(tmp_path: Path) -> None:
     assert 1.0 < replayed < 1 + (own - 1) / 3
 
 
-def _error(folder: Path, batch: TrainingBatch, section: Mapping[str, Any]) -> float:
+def _error(folder: Path, batch: Batch, section: Mapping[str, Any]) -> float:
     history, _ = run_ranks(1, train_rank, make_config(folder, max_total_sequence_length=64, **section), [batch])[0]
     return float(history[0]["token_mult_prob_error"])
 
@@ -99,7 +98,7 @@ def _error(folder: Path, batch: TrainingBatch, section: Mapping[str, Any]) -> fl
 def test_unknown_routes_are_the_routers_own(moe: Path) -> None:
     batch = generated(moe)
     nothing_TX = EXPERTS.nothing(len(batch.token_ids_T))
-    unknown = msgspec.structs.replace(batch, columns={COLUMN: nothing_TX})
+    unknown = batch.replace(**{COLUMN: nothing_TX})
     elsewhere = routed(batch)
     config = make_config(moe, **REPLAY)
     logged, no_route, other = (

@@ -28,7 +28,7 @@ from tandem.common.messages import (
 )
 from tandem.config import Config
 from tandem.samples.assignment import Assignment
-from tandem.samples.batch import BatchTable, SampleArrays, TrainingBatch
+from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.integration.trainer_harness import CONTEXT, DEADLINE_S, digest_of, make_config, make_groups, make_model
@@ -69,18 +69,14 @@ def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> 
     service.close()
 
 
-def serve_samples(end: Connection, batch: TrainingBatch, command_id: int, trainer: str) -> None:
+def serve_samples(end: Connection, batch: Batch, command_id: int, trainer: str) -> None:
     """Have a rollout that keeps every sequence of a batch as a sample; its group is the row."""
     store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10_000, trainers=Admitted([trainer]))
     for row in range(len(batch.lengths_S)):
         one = batch.take([row])
         versions_T = np.where(one.loss_mask_T, np.int32(0), np.int32(-1))
-        arrays = {
-            name: one.to_frames()[name]
-            for name in SampleArrays.__struct_fields__
-            if name.endswith(("_S", "_T")) and name != "versions_T"
-        }
-        store.put((command_id, row, 0), SampleArrays(**arrays, versions_T=versions_T))
+        arrays = {name: one.columns[name] for name in SAMPLES if name.endswith(("_S", "_T")) and name != "versions_T"}
+        store.put((command_id, row, 0), Batch(**arrays, versions_T=versions_T))
     end.send(store.at)
     end.recv()
     store.close()
@@ -130,9 +126,9 @@ class Processes:
             answers.append(rank.recv())
         return answers
 
-    def train(self, command_id: int, table: BatchTable, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
+    def train(self, command_id: int, table: Batch, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
         order = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
-        return self.order(order, table.to_frames())
+        return self.order(order, table.columns)
 
     def stop(self) -> None:
         for _, end in self._started:
@@ -155,7 +151,7 @@ def processes(config: Config) -> Iterator[Processes]:
         started.stop()
 
 
-def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> BatchTable:
+def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> Batch:
     """Return the batch's table, where each rank's sequences are all of one source, made for one order."""
     table = Assignment.of(config, shares_prompts=True).assign(BATCH.table())
     return msgspec.structs.replace(

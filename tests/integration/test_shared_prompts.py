@@ -16,11 +16,10 @@ import transformers
 
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
+from tandem.samples.batch import Batch
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.sharing import Prompts
+from tandem.trainer.micro_batches import pad
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
@@ -66,14 +65,14 @@ def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_s
     assert_same_weights(trained_weights(tmp_path / "saved"), model)
 
 
-def train_counting_tokens(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> Any:
+def train_counting_tokens(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> Any:
     """Train; return the metrics of each batch, the tokens in its rows that share prompts, and what was said."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         backend = DTensorBackend(config, checkpoint=None)
     counts = []
 
     def count(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("shared_prompts") is not None:
+        if kwargs.get("row") is not None:
             counts[-1] += kwargs["input_ids"].numel()
 
     backend._held["policy", 0].model.register_forward_pre_hook(count, with_kwargs=True)
@@ -133,14 +132,15 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
 
     folder = make_model(tmp_path / "model")
     batch = make_groups(4, 2)
+    batch = batch.replace(**batch.table().columns)
     found = []
-    for prompts in (None, Prompts.of(batch.table())):
+    for shares in (False, True):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        if prompts is not None:
+        if shares:
             assert prepare_to_share(model, 64) is None
         columns = {ADVANTAGES: batch.of_tokens("advantages")}
-        micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts, columns=columns)
-        assert (micro.shared_prompts is None) == (prompts is None)
+        micro = pad(batch, range(6), divisible_by=1, device=CPU, shares_prompts=shares, columns=columns)
+        assert (micro.row is None) == (not shares)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -22,7 +22,7 @@ from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.advantages import advantages
 from tandem.rollout.engine import Completion
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.trainer_harness import VOCABULARY, make_batch, make_model, run_ranks, train_on
 from tests.unit.engine_harness import make_programs, reference_logprobs, request, run_all
@@ -72,13 +72,13 @@ def make_engine(backend: DTensorBackend, config: Config) -> TransformersEngine:
     return engine
 
 
-def as_batch(prompts: Prompts, made: Sequence[Completion], advantages_S: NDArray[np.float32]) -> TrainingBatch:
+def as_batch(prompts: Prompts, made: Sequence[Completion], advantages_S: NDArray[np.float32]) -> Batch:
     """Lay samples out as trainers get them."""
     masks = [np.arange(len(p) + len(m.token_ids_T)) >= len(p) for p, m in zip(prompts, made, strict=True)]
     logprobs = [
         np.concatenate([np.zeros(len(p), np.float32), m.logprobs_T]) for p, m in zip(prompts, made, strict=True)
     ]
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array([len(mask) for mask in masks], np.int32),
         token_ids_T=np.concatenate([[*p, *m.token_ids_T] for p, m in zip(prompts, made, strict=True)]).astype(np.int32),
         loss_mask_T=np.concatenate(masks),
@@ -91,7 +91,7 @@ def as_batch(prompts: Prompts, made: Sequence[Completion], advantages_S: NDArray
 class Rollouts(NamedTuple):
     """The samples of one step."""
 
-    batch: TrainingBatch
+    batch: Batch
     version: int
     reward: float
 

@@ -15,7 +15,7 @@ from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends import make_backend
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 from tandem.trainer.waiting import measured
 from tests.integration.megatron_harness import OPTIMIZER, make_checkpoint

@@ -30,14 +30,14 @@ from tandem.config.worlds import world_at
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
-from tandem.samples.batch import BatchTable, TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import write_new_model
-from tandem.trainer import box_files, packing, policy_files, step
+from tandem.trainer import box_files, policy_files, step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.exchange import Exchange, meet
-from tandem.trainer.share import Share
+from tandem.trainer.exchange import Exchange, meet, moved
+from tandem.trainer.micro_batches import unpad_into
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -209,7 +209,7 @@ def make_config(
     return build_config(settings)
 
 
-def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> TrainingBatch:
+def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> Batch:
     """Return a random batch of ragged sequences: prompts, then counted tokens, advantages of both signs."""
     random = np.random.default_rng(seed)
     lengths_S = random.integers(4, max_length + 1, num_sequences).astype(np.int32)
@@ -217,7 +217,7 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     loss_mask_T = np.concatenate(masks)
     num_tokens = int(lengths_S.sum())
     logprobs_T = np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32)
-    return TrainingBatch(
+    return Batch(
         lengths_S=lengths_S,
         token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=loss_mask_T,
@@ -243,11 +243,11 @@ def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Ba
 
 def share_of(
     backend: Backend,
-    batch: TrainingBatch,
+    batch: Batch,
     config: Config,
     parts: Sequence[int] = (),
     exchange: Exchange | None = None,
-) -> tuple[BatchTable, TrainingBatch]:
+) -> tuple[Batch]:
     """Return the table of a whole batch, as the coordinator would assign it, and this rank's share."""
     assignment, rank = Assignment.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
     if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
@@ -255,29 +255,28 @@ def share_of(
     elif not exchange.world.has_policy:
         rank = NO_RANK
     table = assignment.assign(batch.table(), parts)
-    return table, batch.take(table.rows_of(rank))
+    return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 
-def said_by(backend: Backend, batch: TrainingBatch, config: Config, model: Model) -> NDArray[np.float32]:
+def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDArray[np.float32]:
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
-    shares = Share(backend, *share_of(backend, batch, config), config)
-    portion = shares._portions[model]
-    values_T = np.zeros(len(portion.batch.token_ids_T), dtype=np.float32)
-    for micro_batch, scores_BT in shares.scored(model):
-        packing.unpad_into(values_T, scores_BT[0], portion.batch, micro_batch.rows)
-    return portion.moved_to(shares._portions["policy"], values_T)
+    taken = step.Step(backend, *share_of(backend, batch, config), config)
+    shard = taken.shards[model]
+    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    for micro_batch, scores_BT in taken.scored(model):
+        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+    own = taken.shards["policy"]
+    return values_T if shard.replicas.sizes == own.replicas.sizes else moved(values_T, shard, own)
 
 
-def train_on(
-    backend: Backend, batch: TrainingBatch, config: Config, exchange: Exchange | None = None
-) -> step.TrainResult:
+def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:
     """Train on this rank's share of a whole batch."""
     return step.train(backend, *share_of(backend, batch, config, exchange=exchange), config, exchange=exchange)
 
 
 def evaluate_on(
     backend: Backend,
-    batch: TrainingBatch,
+    batch: Batch,
     config: Config,
     parts: Mapping[str, int] | None = None,
     exchange: Exchange | None = None,
@@ -295,7 +294,7 @@ def digest_of(backend: Backend, dtype: str = "float32") -> int:
     return combine(*digest_layout(weights.layout, weights.storages, verification).tolist())
 
 
-def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path | None = None) -> Any:
+def train_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path | None = None) -> Any:
     """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
     backend = DTensorBackend(config, checkpoint=None)
     results = [train_on(backend, batch, config) for batch in batches]
@@ -304,7 +303,7 @@ def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], fold
     return [result.metrics for result in results], digest_of(backend)
 
 
-def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
+def evaluate_rank(rank: int, config: Config, batch: Batch) -> dict[str, float]:
     backend = DTensorBackend(config, checkpoint=None)
     before = digest_of(backend)
     metrics = evaluate_on(backend, batch, config)
@@ -346,7 +345,7 @@ def train_while_saving(
     return metrics
 
 
-def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> TrainingBatch:
+def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> Batch:
     """Return a batch of prompt groups of these sizes: random prompts, ragged responses, one of them of two turns."""
     random = np.random.default_rng(seed)
     token_ids, masks = [], []
@@ -359,7 +358,7 @@ def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: i
     masks[-1][-len(masks[-1]) // 3] = False  # what an environment said between two turns
     loss_mask_T = np.concatenate(masks)
     num_tokens = len(loss_mask_T)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
         token_ids_T=np.concatenate(token_ids).astype(np.int32),
         loss_mask_T=loss_mask_T,

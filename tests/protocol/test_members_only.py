@@ -41,7 +41,7 @@ from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.members.members import Listening, Pulse, Registry
 from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tests.members import MEMBER, RUN, dealer_to, open_listening
 from tests.strangers import Tap, strangers
@@ -327,8 +327,8 @@ def test_the_key_of_another_run_is_one_line_within_seconds(registry: Registry) -
 # --- the other planes -------------------------------------------------------------------------------------------------
 
 
-def one_sample() -> SampleArrays:
-    return SampleArrays(
+def one_sample() -> Batch:
+    return Batch(
         lengths_S=np.array([2], dtype=np.int32),
         token_ids_T=np.array([1, 2], dtype=np.int32),
         loss_mask_T=np.array([False, True]),

@@ -18,9 +18,9 @@ import torch
 from rollout_harness import CHARACTERS, Rollout, tokens_of
 
 from tandem.common.messages import SampleScored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 
-Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
+Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 Start = Callable[..., Rollout]
 WAIT_S = 120.0
 DISJOINT = {"colocated": {"enabled": False}}
@@ -64,7 +64,7 @@ def the_same(left: Samples, right: Samples) -> bool:
     return left.keys() == right.keys() and all(
         np.array_equal(frame, other, equal_nan=True)
         for key, (_, arrays) in left.items()
-        for frame, other in zip(arrays.to_frames().values(), right[key][1].to_frames().values(), strict=True)
+        for frame, other in zip(arrays.columns.values(), right[key][1].columns.values(), strict=True)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import BUILT_IN
 from tandem.trainer.losses.aggregate import Counts
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 CPU = torch.device("cpu")

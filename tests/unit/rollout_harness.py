@@ -43,7 +43,7 @@ from tandem.coordinator.members.reply_checks import Limits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import load_tokenizer, write_new_model
 
@@ -202,12 +202,12 @@ class Rollout:
         self._generated.append(command_id)
         return command_id
 
-    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
         """Work to the end; return each sample with its own arrays."""
         deadline = time.monotonic() + WAIT_S
         while self.service.work():
             assert time.monotonic() < deadline
-        samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]] = {}
+        samples: dict[tuple[int, int], tuple[SampleScored, Batch]] = {}
         for message, frames in self.member.sent:
             if isinstance(message, SamplesFinished):
                 assert not frames, "the tokens stay"
@@ -252,7 +252,7 @@ class Rollout:
             assert time.monotonic() < deadline
         return [message for message, _ in self.member.sent]
 
-    def fetch(self, message: SamplesFinished) -> SampleArrays:
+    def fetch(self, message: SamplesFinished) -> Batch:
         """Return the arrays of samples as a trainer gets them."""
         keys = [
             (message.command_id, sample.group, sample.sample, branch)
@@ -260,10 +260,10 @@ class Rollout:
             for branch in range(max(1, len(sample.branches)))
         ]
         arrays = fetch(self.samples_at, keys)
-        assert isinstance(arrays, SampleArrays), arrays
+        assert isinstance(arrays, Batch), arrays
         return arrays
 
-    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
         self.start(*groups, **how)
         samples = self.finish()
         assert not self.member.errors
@@ -307,5 +307,5 @@ class Rollout:
         return str(error)
 
 
-def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]]) -> dict[tuple[int, int], list[int]]:
+def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, Batch]]) -> dict[tuple[int, int], list[int]]:
     return {key: arrays.token_ids_T.tolist() for key, (_, arrays) in samples.items()}

@@ -24,7 +24,7 @@ from tandem.common.messages import (
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.sample_record import RecordedSample
 from tests.members import MEMBER
 
@@ -54,10 +54,10 @@ def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: 
     )
 
 
-def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> SampleArrays:
+def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> Batch:
     """A sample of consecutive tokens; log-probabilities tell them apart, too."""
     made_T = np.arange(length) >= prompt_length
-    return SampleArrays(
+    return Batch(
         lengths_S=np.array([length], dtype=np.int32),
         token_ids_T=np.arange(first_token, first_token + length, dtype=np.int32),
         loss_mask_T=made_T,
@@ -66,7 +66,7 @@ def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> S
     )
 
 
-def recorded(known: SampleScored, arrays: SampleArrays, **more: Any) -> RecordedSample:
+def recorded(known: SampleScored, arrays: Batch, **more: Any) -> RecordedSample:
     """A row of the record of samples."""
     usual: dict[str, Any] = {
         "step": 12,
@@ -103,7 +103,7 @@ def ask(store: Listener, frames: Frames, wait_s: float = WAIT_S) -> Any:
     return None
 
 
-def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> SampleArrays | str:
+def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> Batch | str:
     """Return samples, or why they are not there."""
     wanted = tuple(sequence_key(*key) for key in keys)
     answer = ask(store, encode(FetchSamples(run_id=run_id, request_id=5, keys=wanted)))
@@ -111,7 +111,7 @@ def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str 
     assert answer.message.request_id == 5
     if isinstance(answer.message, SamplesGone):
         return answer.message.why
-    return SampleArrays.from_frames(answer.arrays)
+    return Batch.from_frames(answer.arrays, SAMPLES)
 
 
 def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:

@@ -32,7 +32,7 @@ from tandem.rollout.agents.episodes import read_reward
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import Call, Failure, beyond_in_sum, outcome_of
 from tandem.rollout.environments.scorer import FaultPolicy
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.set_aside import finite_metrics, least_logprobs, not_finite, set_aside
 from tests.members import MEMBER
@@ -129,8 +129,8 @@ def test_a_replay_drops_a_recorded_sample_that_has_one() -> None:
     finally:
         algorithm.close()
     assert metrics["environment_dropped"] == 1
-    assert batch.table.num_counted_S.astype(bool).tolist() == [True, True, False, True]
-    assert np.isfinite(batch.table.advantages_S).all()
+    assert batch.num_counted_S.astype(bool).tolist() == [True, True, False, True]
+    assert np.isfinite(batch.advantages_S).all()
 
 
 def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
@@ -147,8 +147,8 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
     ]
     batch, metrics = training_batch(config, records, {0: "a", 1: "b"})
     assert metrics["groups_set_aside/rewards"] == 1
-    assert batch.table.num_counted_S.astype(bool).tolist() == [False] * 3 + [True] * 3
-    assert batch.table.advantages_S.tolist()[:3] == [0.0] * 3
+    assert batch.num_counted_S.astype(bool).tolist() == [False] * 3 + [True] * 3
+    assert batch.advantages_S.tolist()[:3] == [0.0] * 3
     (note,) = batch.notes
     assert note.startswith("group 0, sample 0: its advantage is ")
     assert note.endswith("not a number from -1e+12 to 1e+12: groups with such a sample are set aside")
@@ -157,10 +157,10 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def share_of(logprobs: list[float], lengths: list[int]) -> TrainingBatch:
+def share_of(logprobs: list[float], lengths: list[int]) -> Batch:
     lengths_S = np.array(lengths, dtype=np.int32)
     num_tokens = int(lengths_S.sum())
-    return TrainingBatch(
+    return Batch(
         lengths_S=lengths_S,
         token_ids_T=np.zeros(num_tokens, dtype=np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
@@ -173,16 +173,16 @@ def share_of(logprobs: list[float], lengths: list[int]) -> TrainingBatch:
 def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     rows = samples_of_step(1)
     records = [SampleRecord(row.scored, row.rollout, row.command_id) for row in rows]
-    table = training_batch(make_config(), records, {0: "a", 1: "b"})[0].table
+    table = training_batch(make_config(), records, {0: "a", 1: "b"})[0]
     logprobs = [-1.0] * int(table.lengths_S.sum())
     logprobs[5] = -100.0
     share = share_of(logprobs, table.lengths_S.tolist())
     least_S = least_logprobs(share)
     assert least_S.tolist() == [0.0, -100.0, 0.0, 0.0]
-    aside = set_aside(table, share, np.arange(4), least_S, ["rollout-0", "rollout-1"], lambda values: 2 * values)
+    aside = set_aside(table, share, np.arange(4), least_S, lambda values: 2 * values)
     assert aside.num_groups == 1
     assert aside.table.num_counted_S.astype(bool).tolist() == [False, False, True, True]
-    assert aside.share.loss_mask_T.tolist() == [False] * 9 + [True] * 9
+    assert aside.own.loss_mask_T.tolist() == [False] * 9 + [True] * 9
     assert aside.note == (
         "group 0, sample 1 of rollout-0 has a log-probability of -100 for a token that was drawn, below -40, which is "
         "as far as float32 carries: group 0 is set aside"

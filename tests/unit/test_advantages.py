@@ -24,7 +24,7 @@ from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import BatchTable
+from tandem.samples.batch import Batch
 
 EPSILON = 1e-6
 
@@ -113,9 +113,9 @@ def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
     return records
 
 
-def batch_with(config: Config, records: list[SampleRecord]) -> tuple[BatchTable, dict[str, float]]:
+def batch_with(config: Config, records: list[SampleRecord]) -> tuple[Batch, dict[str, float]]:
     batch, metrics = training_batch(config, records, {0: "a prompt", 1: "another"})
-    return batch.table, metrics
+    return batch, metrics
 
 
 def test_each_sequence_gets_the_advantage_of_its_sample() -> None:

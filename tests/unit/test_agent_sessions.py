@@ -17,7 +17,7 @@ from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.samples.assignment import Assignment, batches_of_samples
-from tandem.samples.batch import BatchTable
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
 
 SETTINGS: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_global_batches_are_so_many_samples_whatever_branches_they_have() -> Non
 
 def test_branches_in_a_table_follow_one_another() -> None:
     column = np.zeros(2, dtype=np.int32)
-    table = BatchTable(
+    table = Batch(
         lengths_S=column + 3,
         num_counted_S=column + 1,
         prompt_S=column - 1,
@@ -161,7 +161,7 @@ def test_branches_in_a_table_follow_one_another() -> None:
         branch_S=np.array([0, 2], dtype=np.int32),
     )
     with pytest.raises(WireError, match="branch_S: 2 for sequence 1, must be 0, or follow the one before it"):
-        table.check(num_ranks=1, num_sources=1)
+        table.with_sources(["rollout-0"]).check_table(num_ranks=1)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

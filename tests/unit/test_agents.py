@@ -24,9 +24,9 @@ from own_environments import WAIT_S
 from rollout_harness import Rollout
 
 from tandem.common.messages import SampleScored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 
-Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
+Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 
 TREE = """
 first = [user("12")]
@@ -57,7 +57,7 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def played(samples: Samples) -> Iterator[tuple[SampleScored, SampleArrays, list[dict[str, Any]]]]:
+def played(samples: Samples) -> Iterator[tuple[SampleScored, Batch, list[dict[str, Any]]]]:
     """Yield each sample with what its agent was sent."""
     answers = {(order["problem"]["metadata"]["number"], order["sample"]): answers for order, answers in seen()}
     assert answers.keys() == samples.keys()
@@ -486,8 +486,8 @@ def test_the_record_has_every_branch_and_gives_them_back(tmp_path: Path) -> None
         for sample in found:
             scored, arrays = samples[sample.scored.group, sample.scored.sample]
             assert sample.scored.branches == scored.branches
-            for name, array in arrays.to_frames().items():
-                assert sample.arrays.to_frames()[name].tolist() == array.tolist()
+            for name, array in arrays.columns.items():
+                assert sample.arrays.columns[name].tolist() == array.tolist()
             first = sequences(arrays)[0].token_ids_T[: scored.prompt_length].tolist()
             assert sample.prompt == rollout.tokenizer.decode(first, skip_special_tokens=False)
             assert "\n---\n" in sample.scored.response

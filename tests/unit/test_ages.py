@@ -259,7 +259,7 @@ def test_what_is_known_without_rates(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_arrays() -> None:
     sample = sample_of(8)
-    by_token = [array for name, array in sample.to_frames().items() if name.endswith("_T")]
+    by_token = [array for name, array in sample.columns.items() if name.endswith("_T")]
     assert len(by_token) == 4
     assert sum(array.nbytes for array in by_token) == 8 * BYTES_A_TOKEN
 

@@ -34,7 +34,7 @@ from tandem.coordinator.data import (
 )
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.scheduler.groups import SampleRecord
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 MARKED = (
@@ -324,22 +324,32 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoAlgori
     batches = []
     for order in (messages, messages[::-1], messages + messages):
         batches.append(grpo.batch(1, "train", records_of(groups, order)))
-    (batch, metrics), *others = batches
-    table = batch.table
+    (table, metrics), *others = batches
     assert table.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
     assert (metrics["reward"], metrics["accuracy"], metrics["groups_without_spread"]) == (0.5, 0.5, 0)
     assert table.prompt_lengths_S.tolist() == [len(group.prompt_ids) for group in groups for _ in range(2)]
     assert (table.lengths_S - table.prompt_lengths_S).tolist() == table.num_counted_S.tolist() == [1] * 8
     assert table.prompt_S.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-    assert batch.rollouts == ("rollout-0", "rollout-1")
+    assert table.sources == ("rollout-0", "rollout-1")
     assert table.source_S.tolist() == [0, 0, 1, 1] * 2
     assert table.command_S.tolist() == [10, 10, 11, 11] * 2
     assert list(zip(table.group_S.tolist(), table.sample_S.tolist(), strict=True)) == [divmod(i, 2) for i in range(8)]
     for other, other_metrics in others:
         assert other_metrics == metrics
-        assert other.rollouts == batch.rollouts
-        for name, values in table.to_frames().items():
-            np.testing.assert_array_equal(other.table.to_frames()[name], values)
+        assert other.sources == table.sources
+        for name, values in table.columns.items():
+            np.testing.assert_array_equal(other.columns[name], values)
+
+
+def test_a_prompt_group_is_made_once_until_its_step_has_trained(grpo: GrpoAlgorithm) -> None:
+    first, again = (grpo.prompt_groups(1, "train", range(4)) for _ in range(2))
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    for step in (1, 2):
+        groups = grpo.prompt_groups(step, "train", range(4))
+        grpo.batch(step, "train", records_of(groups, finished(groups, step, "train")))
+    late = grpo.prompt_groups(1, "train", range(4))
+    assert late == first
+    assert late[0] is not first[0], "nothing is kept of a step that has trained"
 
 
 def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoAlgorithm) -> None:
@@ -352,7 +362,7 @@ def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoAlgorithm) -> N
         rewards_S=nothing_S,
         filters_overlong=False,
     )
-    assert batch.table.prompt_S.tolist() == [0, 0, 2, 2, 0, 0]
+    assert batch.prompt_S.tolist() == [0, 0, 2, 2, 0, 0]
 
 
 def test_turns_are_summed_up_where_there_may_be_several() -> None:
@@ -425,7 +435,7 @@ def test_large_numbers_of_what_is_not_counted_take_no_time() -> None:
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(batch: TrainingBatch | None) -> list[tuple[list[int], list[bool]]]:
+def rows_of(batch: Batch | None) -> list[tuple[list[int], list[bool]]]:
     assert batch is not None
     ends = np.cumsum(batch.lengths_S)
     return [
@@ -439,10 +449,9 @@ def test_the_loss_counts_the_solution_and_nothing_else() -> None:
     tokenizer = character_tokenizer(config)
     made, metrics = DataSetAlgorithm(config, tokenizer).batch(1, "train")
     assert metrics == {}
-    batch = made.tokens
-    assert batch is not None
-    assert made.table.num_counted_S.tolist() == batch.num_counted().tolist()
-    assert set(made.table.source_S.tolist()) == {-1}
+    batch = made
+    assert made.num_counted_S.tolist() == batch.num_counted().tolist()
+    assert set(made.source_S.tolist()) == {-1}
     assert len(batch.lengths_S) == config.policy.train_global_batch_size
     for tokens, mask in rows_of(batch):
         prompt = text(tokenizer, itertools.compress(tokens, np.logical_not(mask)))
@@ -459,10 +468,10 @@ def test_sft_goes_through_its_problems_and_stops_when_told() -> None:
     config = data_config("sft", num_train=64)
     running = DataSetAlgorithm(config, character_tokenizer(config))
     assert running.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
-    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(running.batch(step, "train")[0].tokens)]
+    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(running.batch(step, "train")[0])]
     assert len(set(used)) == 64
-    assert rows_of(running.batch(3, "train")[0].tokens) == rows_of(running.batch(3, "train")[0].tokens)
-    held_out = [tuple(tokens) for tokens, _ in rows_of(running.batch(3, "validate")[0].tokens)]
+    assert rows_of(running.batch(3, "train")[0]) == rows_of(running.batch(3, "train")[0])
+    held_out = [tuple(tokens) for tokens, _ in rows_of(running.batch(3, "validate")[0])]
     assert len(held_out) == 20
     assert not set(held_out) & set(used)
 
@@ -473,7 +482,7 @@ def test_sft_trains_on_solutions_of_a_file() -> None:
     config = data_config("sft", dataset_name="jsonl", train_data_path="sums.jsonl", num_validation=1)
     tokenizer = character_tokenizer(config)
     made, _ = DataSetAlgorithm(config, tokenizer).batch(1, "train")
-    assert {text(tokenizer, tokens) for tokens, _ in rows_of(made.tokens)} < {
+    assert {text(tokenizer, tokens) for tokens, _ in rows_of(made)} < {
         f"<bos>{row['input']}{row['output']}<eos>" for row in rows
     }
 

@@ -6,7 +6,6 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
@@ -14,9 +13,10 @@ from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
 from tandem.config.schema import declarations as algorithms
-from tandem.config.schema.columns import BUILT_IN, TAKEN, TEACHER
+from tandem.config.schema.columns import BUILT_IN, MODELS, TAKEN, TEACHER
 from tandem.config.schema.declarations import ALGORITHMS, Algorithm
-from tandem.samples.batch import BatchTable, SampleArrays
+from tandem.samples import batch
+from tandem.samples.batch import SAMPLES, TABLE
 
 ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
@@ -132,20 +132,26 @@ def test_models_are_trained_in_order_and_the_policy_not_from_the_first_step_on()
 
 
 def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
-    sources = {"engine": (SampleArrays, "T"), "coordinator": (BatchTable, "S")}
+    sources = {"engine": (SAMPLES, "T"), "coordinator": (TABLE, "S")}
     for column in BUILT_IN.values():
         if column.source in sources:
-            bundle, axis = sources[column.source]
-            hint = get_type_hints(bundle)[f"{column.name}_{axis}"]
-            assert get_args(get_args(hint)[1])[0].__name__ == column.dtype
+            names, axis = sources[column.source]
+            assert f"{column.name}_{axis}" in names
+            assert batch.DECLARED[f"{column.name}_{axis}"].dtype == column.dtype
         else:
             assert column.model == (None if column.source == "trainer" else column.source)
     trainings = [training for algorithm in ALGORITHMS.values() for training in algorithm.trainings]
     assert {column.name for training in trainings for column in training.columns} <= set(BUILT_IN)
-    of_sequences = {name.removesuffix("_S") for name in BatchTable.__struct_fields__ if name.endswith("_S")}
+    of_sequences = {name.removesuffix("_S") for name in TABLE if name.endswith("_S")}
     assert of_sequences == TAKEN - {TEACHER} | {
         name for name, column in BUILT_IN.items() if column.source == "coordinator"
     }
+
+
+def test_the_step_of_a_trainer_knows_no_model_but_the_policy() -> None:
+    path = ROOT / "services/trainer/src/tandem/trainer/step.py"
+    said = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    assert said & {*MODELS} == {"policy"}
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:

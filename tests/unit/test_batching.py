@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config import build_config
 from tandem.config.schema import Policy
 from tandem.samples.assignment import EMPTY_ROW, Assignment, assign_by_tokens, global_batches
-from tandem.trainer.batching import Batching, Groups
+from tandem.samples.batch import Batch
+from tandem.trainer.micro_batches import Groups, Replicas, Shard
 
 MODES = ("sequences", "dynamic", "packed")
 
@@ -28,8 +30,8 @@ def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any
 
 
 def ranks_of(
-    policy: Policy, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, **options: Any
-) -> list[Batching]:
+    policy: Policy, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, divisor: int = 1
+) -> list[Shard]:
     lengths_S = np.array(lengths, dtype=np.int32)
     assignment = Assignment(
         num_ranks=num_ranks,
@@ -39,8 +41,15 @@ def ranks_of(
         by_prompts=False,
     )
     rank_S = assignment.ranks(lengths_S, np.zeros(len(lengths), dtype=np.int32))
-    options |= {"num_ranks": num_ranks, "unit": unit}
-    return [Batching(policy, lengths_S, rank_S, rank=rank, **options) for rank in range(num_ranks)]
+    return shards_of(policy, Batch(lengths_S=lengths_S, rank_S=rank_S), num_ranks, unit, divisor)
+
+
+def shards_of(policy: Policy, whole: Batch, num_ranks: int, unit: int = 1, divisor: int = 1) -> list[Shard]:
+    replicas = [
+        Replicas(sizes=(num_ranks,), rank=rank, size=num_ranks, sequence_divisor=divisor, sum=torch.Tensor.clone)
+        for rank in range(num_ranks)
+    ]
+    return [Shard(policy, whole, whole.take(whole.rows_of(each.rank)), each, unit=unit) for each in replicas]
 
 
 def rows_of(groups: Groups) -> list[int]:
@@ -89,7 +98,7 @@ def test_units_stay_together_in_order(mode: str, pairs: list[tuple[int, int]]) -
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
 def test_packed_rows_keep_to_their_tokens(lengths: list[int], num_ranks: int) -> None:
-    for rank in ranks_of(policy_of("packed"), lengths, num_ranks, sequence_divisor=4):
+    for rank in ranks_of(policy_of("packed"), lengths, num_ranks, divisor=4):
         assert (rank.divisible_by, rank.row_divisible_by) == (4, 64)
         for group in rank.training(range(len(lengths))):
             segments = [-(-lengths[row] // 4) * 4 for row in group if row != EMPTY_ROW]
@@ -107,7 +116,7 @@ def test_padded_rows_keep_to_their_tokens(lengths: list[int], num_ranks: int) ->
 
 
 def test_what_rounding_adds_keeps_no_sequence_out() -> None:
-    (rank,) = ranks_of(policy_of("packed", num_tokens=50), [50, 20, 20], 1, sequence_divisor=16)
+    (rank,) = ranks_of(policy_of("packed", num_tokens=50), [50, 20, 20], 1, divisor=16)
     assert sorted(map(sorted, rank.training(range(3)))) == [[0], [1, 2]]
 
 
@@ -123,10 +132,10 @@ def test_where_another_model_is_packed_ranks_with_more_sequences_do_not_wait_for
     lengths_S = np.array([12, 3, 3, 3, 3], dtype=np.int32)
     shares = assign_by_tokens(range(5), lengths_S.astype(np.int64), 2)
     assert sorted(map(len, shares)) == [1, 4]
-    rank_S = np.array([int(row in shares[1]) for row in range(5)])
+    rank_S = np.array([int(row in shares[1]) for row in range(5)], dtype=np.int32)
     policy = policy_of("sequences", size=2)
-    batchings = [Batching(policy, lengths_S, rank_S, rank=rank, num_ranks=2) for rank in range(2)]
-    for groups in ([each.training(range(5)) for each in batchings], [each.scoring([range(5)]) for each in batchings]):
+    ranks = shards_of(policy, Batch(lengths_S=lengths_S, rank_S=rank_S), 2)
+    for groups in ([each.training(range(5)) for each in ranks], [each.scoring([range(5)]) for each in ranks]):
         assert [len(group) for group in groups] == [2, 2]
         assert sorted(row for group in groups for row in rows_of(group)) == [0, 1, 2, 3, 4]
 

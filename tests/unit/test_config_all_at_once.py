@@ -65,6 +65,22 @@ def test_what_a_mistake_alone_brings_about_is_not_said_as_well() -> None:
     assert line.startswith("mine.yaml: grpo.num_prompts_per_stepp: unknown key; did you mean 'num_prompts_per_step'?")
 
 
+def test_keys_and_values_that_are_called_alike_hide_nothing() -> None:
+    """Many keys end with `name`; and a value that is suggested is no key that was told of."""
+    lines = refused(
+        {
+            "grpo": {"adv_estimator": {"name": "grppo"}},
+            "policy": {"scheduler": [{"name": "torch.optim.lr_scheduler.LinearLRR"}]},
+            "checkpointing": {"metric_name": "val:acc"},
+        }
+    )
+    assert [line.split(": ")[1] for line in lines] == [
+        "grpo.adv_estimator.name",
+        "policy.scheduler[0].name",
+        "checkpointing.metric_name",
+    ]
+
+
 def test_several_references_to_nowhere_are_all_named() -> None:
     lines = refused({"grpo": {"seed": "${a.b}", "val_period": "${c.d}"}})
     assert sorted(line.split(": ")[1] for line in lines) == ["grpo.seed", "grpo.val_period"]

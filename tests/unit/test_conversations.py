@@ -18,7 +18,7 @@ from tandem.config import Config, notices
 from tandem.config.named import NAMED
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data import load_conversations
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 WRONG = "tandem.coordinator.data.worked:wrong_number"
@@ -38,12 +38,12 @@ def jsonl(rows: list[Any], name: str = "rows.jsonl") -> dict[str, Any]:
 def sequences(config: Config) -> list[tuple[str, str]]:
     """Prompt and counted text of every sequence of the first batch."""
     tokenizer = character_tokenizer(config)
-    batch = make_algorithm(config, tokenizer).batch(1, "train")[0].tokens
+    batch = make_algorithm(config, tokenizer).batch(1, "train")[0]
     assert batch is not None
     return [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
 
 
-def parts(tokenizer: Tokenizer, batch: TrainingBatch, row: int) -> tuple[str, str]:
+def parts(tokenizer: Tokenizer, batch: Batch, row: int) -> tuple[str, str]:
     end = int(batch.lengths_S[: row + 1].sum())
     tokens, mask = (values[end - batch.lengths_S[row] : end] for values in (batch.token_ids_T, batch.loss_mask_T))
     first = int(mask.argmax())
@@ -87,7 +87,7 @@ def test_where_padding_is_what_ends_a_response_the_score_is_that_of_what_comes_b
     tokenizer = character_tokenizer(config)
     tokenizer._hugging_face.pad_token = None
     assert tokenizer.pad_id == tokenizer.eos_id
-    batch = make_algorithm(config, tokenizer).batch(1, "train")[0].tokens
+    batch = make_algorithm(config, tokenizer).batch(1, "train")[0]
     assert batch is not None
     found = [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
     assert {counted for _, counted in found} == {"<eos>"}
@@ -101,11 +101,11 @@ def test_margins_are_those_of_the_rows() -> None:
     running = make_algorithm(config, tokenizer := character_tokenizer(config))
     (batch, metrics), (held_out, _) = running.batch(1, "train"), running.batch(1, "validate")
     assert metrics == {}
-    margins = [*batch.table.rewards_S[::2].tolist(), *held_out.table.rewards_S[::2].tolist()]
+    margins = [*batch.rewards_S[::2].tolist(), *held_out.rewards_S[::2].tolist()]
     assert sorted(margins) == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 9.0]
-    assert not batch.table.rewards_S[1::2].any(), "the worse response has none"
+    assert not batch.rewards_S[1::2].any(), "the worse response has none"
     plain = data_config("rm", **jsonl(rows))
-    assert not make_algorithm(plain, tokenizer).batch(1, "train")[0].table.rewards_S.any()
+    assert not make_algorithm(plain, tokenizer).batch(1, "train")[0].rewards_S.any()
 
 
 @pytest.mark.parametrize("ahead", ["much", None, True, [1.0]])
@@ -171,12 +171,10 @@ def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
     running = make_algorithm(config, tokenizer)
     assert running.num_steps == 8
     used = [
-        parts(tokenizer, running.batch(step, "train")[0].tokens, row)[0]
-        for step in range(1, 9)
-        for row in range(0, 16, 2)
+        parts(tokenizer, running.batch(step, "train")[0], row)[0] for step in range(1, 9) for row in range(0, 16, 2)
     ]
     assert len(set(used)) == 64
-    held_out = {parts(tokenizer, running.batch(1, "validate")[0].tokens, row)[0] for row in range(40)}
+    held_out = {parts(tokenizer, running.batch(1, "validate")[0], row)[0] for row in range(40)}
     assert len(held_out) == 20
     assert not held_out & set(used)
 
@@ -185,7 +183,7 @@ def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
 def test_validation_takes_so_many_batches_or_everything(val_batches: int, count: int) -> None:
     config = data_config("dpo", rejected_template=WRONG)
     config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
-    batch = make_algorithm(config, character_tokenizer(config)).batch(1, "validate")[0].tokens
+    batch = make_algorithm(config, character_tokenizer(config)).batch(1, "validate")[0]
     assert batch is not None
     assert len(batch.lengths_S) == 2 * count
 
@@ -200,7 +198,7 @@ def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: i
     config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
     tokenizer = character_tokenizer(config)
     running = make_algorithm(config, tokenizer)
-    batch = running.batch(1, "validate")[0].tokens
+    batch = running.batch(1, "validate")[0]
     assert batch is not None
     found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
     assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
@@ -367,7 +365,7 @@ def test_only_the_last_turn_may_be_learned(only: bool, learned: set[str]) -> Non
     tokenizer = character_tokenizer(config)
     running = make_algorithm(config, tokenizer)
     found = set()
-    for batch in (running.batch(1, "train")[0].tokens, running.batch(1, "validate")[0].tokens):
+    for batch in (running.batch(1, "train")[0], running.batch(1, "validate")[0]):
         assert batch is not None
         first = slice(0, int(batch.lengths_S[0]))
         found.add(tokenizer.decode(batch.token_ids_T[first][batch.loss_mask_T[first]].tolist()))

@@ -10,7 +10,7 @@ from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_
 from tandem.config import Config
 from tandem.observe.diagnosis import _in_order
 from tandem.observe.diagnosis.evidence import change_point
-from tandem.observe.report.held_out_accuracy import no_progress
+from tandem.observe.held_out_accuracy import LowStart, no_progress
 from tandem.observe.report.report import format_report, write_report
 
 DESTROYED = {
@@ -105,6 +105,22 @@ def test_a_start_near_zero_asks_for_more_sft_and_accuracy_that_does_not_move_is_
     assert no_progress([(0, 0.02), (19, 0.02)]) is None, "too few steps to tell"
     assert no_progress([(0, 0.98), (100, 0.98)]) is None, "there was nothing to gain"
     assert no_progress([]) is None
+
+
+def test_a_start_near_zero_is_said_while_the_run_goes_on_once_and_not_before_it_has_had_its_time() -> None:
+    course = [(0, 0.02), (10, 0.03), (20, 0.05), (30, 0.06)]
+    history = [(step, {"val_accuracy": value, "reward": 0.1}) for step, value in course]
+    going = LowStart([])
+    said = [going.warning(*each) for each in history]
+    assert [line is not None for line in said] == [False, False, True, False]
+    assert said[2] == (
+        "warning: held-out accuracy was 2.0% in step 0, and 5.0% in step 20: the model could hardly do the task to "
+        "begin with, so that nearly no sample was rewarded; more SFT first"
+    )
+    assert LowStart(history[:3]).warning(*history[3]) is None, "the run that is resumed has said it"
+    assert LowStart(history[:2]).warning(*history[2]) == said[2]
+    assert LowStart(history[:2]).warning(20, {"val_accuracy": 0.1}) is None, "it learns"
+    assert LowStart(history[:2]).warning(20, {"reward": 0.1}) is None
 
 
 def of_validations(*values: float) -> list[Metrics]:

@@ -183,9 +183,9 @@ def test_the_first_groups_that_teach_something_are_trained_on(
             messages[i] = msgspec.structs.replace(message, samples=(msgspec.structs.replace(one, reward=0.0),))
     batch, metrics = running.batch(1, "train", records_of(groups, messages[::-1]))
     kept = [1, 5, 6, 8]
-    assert batch.table.group_S.tolist() == [group for group in kept for _ in range(2)]
-    assert batch.table.sample_S.tolist() == [0, 1] * 4
-    assert batch.table.advantages_S.tolist() == [1, -1] * 4
+    assert batch.group_S.tolist() == [group for group in kept for _ in range(2)]
+    assert batch.sample_S.tolist() == [0, 1] * 4
+    assert batch.advantages_S.tolist() == [1, -1] * 4
     assert metrics["dynamic_sampling_num_gen_batches"] == 2
     assert metrics["dynamic_sampling_num_dropped_groups"] == 5
     assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 2 * (7 - 4)

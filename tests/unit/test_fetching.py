@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
 from tandem.common.wire import Codec, Frames, encode
 from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import BatchTable, SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher
@@ -43,13 +42,13 @@ def stores() -> Iterator[list[SampleStore]]:
         store.close()
 
 
-def table_of(**changes: Any) -> BatchTable:
+def table_of(**changes: Any) -> Batch:
     """Six samples of three groups; ranks 0 and 1 take turns by pairs."""
 
     def column(*values: int) -> Any:
         return np.array(values, dtype=np.int32)
 
-    table = BatchTable(
+    table = Batch(
         lengths_S=column(*LENGTHS),
         num_counted_S=column(*(length - PROMPT for length in LENGTHS)),
         prompt_S=column(0, 0, 2, 2, 4, 4),
@@ -63,7 +62,7 @@ def table_of(**changes: Any) -> BatchTable:
         sample_S=column(0, 1, 0, 1, 0, 1),
         branch_S=column(*[0] * 6),
     )
-    return msgspec.structs.replace(table, **changes)
+    return table.replace(**changes)
 
 
 def sources_of(stores: list[SampleStore]) -> dict[str, Listener]:
@@ -81,7 +80,7 @@ def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
     assert share.advantages_S.tolist() == [0, 1, 4, 5]
     assert share.rewards_S.tolist() == [0, 0.5, 2, 2.5]
     assert share.num_counted().tolist() == [3, 0, 6, 3], "the second is masked whole"
-    expected = SampleArrays.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
+    expected = Batch.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
     np.testing.assert_array_equal(share.token_ids_T, expected.token_ids_T)
     np.testing.assert_array_equal(share.generation_logprobs_T, expected.generation_logprobs_T)
 
@@ -91,7 +90,7 @@ def test_a_rank_without_sequences_asks_nobody() -> None:
     share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
         1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0
     )
-    assert (missing, len(share.lengths_S) if share else None) == ({}, 0)
+    assert (missing, None if share is None else len(share)) == ({}, 0)
 
 
 def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: list[SampleStore]) -> None:
@@ -183,21 +182,21 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     return missing
 
 
-def right(**changes: Any) -> SampleArrays:
+def right(**changes: Any) -> Batch:
     """What rank 1 is to get, but for these changes."""
-    arrays = SampleArrays.concatenate([sample_of(length, prompt_length=PROMPT) for length in LENGTHS[2:4]])
-    return msgspec.structs.replace(arrays, **changes)
+    arrays = Batch.concatenate([sample_of(length, prompt_length=PROMPT) for length in LENGTHS[2:4]])
+    return arrays.replace(**changes)
 
 
-def with_samples(arrays: SampleArrays) -> Callable[[FetchSamples], Frames]:
-    return lambda request: encode(SamplesFetched(request_id=request.request_id), arrays.to_frames())
+def with_samples(arrays: Batch) -> Callable[[FetchSamples], Frames]:
+    return lambda request: encode(SamplesFetched(request_id=request.request_id), arrays.columns)
 
 
 def test_what_is_as_announced_is_taken() -> None:
     assert answered(with_samples(right())) == {}
 
 
-def changed(name: str, place: int, value: Any) -> SampleArrays:
+def changed(name: str, place: int, value: Any) -> Batch:
     array = getattr(right(), name).copy()
     array[place] = value
     return right(**{name: array})
@@ -212,7 +211,7 @@ def unmade(name: str, place: int) -> Any:
 
 TOKENS, MASK, LOGPROBS, VERSIONS = "token_ids_T", "loss_mask_T", "generation_logprobs_T", "versions_T"
 NAN, INF = float("nan"), float("inf")
-WRONG: dict[str, tuple[SampleArrays, str]] = {
+WRONG: dict[str, tuple[Batch, str]] = {
     "another sample": (sample_of(6), "lengths_S: not the lengths that were announced"),
     "shifted": (right(lengths_S=np.array([7, 6], dtype=np.int32)), "lengths_S: not the lengths"),
     "lengths too long": (changed("lengths_S", 1, 500), f"{TOKENS}: 13 numbers, does not fit lengths_S"),
@@ -242,7 +241,7 @@ WRONG: dict[str, tuple[SampleArrays, str]] = {
 
 
 @pytest.mark.parametrize(("arrays", "why"), WRONG.values(), ids=WRONG)
-def test_what_is_not_as_announced_is_missing(arrays: SampleArrays, why: str) -> None:
+def test_what_is_not_as_announced_is_missing(arrays: Batch, why: str) -> None:
     missing = answered(with_samples(arrays))
     assert missing["rollout-0"].startswith(f"it sent what is not asked for: {why}")
 
@@ -257,7 +256,7 @@ ANY_ARRAY = st.one_of(
     st.just(np.zeros((2, 11), np.int32)),
     st.just(np.zeros((), np.int64)),
 )
-NAMES = [*right().to_frames()]
+NAMES = [*right().columns]
 SPOTS = st.tuples(st.sampled_from(NAMES), st.integers(0, 12), st.integers(-(2**31), 2**31 - 1))
 
 
@@ -266,7 +265,7 @@ SPOTS = st.tuples(st.sampled_from(NAMES), st.integers(0, 12), st.integers(-(2**3
 def test_whatever_arrays_come_they_are_right_or_a_wire_error(
     others: dict[str, Any], spots: list[tuple[str, int, int]]
 ) -> None:
-    came = {**right().to_frames(), **others}
+    came = {**right().columns, **others}
     for name, at, bits in spots:
         array = came[name]
         if array.ndim == 1 and array.itemsize == 4 and at < len(array):
@@ -280,7 +279,7 @@ def test_samples_of_a_group_must_have_its_prompt() -> None:
     table = table_of(prompt_S=np.array([0, 0, 2, 2, 4, 4], dtype=np.int32))
     one, other = (sample_of(length, prompt_length=PROMPT, first_token=place) for place, length in enumerate((6, 7)))
     assert table.prompt_S[2] == table.prompt_S[3] != NO_PROMPT
-    missing = answered(with_samples(SampleArrays.concatenate([one, other])))
+    missing = answered(with_samples(Batch.concatenate([one, other])))
     assert missing == {"rollout-0": "the prompt of a sample is not that of its group"}
 
 
@@ -295,7 +294,7 @@ def test_what_is_no_answer_is_missing(frames: Frames) -> None:
 
 
 def test_an_answer_to_an_earlier_request_counts_for_nothing() -> None:
-    old = encode(SamplesFetched(request_id=7), sample_of(6).to_frames())
+    old = encode(SamplesFetched(request_id=7), sample_of(6).columns)
     missing = answered(lambda _: old, timeout_s=1.0)
     assert missing == {"rollout-0": "it has not sent them within 1 s"}
 

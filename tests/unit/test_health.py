@@ -131,6 +131,14 @@ def test_a_step_that_does_not_report_a_metric_says_nothing_of_it() -> None:
     assert len(health.warnings({"entropy": 0.0})) == 1
 
 
+def test_entropy_of_a_step_without_a_token_in_the_loss_says_nothing() -> None:
+    """As where an agent crashed before it asked for anything, or every response was cut off and filtered."""
+    health = Health(config_of())
+    for _ in range(NUM_STEPS):
+        said = health.warnings({"entropy": 0.0, "num_valid_tokens": 0.0})
+        assert not [line for line in said if "entropy" in line]
+
+
 def test_where_rewards_need_no_spread_none_is_missed() -> None:
     bad, _, _ = CONDITIONS["no spread"]
     bad = bad | {"grad_norm": 0.3}

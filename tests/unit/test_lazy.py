@@ -48,7 +48,7 @@ def questions(running: DataSetAlgorithm | GrpoAlgorithm, config: Config, steps: 
     tokenizer, found = load_tokenizer(config), []
     for step in steps:
         made, _ = running.batch(step, "train")
-        batch, end = made.tokens, 0
+        batch, end = made, 0
         assert batch is not None
         for length in batch.lengths_S:
             found.append(tokenizer.decode(batch.token_ids_T[end : end + length].tolist()).split(" = ")[0])

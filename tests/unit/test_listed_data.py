@@ -120,7 +120,7 @@ def test_conversations_are_listed_too() -> None:
     tokenizer = character_tokenizer(config)
     running = DataSetAlgorithm(config, tokenizer)
     assert running.validation_parts == {"a": 4, "b": 3}
-    batch = running.batch(1, "train")[0].tokens
+    batch = running.batch(1, "train")[0]
     assert batch is not None
     ends = batch.lengths_S.cumsum().tolist()
     said = [tokenizer.decode(batch.token_ids_T[end - 2 : end].tolist()) for end in ends[:3]]
@@ -385,7 +385,7 @@ def test_a_set_of_which_nothing_fits_is_named() -> None:
 def test_conversations_are_drawn_by_weight() -> None:
     sets = [{"data_path": write("a.jsonl", range(4)), "weight": 3}, {"data_path": write("b.jsonl", range(10, 40))}]
     config = listed("sft", train=sets, validation={"data_path": write("v.jsonl", [99])}, shuffle=False)
-    batch = DataSetAlgorithm(config, character_tokenizer(config)).batch(1, "train")[0].tokens
+    batch = DataSetAlgorithm(config, character_tokenizer(config)).batch(1, "train")[0]
     assert batch is not None
     assert int((batch.lengths_S == batch.lengths_S.min()).sum()) == 6, "those of a, which are shorter"
 

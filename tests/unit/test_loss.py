@@ -12,11 +12,10 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_bat
 
 from tandem.config.schema import LossFn, Sft
 from tandem.trainer.losses.aggregate import Counts, aggregate
-from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import kl_divergence
-from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
+from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
 from tandem.trainer.losses.supervised import NegativeLogLikelihood
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 
 
 def ratio_loss(ratio: float, advantage: float, **changes: Any) -> tuple[float, bool]:

@@ -11,10 +11,9 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, 
 
 from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts
-from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import finite_ratio, kl_divergence, kl_penalty, weighted_kl_penalty
-from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 PLACES = [(int(row), int(position)) for row, position in MASK_BT.nonzero()]

@@ -19,7 +19,7 @@ from tandem.common.messages import Evaluate, Generate, Message, SamplingParamete
 from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.batch import BatchTable, TrainingBatch
+from tandem.samples.batch import TABLE, Batch
 from tandem.samples.tokenizer import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.members import MEMBER
@@ -29,7 +29,7 @@ VOCABULARY = len(CHARACTERS) + 3
 
 
 def batch() -> dict[str, Any]:
-    whole = TrainingBatch(
+    whole = Batch(
         lengths_S=np.array([3, 2], np.int32),
         token_ids_T=np.array([1, 4, 5, 1, 6], np.int32),
         loss_mask_T=np.array([False, True, True, False, True]),
@@ -38,7 +38,7 @@ def batch() -> dict[str, Any]:
         rewards_S=np.zeros(2, dtype=np.float32),
     )
     tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
-    return {**whole.table().to_frames(), **tokens}
+    return {**whole.table().columns, **tokens}
 
 
 class Member:
@@ -111,12 +111,12 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
 
 
 def test_some_token_of_a_data_set_counts() -> None:
-    table = BatchTable.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, {})
-    table.check(num_ranks=1, num_sources=0)
-    none = table.of({**table.to_frames(), "num_counted_S": np.zeros(2, np.int32)})
-    none.check(num_ranks=1, num_sources=0, may_mask_all=True)
+    table = Batch.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
+    table.check_table(num_ranks=1)
+    none = table.replace(num_counted_S=np.zeros(2, np.int32))
+    none.check_table(num_ranks=1, may_mask_all=True)
     with pytest.raises(WireError, match=r"^num_counted_S: no token counts in the loss$"):
-        none.check(num_ranks=1, num_sources=0)
+        none.check_table(num_ranks=1)
 
 
 def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callable[..., TrainerService]) -> None:

@@ -9,15 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
-from tandem.trainer import packing
-from tandem.trainer.packing import EMPTY_ROW
+from tandem.samples.assignment import EMPTY_ROW
+from tandem.trainer.micro_batches import pad
 
 
 def test_segments_lie_end_to_end_and_each_is_rounded_up() -> None:
-    micro = packing.pad(
-        batch_of("..xx", ".x", "..x"), (2, EMPTY_ROW, 0), divisible_by=4, device=CPU, row_divisible_by=1
-    )
-    packed = micro.packed
+    micro = pad(batch_of("..xx", ".x", "..x"), (2, EMPTY_ROW, 0), divisible_by=4, device=CPU, row_divisible_by=1)
+    packed = micro.row
     assert packed is not None
     assert packed.token_ids_1N.tolist() == [[7, 8, 9, 0, 1, 2, 3, 4]]
     assert packed.position_ids_1N.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
@@ -27,7 +25,7 @@ def test_segments_lie_end_to_end_and_each_is_rounded_up() -> None:
 
 
 def test_the_row_is_rounded_up_with_a_segment_of_padding() -> None:
-    packed = packing.pad(batch_of("..x", "x"), (0, 1), divisible_by=2, device=CPU, row_divisible_by=16).packed
+    packed = pad(batch_of("..x", "x"), (0, 1), divisible_by=2, device=CPU, row_divisible_by=16).row
     assert packed is not None
     assert packed.lengths == (4, 2, 10)
     assert packed.position_ids_1N[0, 6:].tolist() == list(range(10))
@@ -35,7 +33,7 @@ def test_the_row_is_rounded_up_with_a_segment_of_padding() -> None:
 
 @pytest.mark.parametrize("rows", [(EMPTY_ROW,), (EMPTY_ROW, EMPTY_ROW)])
 def test_a_row_of_nothing_is_one_segment(rows: tuple[int, ...]) -> None:
-    packed = packing.pad(batch_of(".x"), rows, divisible_by=2, device=CPU, row_divisible_by=3).packed
+    packed = pad(batch_of(".x"), rows, divisible_by=2, device=CPU, row_divisible_by=3).row
     assert packed is not None
     assert packed.lengths == (6,)
     assert packed.predictor_K.tolist() == []
@@ -52,10 +50,8 @@ def test_every_token_has_its_place(
     masks: list[str], divisible_by: int, row_divisible_by: int, data: st.DataObject
 ) -> None:
     rows = data.draw(st.permutations(range(len(masks))))
-    micro = packing.pad(
-        batch_of(*masks), rows, divisible_by=divisible_by, device=CPU, row_divisible_by=row_divisible_by
-    )
-    packed = micro.packed
+    micro = pad(batch_of(*masks), rows, divisible_by=divisible_by, device=CPU, row_divisible_by=row_divisible_by)
+    packed = micro.row
     assert packed is not None
     assert sum(packed.lengths) == packed.token_ids_1N.shape[1] == packed.position_ids_1N.shape[1]
     assert all(length % divisible_by == 0 for length in packed.lengths)

@@ -11,18 +11,18 @@ from packing_harness import CPU, batch_of
 
 from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.samples.assignment import EMPTY_ROW, assign, global_batches
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
+from tandem.samples.batch import Batch
+from tandem.trainer.micro_batches import Columns, micro_batches_of, pad, unpad_into
 
 
-def columns_of(batch: TrainingBatch) -> packing.Columns:
+def columns_of(batch: Batch) -> Columns:
     """Return what comes with a batch."""
     return {column: batch.of_tokens(column.name) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
 
 
 def test_padding_goes_right_and_every_field_lands_where_its_token_does() -> None:
     batch = batch_of("..xx", ".x", "..x")
-    micro = packing.pad(batch, (2, 0), divisible_by=1, device=CPU, columns=columns_of(batch))
+    micro = pad(batch, (2, 0), divisible_by=1, device=CPU, columns=columns_of(batch))
     assert micro.rows == (2, 0)
     assert micro.lengths_B.tolist() == [3, 4]
     assert micro.token_ids_BT.tolist() == [[7, 8, 9, 0], [1, 2, 3, 4]]
@@ -37,7 +37,7 @@ def test_padding_goes_right_and_every_field_lands_where_its_token_does() -> None
 
 @pytest.mark.parametrize(("divisible_by", "width"), [(1, 5), (4, 8), (5, 5), (64, 64)])
 def test_the_width_is_rounded_up(divisible_by: int, width: int) -> None:
-    micro = packing.pad(batch_of("..xxx", "x"), (0, 1), divisible_by=divisible_by, device=CPU)
+    micro = pad(batch_of("..xxx", "x"), (0, 1), divisible_by=divisible_by, device=CPU)
     assert micro.token_ids_BT.shape == (2, width)
 
 
@@ -50,7 +50,7 @@ def test_the_first_token_of_a_sequence_never_counts() -> None:
 
 def test_an_empty_row_holds_nothing_and_counts_nowhere() -> None:
     batch = batch_of(".x")
-    micro = packing.pad(batch, (0, EMPTY_ROW), divisible_by=4, device=CPU, columns=columns_of(batch))
+    micro = pad(batch, (0, EMPTY_ROW), divisible_by=4, device=CPU, columns=columns_of(batch))
     assert micro.lengths_B.tolist() == [2, 0]
     assert not micro.attention_mask_BT[1].any()
     assert not micro.loss_mask_BT[1].any()
@@ -58,21 +58,21 @@ def test_an_empty_row_holds_nothing_and_counts_nowhere() -> None:
 
 
 def test_a_micro_batch_of_empty_rows_still_has_a_width() -> None:
-    assert packing.pad(batch_of(".x"), (EMPTY_ROW,), divisible_by=1, device=CPU).token_ids_BT.shape == (1, 1)
+    assert pad(batch_of(".x"), (EMPTY_ROW,), divisible_by=1, device=CPU).token_ids_BT.shape == (1, 1)
 
 
 def test_unpadding_undoes_padding() -> None:
     batch = batch_of("..xx", ".x", "..x")
     values_T = np.zeros(9, dtype=np.float32)
     for rows in [(2, EMPTY_ROW), (0, 1)]:
-        micro = packing.pad(batch, rows, divisible_by=8, device=CPU, columns=columns_of(batch))
-        packing.unpad_into(values_T, micro.generation_logprobs_BT, batch, rows)
+        micro = pad(batch, rows, divisible_by=8, device=CPU, columns=columns_of(batch))
+        unpad_into(values_T, micro.generation_logprobs_BT, batch, rows)
     assert values_T.tolist() == batch.generation_logprobs_T.tolist()
 
 
 def test_scores_of_the_ragged_batch_are_padded_beside_their_tokens() -> None:
     scores_T = np.arange(6, dtype=np.float32)
-    micro = packing.pad(
+    micro = pad(
         batch_of("..xx", ".x"),
         (1, 0),
         divisible_by=1,
@@ -109,7 +109,7 @@ def test_every_sequence_is_dealt_once_in_equal_and_even_shares(lengths: list[int
     # Dealt back and forth, two hands differ by no more than the longest sequence.
     assert max(tokens) - min(tokens) <= max(lengths)
 
-    groups = [packing.micro_batches_of(hand, lengths, size) for hand in hands]
+    groups = [micro_batches_of(hand, lengths, size) for hand in hands]
     assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"
     for hand, group in zip(hands, groups, strict=True):
         assert sorted(row for rows in group for row in rows) == sorted(hand)
@@ -117,7 +117,7 @@ def test_every_sequence_is_dealt_once_in_equal_and_even_shares(lengths: list[int
 
 
 def test_like_lengths_share_a_micro_batch() -> None:
-    assert packing.micro_batches_of(range(6), [9, 1, 8, 2, 7, 3], 3) == [(0, 2, 4), (5, 3, 1)]
+    assert micro_batches_of(range(6), [9, 1, 8, 2, 7, 3], 3) == [(0, 2, 4), (5, 3, 1)]
 
 
 def test_dealing_is_even_where_it_can_be() -> None:

@@ -11,7 +11,7 @@ import torch
 from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores, TokenValues
 
 CPU = torch.device("cpu")

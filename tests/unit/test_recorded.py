@@ -73,13 +73,13 @@ def test_a_batch_is_that_of_the_run_but_for_where_its_tokens_are(run: Run, algor
         theirs, metrics = batch_of_step(run.config, step, records_of(samples), prompts)
         ours, ours_metrics = algorithm.batch(step, "train")
         assert ours_metrics == metrics
-        assert theirs.rollouts == ("rollout-0", "rollout-1")
-        assert ours.rollouts == (SOURCE,)
+        assert theirs.sources == ("rollout-0", "rollout-1")
+        assert ours.sources == (SOURCE,)
         elsewhere = ("source_S", "command_S")
-        for name, array in theirs.table.to_frames().items():
+        for name, array in theirs.columns.items():
             if name not in elsewhere:
-                np.testing.assert_array_equal(ours.table.to_frames()[name], array, err_msg=name)
-        assert ours.table.prompt_S.tolist() == [0, 0, 0, 0], "two groups have the same prompt"
+                np.testing.assert_array_equal(ours.columns[name], array, err_msg=name)
+        assert ours.prompt_S.tolist() == [0, 0, 0, 0], "two groups have the same prompt"
 
 
 def test_advantages_are_those_of_the_configuration_of_now(run: Run) -> None:
@@ -90,7 +90,7 @@ def test_advantages_are_those_of_the_configuration_of_now(run: Run) -> None:
         found = []
         for each in (algorithm, other):
             each.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
-            found.append(each.batch(1, "train")[0].table.advantages_S.tolist())
+            found.append(each.batch(1, "train")[0].advantages_S.tolist())
     finally:
         algorithm.close()
         other.close()
@@ -101,13 +101,13 @@ def test_advantages_are_those_of_the_configuration_of_now(run: Run) -> None:
 def test_trainers_fetch_the_tokens_of_the_step_and_of_no_other(algorithm: RecordedAlgorithm) -> None:
     address = algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)[SOURCE]
     for step in (1, 2):
-        table = algorithm.batch(step, "train")[0].table
+        table = algorithm.batch(step, "train")[0]
         keys = [*zip(table.command_S.tolist(), table.group_S.tolist(), table.sample_S.tolist(), strict=True)]
         found = fetch(address, keys, RUN_ID)
         assert not isinstance(found, str), found
         for place, sample in enumerate(samples_of_step(step)):
             one = found.take([place])
-            for name, array in sample.arrays.to_frames().items():
+            for name, array in sample.arrays.columns.items():
                 assert getattr(one, name).tolist() == array.tolist()
         algorithm.batch(step, "train")  # asked again, as where some had not come
         assert fetch(address, keys, RUN_ID) is not None
@@ -169,7 +169,7 @@ def test_groups_beyond_a_step_are_filtered_as_dynamic_sampling_did(run: Run) -> 
         for each in (algorithm, other):
             each.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
         batch, metrics = algorithm.batch(1, "train")
-        assert batch.table.group_S.tolist() == [1, 1, 2, 2]
+        assert batch.group_S.tolist() == [1, 1, 2, 2]
         assert metrics["dynamic_sampling_num_dropped_groups"] == 1
         with pytest.raises(SamplesError) as raised:
             other.batch(1, "train")

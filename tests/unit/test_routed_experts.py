@@ -24,7 +24,7 @@ from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, as_trained_on, experts_in
 from tandem.trainer.fetching import _most_tokens
 
@@ -84,17 +84,17 @@ def test_what_no_router_chooses_is_refused(wrong: list[int], why: str) -> None:
 
 def test_samples_travel_with_the_column_or_without() -> None:
     column_TX = SMALL.encode(routes(SMALL, 5))
-    sample = msgspec.structs.replace(sample_of(5), columns={COLUMN: column_TX})
-    both = SampleArrays.concatenate([sample, sample])
-    found = SampleArrays.from_frames(both.to_frames(), {COLUMN: DTYPE}).take([1])
+    sample = sample_of(5).replace(**{COLUMN: column_TX})
+    both = Batch.concatenate([sample, sample])
+    found = Batch.from_frames(both.columns, SAMPLES, {COLUMN: DTYPE}).take([1])
     assert np.array_equal(found.columns[COLUMN], column_TX)
     with pytest.raises(WireError, match=f"{COLUMN}: is missing"):
-        SampleArrays.from_frames(sample_of(5).to_frames(), {COLUMN: DTYPE})
+        Batch.from_frames(sample_of(5).columns, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: is uint8 .5,., must be uint8 of 2 dimensions"):
-        SampleArrays.from_frames({**sample.to_frames(), COLUMN: column_TX[:, 0]}, {COLUMN: DTYPE})
+        Batch.from_frames({**sample.columns, COLUMN: column_TX[:, 0]}, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: 4 numbers, does not fit lengths_S"):
-        SampleArrays.from_frames({**sample.to_frames(), COLUMN: column_TX[1:]}, {COLUMN: DTYPE})
-    assert as_trained_on(sample, None).columns == {}
+        Batch.from_frames({**sample.columns, COLUMN: column_TX[1:]}, SAMPLES, {COLUMN: DTYPE})
+    assert [*as_trained_on(sample, None).columns] == [*SAMPLES]
     with pytest.raises(SamplesError, match=r"policy\.router_replay was off"):
         as_trained_on(sample_of(5), SMALL)
 

@@ -17,7 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, SampleScored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import SAMPLES
 from tandem.samples.routed_experts import COLUMN
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
@@ -45,8 +45,8 @@ def assert_same(found: RecordedSample, expected: RecordedSample) -> None:
     plain = {name: getattr(expected, name) for name in RecordedSample.__struct_fields__ if name != "arrays"}
     assert {name: getattr(found, name) for name in plain} == plain
     assert found.arrays.columns.keys() == expected.arrays.columns.keys()
-    for name, array in expected.arrays.to_frames().items():
-        read = found.arrays.to_frames()[name]
+    for name, array in expected.arrays.columns.items():
+        read = found.arrays.columns[name]
         assert read.dtype == array.dtype
         assert read.tolist() == array.tolist()
 
@@ -76,7 +76,7 @@ FULL = scored(
     dropped=True,
 )
 ROUTED = {COLUMN: np.arange(7 * 4, dtype=np.uint8).reshape(7, 4)}
-BRANCHED = msgspec.structs.replace(sample_of(7), lengths_S=np.array([4, 3], dtype=np.int32), columns=ROUTED)
+BRANCHED = sample_of(7).replace(lengths_S=np.array([4, 3], dtype=np.int32), **ROUTED)
 
 
 def test_what_is_written_is_what_is_read_in_the_order_of_groups(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_is_written_is_what_is_read_in_the_order_of_groups(tmp_path: Path) 
 def test_every_field_of_a_sample_is_a_column_of_its_own() -> None:
     """So that a batch can be computed again from the record."""
     assert set(SampleScored.__struct_fields__) <= set(SCHEMA.names)
-    arrays = {name.removesuffix("_T") for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
+    arrays = {name.removesuffix("_T") for name in SAMPLES if name.endswith("_T")}
     assert arrays <= set(SCHEMA.names)
     full = {name: getattr(FULL, name) for name in SampleScored.__struct_fields__}
     defaults = {field.name: field.default for field in msgspec.structs.fields(SampleScored)}
@@ -234,7 +234,7 @@ def small_files() -> Iterator[None]:
 def test_what_has_no_room_leaves_what_was_there(tmp_path: Path) -> None:
     path = write(tmp_path, [recorded(scored(0, 0), sample_of(2))])
     noise = np.random.default_rng(0).integers(2**31, size=20_000).astype(np.int32)
-    large = msgspec.structs.replace(sample_of(20_000), token_ids_T=noise)
+    large = sample_of(20_000).replace(token_ids_T=noise)
     with pytest.raises(OSError, match="File too large"):
         write(tmp_path, [recorded(scored(1, 0), large)])
     assert [sample.scored.group for sample in read_step(tmp_path, 12)] == [0]

@@ -15,11 +15,11 @@ from samples_harness import RUN_ID, fetch
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.sample_files import STREAM, UNFINISHED, files
 from tandem.samples.sample_record import keys_of, read_step, read_unfinished, steps, table_of, write_shard
 
-Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
+Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_what_finishes_is_on_disk_at_once_and_recorded_when_its_step_has_trained
         assert row.scored.response == texts[key], "the record has the text, which the coordinator does not get"
         plain = {name: getattr(row.scored, name) for name in SampleScored.__struct_fields__ if name != "response"}
         assert plain == {name: getattr(known, name) for name in plain}
-        for name, array in arrays.to_frames().items():
-            assert row.arrays.to_frames()[name].tolist() == array.tolist()
+        for name, array in arrays.columns.items():
+            assert row.arrays.columns[name].tolist() == array.tolist()
         assert row.advantage == (None if row.scored.group == 0 else 0.5)
         problem = groups[row.scored.group].problem
         assert (row.step, row.rollout, row.command_id, row.problem_id) == (
@@ -254,7 +254,7 @@ def test_groups_are_taken_from_disk_as_if_they_had_been_made_now(
     }
     places = [(finished.command_id, sample.group, sample.sample) for sample in finished.samples]
     found = fetch(second.samples_at, places)
-    assert isinstance(found, SampleArrays)
+    assert isinstance(found, Batch)
     restored = {key[1:]: (samples[key[1:]][0], found.take([row])) for row, key in enumerate(places)}
     assert tokens_of(restored) == {key: tokens for key, tokens in tokens_of(samples).items() if key[0] != 1}
     groups = all_of(finished.command_id, restored)

@@ -96,7 +96,7 @@ def test_what_is_returned_is_what_was_recorded_and_tokens_only_where_they_are_as
     ):
         for name in set(RecordedSample.__struct_fields__) - {"arrays"}:
             assert getattr(whole, name) == getattr(short, name) == getattr(sample, name)
-        for name, array in sample.arrays.to_frames().items():
+        for name, array in sample.arrays.columns.items():
             assert np.array_equal(getattr(whole.arrays, name), array)
             assert getattr(short.arrays, name).sum() == 0
             assert getattr(short.arrays, name).dtype == array.dtype
@@ -221,7 +221,7 @@ def test_turns_are_told_apart_with_the_runs_tokenizer() -> None:
     arrays = sample_of(9, prompt_length=3)
     ids = [1, *tokenizer.encode("2+"), *tokenizer.encode("35"), 2, *tokenizer.encode("="), *tokenizer.encode("7"), 2]
     mask = [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
-    arrays = msgspec.structs.replace(arrays, token_ids_T=np.array(ids, np.int32), loss_mask_T=np.array(mask))
+    arrays = arrays.replace(token_ids_T=np.array(ids, np.int32), loss_mask_T=np.array(mask))
     known = scored(0, 0, prompt_length=3, response_length=4, num_turns=2, response="35\n=\n7")
     record(run, [recorded(known, arrays, step=3, prompt="<bos>2+")])
     out = io.StringIO()

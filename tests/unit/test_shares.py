@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import WireError
 from tandem.config import build_config
-from tandem.coordinator.loop.batches import shares_of
+from tandem.coordinator.loop.batches import shards_of
 from tandem.samples.assignment import Assignment, data_parallel_ranks, global_batches
-from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.samples.batch import TABLE, TOKENS, Batch
 
 
 def config_of(trainers: int, **policy: Any) -> Any:
@@ -75,11 +74,11 @@ def test_every_sequence_has_one_rank_and_shares_of_a_global_batch_are_even(
             assert counts.max() <= -(-len(rows) // num_ranks)
 
 
-def batch_of(num_pairs: int, seed: int = 0) -> TrainingBatch:
+def batch_of(num_pairs: int, seed: int = 0) -> Batch:
     random = np.random.default_rng(seed)
     lengths = random.integers(3, 9, 2 * num_pairs).astype(np.int32)
     mask_T = np.concatenate([np.arange(length) >= 2 for length in lengths])
-    return TrainingBatch(
+    return Batch(
         lengths_S=lengths,
         token_ids_T=random.integers(3, 20, len(mask_T)).astype(np.int32),
         loss_mask_T=mask_T,
@@ -92,17 +91,19 @@ def batch_of(num_pairs: int, seed: int = 0) -> TrainingBatch:
 def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     config = config_of(3, train_global_batch_size=9)
     batch = batch_of(9)
-    table = Assignment.of(config, shares_prompts=True).assign(batch.table())
+    batch = batch.replace(**batch.table().columns)
+    table = Assignment.of(config, shares_prompts=True).assign(batch)
     assert (table.rank_S[::2] == table.rank_S[1::2]).all()
-    shares = shares_of(table, batch, 3)
+    shares = shards_of(table, 3)
     for rank, frames in enumerate(shares):
         rows = table.rows_of(rank)
-        given_tokens = GivenTokens.beside(table.lengths_S[rows], frames)
-        given_tokens.check(20, table.num_counted_S[rows])
+        given_tokens = Batch.from_frames({"lengths_S": table.lengths_S[rows], **frames}, TOKENS, may_be_empty=True)
+        given_tokens.check_tokens(20, table.num_counted_S[rows])
         np.testing.assert_array_equal(given_tokens.token_ids_T, batch.take(rows).token_ids_T)
     assert sum(len(frames["token_ids_T"]) for frames in shares) == len(batch.token_ids_T)
+    lengths_S = table.lengths_S[table.rows_of(0)]
     with pytest.raises(WireError, match="token_ids_T"):
-        GivenTokens.beside(table.lengths_S[table.rows_of(0)], shares[1] | {"token_ids_T": np.zeros(3, np.int32)})
+        Batch.from_frames({"lengths_S": lengths_S, **shares[1], "token_ids_T": np.zeros(3, np.int32)}, TOKENS)
 
 
 def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> None:
@@ -110,22 +111,22 @@ def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> 
     batch = batch_of(5)
     parts = [4, 6]
     together = assignment.assign(batch.table(), parts)
-    apart = [assignment.assign(batch.part(first, size).table()) for first, size in ((0, 4), (4, 6))]
+    apart = [assignment.assign(batch.take(rows).table()) for rows in (slice(4), slice(4, 10))]
     assert together.rank_S.tolist() == [*apart[0].rank_S.tolist(), *apart[1].rank_S.tolist()]
 
 
 def test_a_table_survives_the_wire_and_what_is_none_is_refused() -> None:
     table = batch_of(2).table()
-    again = BatchTable.from_frames(table.to_frames())
-    again.check(num_ranks=1, num_sources=0)
-    for name, array in table.to_frames().items():
-        np.testing.assert_array_equal(again.to_frames()[name], array)
+    again = Batch.from_frames(table.columns, TABLE)
+    again.check_table(num_ranks=1)
+    for name, array in table.columns.items():
+        np.testing.assert_array_equal(again.columns[name], array)
     with pytest.raises(WireError, match=r"^rank_S: is missing$"):
-        BatchTable.from_frames({name: array for name, array in table.to_frames().items() if name != "rank_S"})
+        Batch.from_frames({name: array for name, array in table.columns.items() if name != "rank_S"}, TABLE)
     with pytest.raises(WireError, match=r"^group_S: 3 numbers, does not fit the 4 sequences$"):
-        BatchTable.from_frames(table.to_frames() | {"group_S": np.zeros(3, np.int32)})
+        Batch.from_frames(table.columns | {"group_S": np.zeros(3, np.int32)}, TABLE)
     nan_S = np.array([1, 1, np.nan, 1], dtype=np.float32)
     with pytest.raises(WireError, match=r"^rewards_S: nan for sequence 2, must be finite$"):
-        msgspec.structs.replace(table, rewards_S=nan_S).check(num_ranks=1, num_sources=0)
+        table.replace(rewards_S=nan_S).check_table(num_ranks=1)
     with pytest.raises(WireError, match=r"^source_S: -1 for sequence 0, must be from 0 to 1$"):
-        table.check(num_ranks=1, num_sources=2)
+        table.with_sources(("a", "b")).check_table(num_ranks=1)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
-from tandem.samples.batch import TrainingBatch
-from tandem.trainer import packing
-from tandem.trainer.sharing import Prompts
+from tandem.samples.batch import Batch
+from tandem.trainer.micro_batches import micro_batches_of, pad, prompts_of
 
 CPU = torch.device("cpu")
 
 
-def batch_of(*sequences: str) -> TrainingBatch:
+def batch_of(*sequences: str) -> Batch:
     """One sequence a string: lower-case letters are prompt tokens, capital ones count; the ids are character codes."""
     text = "".join(sequences)
-    return TrainingBatch(
+    batch = Batch(
         lengths_S=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
         token_ids_T=np.array([ord(token) for token in text], dtype=np.int32),
         loss_mask_T=np.array([token.isupper() for token in text]),
@@ -27,6 +25,7 @@ def batch_of(*sequences: str) -> TrainingBatch:
         advantages_S=np.zeros(len(sequences), dtype=np.float32),
         rewards_S=np.zeros(len(sequences), dtype=np.float32),
     )
+    return batch.replace(**batch.table().columns)
 
 
 def text_of(token_ids: torch.Tensor) -> str:
@@ -34,15 +33,16 @@ def text_of(token_ids: torch.Tensor) -> str:
 
 
 def test_sequences_share_what_comes_before_the_first_counted_token() -> None:
-    prompts = Prompts.of(batch_of("abXY", "acX", "abZ", "abcX", "ab", "X", "XY").table())
-    assert prompts.prompt_S.tolist() == [0, 1, 0, 3, 0, 5, 5]
-    assert prompts.lengths_S.tolist() == [2, 2, 2, 3, 2, 1, 1]
+    batch = batch_of("abXY", "acX", "abZ", "abcX", "ab", "X", "XY")
+    prompt_B, lengths_B = prompts_of(batch, range(7))
+    assert prompt_B.tolist() == [0, 1, 0, 3, 0, 5, 5]
+    assert lengths_B.tolist() == [2, 2, 2, 3, 2, 1, 1]
 
 
 def test_the_row_holds_each_prompt_once_and_nothing_that_predicts_nothing() -> None:
     batch = batch_of("abXYZ", "abVW", "acXsTu", "acU")
-    micro = packing.pad(batch, (0, 1, 2, 3, EMPTY_ROW), divisible_by=1, device=CPU, prompts=Prompts.of(batch.table()))
-    shared = micro.shared_prompts
+    micro = pad(batch, (0, 1, 2, 3, EMPTY_ROW), divisible_by=1, device=CPU, shares_prompts=True)
+    shared = micro.row
     assert shared is not None
     # Of "abXYZ" the last token, of "acXsTu" the last two, and of "acU" the whole response predict nothing counted.
     assert text_of(shared.token_ids_1N) == "abXY" + "V" + "acXs"
@@ -55,33 +55,31 @@ def test_the_row_holds_each_prompt_once_and_nothing_that_predicts_nothing() -> N
 
 def test_the_row_is_rounded_up() -> None:
     batch = batch_of("abXYZ", "abVW")
-    micro = packing.pad(batch, (0, 1), divisible_by=8, device=CPU, prompts=Prompts.of(batch.table()))
-    assert micro.shared_prompts is not None
-    assert micro.shared_prompts.token_ids_1N.shape == micro.shared_prompts.taken_N[None].shape == (1, 8)
+    micro = pad(batch, (0, 1), divisible_by=8, device=CPU, shares_prompts=True)
+    assert micro.row is not None
+    assert micro.row.token_ids_1N.shape == micro.row.taken_N[None].shape == (1, 8)
 
 
 def test_a_prompt_is_owned_by_a_sample_that_has_a_response() -> None:
     batch = batch_of("ab", "abX", "abY")
-    micro = packing.pad(batch, (0, 1, 2), divisible_by=1, device=CPU, prompts=Prompts.of(batch.table()))
-    assert micro.shared_prompts is not None
-    assert text_of(micro.shared_prompts.token_ids_1N) == "ab"
-    assert micro.shared_prompts.predictor_K.tolist() == [1, 1]
+    micro = pad(batch, (0, 1, 2), divisible_by=1, device=CPU, shares_prompts=True)
+    assert micro.row is not None
+    assert text_of(micro.row.token_ids_1N) == "ab"
+    assert micro.row.predictor_K.tolist() == [1, 1]
 
 
 def test_samples_where_nothing_counts_make_a_row_of_padding() -> None:
     batch = batch_of("ab", "ab")
-    micro = packing.pad(batch, (0, 1), divisible_by=1, device=CPU, prompts=Prompts.of(batch.table()))
-    assert micro.shared_prompts is not None
-    assert micro.shared_prompts.token_ids_1N.tolist() == [[0]]
-    assert micro.shared_prompts.predictor_K.tolist() == []
+    micro = pad(batch, (0, 1), divisible_by=1, device=CPU, shares_prompts=True)
+    assert micro.row is not None
+    assert micro.row.token_ids_1N.tolist() == [[0]]
+    assert micro.row.predictor_K.tolist() == []
 
 
 def test_sequences_without_a_common_prompt_share_nothing() -> None:
     batch = batch_of("abXYZ", "acVW")
-    assert (
-        packing.pad(batch, (0, 1), divisible_by=1, device=CPU, prompts=Prompts.of(batch.table())).shared_prompts is None
-    )
-    assert packing.pad(batch, (0, 0), divisible_by=1, device=CPU).shared_prompts is None
+    assert pad(batch, (0, 1), divisible_by=1, device=CPU, shares_prompts=True).row is None
+    assert pad(batch, (0, 0), divisible_by=1, device=CPU).row is None
 
 
 @settings(max_examples=200, deadline=None)
@@ -98,7 +96,7 @@ def test_hands_are_equal_whatever_the_groups(sizes: list[int], num_ranks: int, s
     hands = assign(range(num), lengths, num_ranks, firsts)
     assert sorted(row for hand in hands for row in hand if row != EMPTY_ROW) == list(range(num))
     assert {len(hand) for hand in hands} == {-(-num // num_ranks)}
-    groups = [packing.micro_batches_of(hand, lengths, size, firsts) for hand in hands]
+    groups = [micro_batches_of(hand, lengths, size, firsts) for hand in hands]
     assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"
     for hand, group in zip(hands, groups, strict=True):
         assert sorted(row for rows in group for row in rows) == sorted(hand)
@@ -112,13 +110,13 @@ def test_groups_are_dealt_whole_and_lie_side_by_side() -> None:
     lengths = [9, 5, 1, 5, 2, 2, 3, 4]
     hands = assign(range(8), lengths, 2, prompt_S)
     assert hands == [[0, 2, 4, 5], [1, 3, 7, 6]]
-    assert packing.micro_batches_of(hands[0], lengths, 2, prompt_S) == [(0, 2), (4, 5)]
+    assert micro_batches_of(hands[0], lengths, 2, prompt_S) == [(0, 2), (4, 5)]
 
 
 def test_a_sequence_that_shares_its_prompt_with_no_other_stays_alone() -> None:
     prompt_S = np.array([NO_PROMPT, 0, NO_PROMPT, 0], dtype=np.int32)
     assert by_prompt(range(4), [5, 4, 3, 2], prompt_S) == [[0], [1, 3], [2]]
-    table = msgspec.structs.replace(batch_of("aX", "abX", "aX", "abY").table(), prompt_S=prompt_S)
-    numbers = Prompts.of(table).prompt_S.tolist()
+    batch = batch_of("aX", "abX", "aX", "abY").replace(prompt_S=prompt_S)
+    numbers = prompts_of(batch, range(4))[0].tolist()
     assert numbers[1] == numbers[3]
     assert len(set(numbers)) == 3

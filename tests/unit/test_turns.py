@@ -17,7 +17,7 @@ from rollout_harness import Rollout, tokens_of
 
 from tandem.common.messages import PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rollout]]:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def segments(rollout: Rollout, group: PromptGroup, arrays: SampleArrays) -> list[tuple[int, int, bool]]:
+def segments(rollout: Rollout, group: PromptGroup, arrays: Batch) -> list[tuple[int, int, bool]]:
     """Return the stretches after the prompt that the policy made, and those that it was told."""
     mask_T = arrays.loss_mask_T
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
@@ -147,8 +147,8 @@ def test_how_long_an_environment_takes_changes_no_bit(start: Callable[..., Rollo
     assert one.keys() == two.keys()
     for key, (sample, arrays) in one.items():
         assert two[key][0] == sample
-        for name, values in arrays.to_frames().items():
-            np.testing.assert_array_equal(two[key][1].to_frames()[name], values)
+        for name, values in arrays.columns.items():
+            np.testing.assert_array_equal(two[key][1].columns[name], values)
 
 
 def test_each_turn_draws_anew() -> None:

@@ -237,10 +237,10 @@ class Listener(Message, frozen=True, kw_only=True):
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
-    """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
+    """Run one training step on one batch: every rank gets the same table of it, and fetches the tokens of its shard.
 
-    Frames: a `tandem.samples.batch.BatchTable`; where `sources` is empty, this rank's
-    `tandem.samples.batch.GivenTokens` as well.
+    Frames: the `TABLE` of `tandem.samples.batch`; where `sources` is empty, the `TOKENS` of this rank's sequences
+    as well.
     """
 
     step: Count
@@ -276,7 +276,7 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
-    """Not every rank could fetch its share, so no weight has changed; every rank says so.
+    """Not every rank could fetch its shard, so no weight has changed; every rank says so.
 
     What was fetched is kept for the next `Train` of the same step.
     """
@@ -639,7 +639,7 @@ class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
 class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
     """The samples.
 
-    Frames: a `tandem.samples.batch.SampleArrays`, in the order of the keys.
+    Frames: the `SAMPLES` of `tandem.samples.batch`, in the order of the keys.
     """
 
     request_id: Count

@@ -13,12 +13,13 @@ from tandem.config.dump import (
     to_plain,
 )
 from tandem.config.load import Changed, build_config, change_config, changed_keys, load_config, load_evaluation
-from tandem.config.notices import notices
+from tandem.config.notices import about_learning_rate, notices
 from tandem.config.schema import Config
 
 __all__ = [
     "Changed",
     "Config",
+    "about_learning_rate",
     "build_config",
     "change_config",
     "changed_keys",

@@ -17,6 +17,7 @@ from tandem.config.schema import Config
 
 _MOST_LOOKS = 10
 _SUGGESTED = re.compile(r"did you mean '([^']+)'")
+_KEY = re.compile(r"[\w.\[\]-]+")
 
 
 class Refused(NamedTuple):
@@ -55,15 +56,27 @@ def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused
 
 
 def _repeats(problem: Invalid, told: set[str]) -> bool:
-    """Tell whether a problem is of a key that was told of, or names one."""
-    return bool(told & {key_parts(problem.key)[-1], *re.findall(r"\w+", problem.text)})
+    """Tell whether a problem is of a key that was told of, names one, or is of the section that lacks it."""
+    if any(problem.key == key.rpartition(".")[0] for key in told):
+        return True
+    named = {each.rstrip(".") for each in _KEY.findall(problem.text)}
+    return bool(told & {*_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
 
 
 def _words(problems: Sequence[Invalid], unsupported: str | None = None) -> set[str]:
-    """Return the last parts of all keys that problems are of, and name."""
-    texts = [f"{each.key} {' '.join(_SUGGESTED.findall(each.text))}" for each in problems]
-    keys = re.findall(r"[\w.\[\]-]+", " ".join([*texts, (unsupported or "").partition(": ")[2]]))
-    return {last for key in keys if (last := key_parts(key)[-1]) and not last.isdecimal()}
+    """Return the names of all keys that problems are of, or are meant by them."""
+    keys = {*_KEY.findall((unsupported or "").partition(": ")[2]), *(each.key for each in problems)}
+    for each in problems:
+        if each.text.startswith("unknown key"):  # elsewhere it is a value that is suggested
+            parent = each.key.rpartition(".")[0]
+            keys |= {f"{parent}.{meant}" if parent else meant for meant in _SUGGESTED.findall(each.text)}
+    return {name for key in keys for name in _names(key)}
+
+
+def _names(key: str) -> set[str]:
+    """Return what a key is called: in full, and by its last part, unless that may be any key's, as `name` may."""
+    last = key_parts(key)[-1]
+    return {key, last} if "_" in last else {key}
 
 
 def _without(node: Any, parts: Sequence[str]) -> Any:

@@ -26,6 +26,7 @@ MAX_PATH_SHOWN = 200
 
 Plain = dict[str, Any]
 """What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
+_TOO_DEEP = "mappings or lists within each other are too many"
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +144,8 @@ def _read_file(path: Path) -> Plain:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file{nearest_file(path)}") from None
     except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # PyYAML's own limit, since 6.0.4
+            raise ConfigError(f"{path}: cannot be read: {_TOO_DEEP}") from None
         raise ConfigError(f"{path}: {_syntax(error)}") from None
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else path
@@ -154,7 +157,7 @@ def _read_file(path: Path) -> Plain:
             raise ConfigError(f"{path}: expected a mapping at the top, got a scalar") from None
         raise ConfigError(f"{shortened(path)}: cannot be read: {error.strerror}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: cannot be read: mappings or lists within each other are too many") from None
+        raise ConfigError(f"{path}: cannot be read: {_TOO_DEEP}") from None
     except ValueError as error:
         raise ConfigError(f"{shortened(path)}: cannot be read: {error}") from None
     if not isinstance(content, dict):

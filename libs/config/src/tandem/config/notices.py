@@ -234,7 +234,7 @@ def most_learning_rate(config: Config) -> float | None:
     return FAR_ABOVE * USUAL_PEAK_TIMES_WIDTH / width * (1.0 if policy.adapters is None else OF_ADAPTERS)
 
 
-def _learning_rate(config: Config) -> Iterator[str]:
+def about_learning_rate(config: Config) -> Iterator[str]:
     """Yield a notice for a rate far outside what the optimizer and the size of the model bear."""
     policy, most = config.policy, most_learning_rate(config)
     is_megatron = policy.megatron_cfg.enabled
@@ -357,7 +357,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _reward_model,
     _asynchronous,
     _of_vllm,
-    _learning_rate,
+    about_learning_rate,
     _seed,
     _left_to_others,
     _puzzle,

@@ -133,7 +133,8 @@ def _of_samples(config: Config) -> Iterator[Condition]:
     )
     yield Condition(
         metric="entropy",
-        holds=lambda metrics: metrics["entropy"] < LOW_ENTROPY,
+        # Without valid tokens in a step, it is 0 and says nothing about the policy.
+        holds=lambda metrics: metrics["entropy"] < LOW_ENTROPY and metrics.get("num_valid_tokens") != 0,
         evidence="the policy's entropy has been below "
         f"{LOW_ENTROPY:g} nats a token, at last {{entropy:.2g}}: samples of a prompt hardly differ",
         look_at="loss_fn.ratio_clip_max, loss_fn.reference_policy_kl_penalty and policy.generation.temperature",

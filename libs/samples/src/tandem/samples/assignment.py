@@ -1,7 +1,7 @@
 """Assign sequences to trainer ranks: pure functions of lengths and the configuration.
 
 The coordinator assigns, and every rank reads what it was assigned from the batch's table
-(`tandem.samples.batch.BatchTable`); the ranks of one model-parallel group, which see the same sequences, are one
+(`tandem.samples.batch.TABLE`); the ranks of one model-parallel group, which see the same sequences, are one
 data-parallel rank here.
 
 Shapes: ``S`` sequences of a batch, in ``U`` units of sequences that must stay together.
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from tandem.config import Config
 from tandem.config.schema.columns import Model
-from tandem.samples.batch import BatchTable
+from tandem.samples.batch import Batch
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
 EMPTY_ROW = -1
-"""Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
+"""A row that holds no sequence: it evens out the ranks' shards and counts nowhere."""
 NO_RANK = -1
-"""In the place of the data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
+"""Data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
 NO_PROMPT = -1
-"""In the place of a prompt's number: the sequence shares its prompt with no other."""
+"""Number of a prompt that the sequence shares with no other."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +58,14 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
             by_prompts=policy.share_prompts and shares_prompts and unit == 1,
         )
 
-    def assign(self, table: BatchTable, parts: Sequence[int] = ()) -> BatchTable:
+    def assign(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
         """Return the table with its sequences assigned, each of the `parts` that are evaluated by themselves alone."""
         ends = np.cumsum(parts or [len(table)])
         ranks = [
             self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows])
             for rows in itertools.starmap(slice, itertools.pairwise([0, *ends]))
         ]
-        return msgspec.structs.replace(table, rank_S=np.concatenate(ranks))
+        return table.replace(rank_S=np.concatenate(ranks))
 
     def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
         """Return the data-parallel rank of each sequence of a batch; `branch_S` None: of samples of one each."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
 from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import SAMPLES, Batch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -87,10 +87,10 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
             raise WireError(f"{COLUMN}: a token has an expert twice in a layer, or fewer than {self.top_k}")
 
 
-def as_trained_on(recorded: SampleArrays, experts: RoutedExperts | None) -> SampleArrays:
+def as_trained_on(recorded: Batch, experts: RoutedExperts | None) -> Batch:
     """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
     if experts is None:
-        return msgspec.structs.replace(recorded, columns={})
+        return recorded.only(SAMPLES)
     if COLUMN not in recorded.columns:
         raise SamplesError("samples of the record do not say where their tokens went: policy.router_replay was off")
     return recorded

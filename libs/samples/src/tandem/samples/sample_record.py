@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
-from tandem.samples.batch import Float32s, Int32s, SampleArrays
+from tandem.samples.batch import SAMPLES, Batch, Float32s, Int32s
 from tandem.samples.manifest import digest_of
 from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
@@ -100,8 +100,8 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
 }
 """What makes a field of what Arrow has in its column, where that is not the same."""
-_ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
-"""The field of `SampleArrays` that a column has."""
+_ARRAYS = {name.removesuffix("_T"): name for name in SAMPLES if name.endswith("_T")}
+"""The array of a batch that a column has."""
 WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in (*_ARRAYS, _EXPERTS))
 """The columns that have no number for each token."""
 _FIELDS = {"reference_answer": "answer"}
@@ -118,7 +118,7 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of the order that it was made for."""
     scored: SampleScored
     """With the text of the response."""
-    arrays: SampleArrays
+    arrays: Batch
     """Of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
     """None where the sample was not trained on, as when dynamic sampling filters its group out."""
@@ -325,7 +325,7 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
-    arrays = SampleArrays.concatenate([msgspec.structs.replace(sample.arrays, columns={}) for sample in samples])
+    arrays = Batch.concatenate([sample.arrays.only(SAMPLES) for sample in samples])
     num_tokens = [len(sample.arrays.token_ids_T) for sample in samples]
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     columns = [
@@ -346,12 +346,12 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             rollout=row["rollout"],
             command_id=row["command_id"],
             scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
-            arrays=SampleArrays(
+            arrays=Batch(
                 lengths_S=np.array(
                     [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
                 ),
                 **{field: row[column] for column, field in _ARRAYS.items()},
-                columns=_columns(row[_EXPERTS], len(row["token_ids"])),
+                **_columns(row[_EXPERTS], len(row["token_ids"])),
             ),
             advantage=row["advantage"],
             problem_id=row["problem_id"],

@@ -22,7 +22,7 @@ from tandem.common.messages import (
     SequenceKey,
 )
 from tandem.common.wire import Codec, Frames, Hub, encode
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 
 _MAX_REQUEST_BYTES = 2**24
 _POLL_S = 0.2
@@ -35,7 +35,7 @@ class SampleStore:
         """Listen on a port of `host`, for these trainers of this run; keep at most `max_tokens`."""
         self._run_id = run_id
         self._max_tokens = max_tokens
-        self._samples: dict[int, dict[tuple[int, int], SampleArrays]] = {}
+        self._samples: dict[int, dict[tuple[int, int], Batch]] = {}
         """By the order to generate, then by group and place in it."""
         self._num_tokens = 0
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class SampleStore:
         """Call `await_record` before any samples are given out: it returns when those that are here are on disk."""
         self._await_record = await_record
 
-    def put(self, key: SampleKey, arrays: SampleArrays) -> None:
+    def put(self, key: SampleKey, arrays: Batch) -> None:
         """Keep one sample; one that is here already, because its order was repeated, stays.
 
         Raises `SamplesError` if there is no room for it.
@@ -117,9 +117,9 @@ class SampleStore:
             arrays = self._found(request)
         except SamplesError as error:
             return encode(SamplesGone(request_id=request.request_id, why=str(error)))
-        return encode(SamplesFetched(request_id=request.request_id), arrays.to_frames())
+        return encode(SamplesFetched(request_id=request.request_id), arrays.columns)
 
-    def _found(self, request: FetchSamples) -> SampleArrays:
+    def _found(self, request: FetchSamples) -> Batch:
         if request.run_id != self._run_id:
             raise SamplesError(f"it belongs to run {self._run_id}, and was asked by one of run {request.run_id[:100]}")
         if not request.keys:
@@ -129,9 +129,9 @@ class SampleStore:
         num_tokens = sum(len(arrays.token_ids_T) for arrays in samples)
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
-        return SampleArrays.concatenate(samples)
+        return Batch.concatenate(samples)
 
-    def _taken(self, keys: Sequence[SequenceKey]) -> list[SampleArrays]:
+    def _taken(self, keys: Sequence[SequenceKey]) -> list[Batch]:
         with self._lock:
             found = [self._samples.get(command_id, {}).get((group, sample)) for command_id, group, sample, _ in keys]
         taken = []

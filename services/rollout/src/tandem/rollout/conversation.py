@@ -17,7 +17,7 @@ from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tandem.samples.tokenizer import Messages
 
@@ -44,7 +44,7 @@ class Conversation:
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
-        self._parts: list[SampleArrays] = [_given(group.prompt_ids)]
+        self._parts: list[Batch] = [_given(group.prompt_ids)]
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +77,7 @@ class Conversation:
         if completion.routed_experts_TX is not None:
             self._routed.append(completion.routed_experts_TX)
         self._parts.append(
-            SampleArrays(
+            Batch(
                 lengths_S=np.array([num_tokens], dtype=np.int32),
                 token_ids_T=completion.token_ids_T,
                 loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
@@ -94,10 +94,10 @@ class Conversation:
 
     def finish(
         self, score: Score, cause: Literal["score", "length", "turns"], unscored: Unscored | None = None
-    ) -> tuple[SampleScored, SampleArrays]:
+    ) -> tuple[SampleScored, Batch]:
         """Return the sample: ended by a score or the want of one, or by a limit that left no room for a response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
-        parts = SampleArrays.concatenate(self._parts)
+        parts = Batch.concatenate(self._parts)
         made_versions_T = parts.versions_T[parts.loss_mask_T]
         sample = SampleScored(
             group=self.group.group,
@@ -122,7 +122,7 @@ class Conversation:
         )
         own = {"lengths_S": np.array([len(parts.token_ids_T)], dtype=np.int32)}
         routed = {} if self._experts is None else {COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
-        return sample, SampleArrays.of({**parts.to_frames(), **own, **routed})
+        return sample, parts.replace(**own, **routed)
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -132,10 +132,10 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")
 
 
-def _given(token_ids: tuple[int, ...] | list[int]) -> SampleArrays:
+def _given(token_ids: tuple[int, ...] | list[int]) -> Batch:
     """Lay out tokens that the policy did not make."""
     num_tokens = len(token_ids)
-    return SampleArrays(
+    return Batch(
         lengths_S=np.array([num_tokens], dtype=np.int32),
         token_ids_T=np.array(token_ids, dtype=np.int32),
         loss_mask_T=np.zeros(num_tokens, dtype=np.bool_),

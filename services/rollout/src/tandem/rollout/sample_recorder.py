@@ -38,7 +38,7 @@ from tandem.common.messages import (
     SamplesRecorded,
 )
 from tandem.launch.service import Member
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
@@ -71,7 +71,7 @@ class _Finished(NamedTuple):
     command_id: int
     started_at: float
     finished_at: float
-    samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]]
+    samples: Sequence[tuple[PromptGroup, SampleScored, Batch]]
 
 
 class _Anew(NamedTuple):
@@ -122,7 +122,7 @@ class SampleRecorder:
         purpose: Purpose,
         command_id: int,
         started_at: float,
-        samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]],
+        samples: Sequence[tuple[PromptGroup, SampleScored, Batch]],
     ) -> None:
         """Have samples written that have finished now; what is known of them has the text of the response."""
         if self._queue.qsize() > _MOST_WAITING:
@@ -284,7 +284,7 @@ class SampleRecorder:
         samples = samples_of(table.take(rows))
         for sample in samples:
             try:
-                sample.arrays.check(self._vocabulary)
+                sample.arrays.check_samples(self._vocabulary)
             except WireError as error:
                 raise SamplesError(f"{path} has samples of another model: {error}") from error
         return [
@@ -299,9 +299,7 @@ class SampleRecorder:
         if file is not None:
             file.close()
 
-    def _recorded(
-        self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: SampleArrays
-    ) -> RecordedSample:
+    def _recorded(self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: Batch) -> RecordedSample:
         return RecordedSample(
             step=finished.step,
             rollout=self._member.name,

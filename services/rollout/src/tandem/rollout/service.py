@@ -63,7 +63,7 @@ from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
 from tandem.rollout.environments.scorer import Unscored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
@@ -82,7 +82,7 @@ _GUEST_SHARE, _MOST_GUEST_S = 0.1, 5.0
 """Of the time that a generation took, and seconds: what guests get before training takes the engine's device."""
 
 
-_Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]]
+_Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
 """Samples that have finished together, by the order that they are of."""
 
 
@@ -498,7 +498,7 @@ class RolloutService:
             self._end(finished, number, *sample)
         self._send(finished)
 
-    def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: SampleArrays) -> None:
+    def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
         """Note a sample as finished, to be said with the others of its order."""
         generation = self._generation_of.pop(number)
         group = generation.conversations.pop(number).group
@@ -528,7 +528,7 @@ class RolloutService:
             self._record_of().order(order)
         self._restoring.clear()
 
-    def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, SampleArrays]]) -> None:
+    def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, Batch]]) -> None:
         if self._recorder is not None:
             order = generation.order
             self._recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)

@@ -5,7 +5,7 @@ has one. The rest happens here, where the tokens and the models are: each rank d
 sums over the ranks make the normalisation that of the whole rollout batch. So it takes no round trip between
 coordinator and trainers.
 
-Shapes: ``T`` tokens of the rank's ragged share of the batch.
+Shapes: ``T`` tokens of the rank's shard of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tandem.config import Config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import ADVANTAGES, RETURNS, Column, Source
-from tandem.samples.batch import Float32s, TrainingBatch
+from tandem.samples.batch import Batch, Float32s
 from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
@@ -32,9 +32,9 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A rank's share of a rollout batch, and what models say of its tokens."""
+    """The policy's shard of a rollout batch, and what models say of its tokens."""
 
-    batch: TrainingBatch
+    batch: Batch
     scores: Mapping[Source, Float32s]
     """Of each token, by the model that says it; zero where none counts."""
     sum_over_ranks: SumOverRanks

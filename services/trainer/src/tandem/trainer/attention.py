@@ -1,7 +1,7 @@
 """Attention of rows that hold several sequences, where such rows meet a Hugging Face model.
 
-A model takes `SharedPrompts` and `PackedRow` through `transformers.AttentionInterface`, by the name `ATTENTION_NAME`;
-without either beside the tokens it is the library's own attention, to the bit, unless a layer's attention slides or has
+A model takes a `Row`, packed or with shared prompts, through `transformers.AttentionInterface`, by the name
+`ATTENTION_NAME`; without a row it is the library's own attention, to the bit, unless a layer's attention slides or has
 sinks: the library's own needs a mask for that, and there is none.
 """
 
@@ -16,8 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tandem.common.segments import attend as attend_within
 from tandem.common.segments import sliding_windows, unstable_rotation
-from tandem.trainer.packed import PackedRow, pack_row
-from tandem.trainer.sharing import SharedPrompts, share_prompts
+from tandem.trainer.micro_batches import Row, pack_row, share_prompts
 
 ATTENTION_NAME = "tandem_rows"
 
@@ -28,8 +27,7 @@ def attend(
     key_BHTD: torch.Tensor,
     value_BHTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    shared_prompts: SharedPrompts | None = None,
-    packed: PackedRow | None = None,
+    row: Row | None = None,
     told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -42,25 +40,26 @@ def attend(
     window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
     if told_windows is not None:
         told_windows[int(module.layer_idx)] = window  # type: ignore[arg-type]
-    if shared_prompts is not None:
-        source_BW = shared_prompts.source_BW
+    source_BW = None if row is None else row.source_BW
+    is_packed = row is not None and source_BW is None
+    if source_BW is not None:
         query_BHTD, key_BHTD, value_BHTD = (_spread(each, source_BW) for each in (query_BHTD, key_BHTD, value_BHTD))
-    if packed is None and window is None and sinks_H is None:
+    if not is_packed and window is None and sinks_H is None:
         attended_BTHD, _ = sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
     else:
         unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
         if unknown:
             raise ValueError(f"its attention needs {unknown[0]}")
         num_rows, _, width, _ = query_BHTD.shape
-        lengths = (width,) * num_rows if packed is None else packed.lengths
+        lengths = row.lengths if row is not None and is_packed else (width,) * num_rows
         query_NHD, key_NGD, value_NGD = (
             each.transpose(1, 2).flatten(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD)
         )
         segments = [(length, length) for length in lengths]
         attended_NHD = attend_within(query_NHD, key_NGD, value_NGD, segments, kwargs.get("scaling"), window, sinks_H)
         attended_BTHD = attended_NHD.view(num_rows, width, *attended_NHD.shape[1:])
-    if shared_prompts is not None:
-        attended_BTHD = attended_BTHD.flatten(0, 1).index_select(0, shared_prompts.taken_N)[None]
+    if row is not None and row.taken_N is not None:
+        attended_BTHD = attended_BTHD.flatten(0, 1).index_select(0, row.taken_N)[None]
     return attended_BTHD, None
 
 
@@ -74,22 +73,22 @@ transformers.AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:
-    """Make a whole model on the CPU take `SharedPrompts`; return None, or why it cannot, and is as it was.
+    """Make a whole model on the CPU take rows with shared prompts; return None, or why it cannot, and is as it was.
 
     The model is asked, not its name: two samples that share a prompt must have the logits they have one by one.
     """
-    return _prepare(model, max_length, shared_prompts=_SHARED)
+    return _prepare(model, max_length, _SHARED)
 
 
 def prepare_to_pack(model: Any, max_length: int) -> str | None:
-    """Make a whole model on the CPU take `PackedRow`; return None, or why it cannot, and is as it was.
+    """Make a whole model on the CPU take packed rows; return None, or why it cannot, and is as it was.
 
     The model is asked, not its name: two sequences in one row must have the logits they have one by one.
     """
-    return _prepare(model, max_length, packed=_PACKED)
+    return _prepare(model, max_length, _PACKED)
 
 
-def _prepare(model: Any, max_length: int, **row: SharedPrompts | PackedRow) -> str | None:
+def _prepare(model: Any, max_length: int, row: Row) -> str | None:
     config = model.config.get_text_config()
     unstable = unstable_rotation(config, max_length)
     if unstable is not None:
@@ -102,7 +101,7 @@ def _prepare(model: Any, max_length: int, **row: SharedPrompts | PackedRow) -> s
     try:
         expected_KV = _logits(model)
         model.set_attn_implementation(ATTENTION_NAME)
-        found_KV = _logits(model, told_windows, **row)
+        found_KV = _logits(model, told_windows, row)
     except Exception as error:  # an architecture of its own fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
     else:
@@ -129,9 +128,7 @@ _PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_div
 
 
 @torch.no_grad()
-def _logits(
-    model: Any, told_windows: dict[int, int | None] | None = None, **row: SharedPrompts | PackedRow
-) -> torch.Tensor:
+def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: Row | None = None) -> torch.Tensor:
     """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row.
 
     Of what is no language model, whose head may give the same for all, the hidden states. `told_windows` comes beside a
@@ -139,9 +136,9 @@ def _logits(
     """
     logits: torch.Tensor
     asked = model if model.can_generate() else model.base_model
-    for found in row.values():
-        inputs = {"input_ids": found.token_ids_1N, "position_ids": found.position_ids_1N}
-        logits = asked(**inputs, **row, told_windows=told_windows, use_cache=False)[0]
-        return logits[0, found.predictor_K]
+    if row is not None:
+        inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, "row": row}
+        logits = asked(**inputs, told_windows=told_windows, use_cache=False)[0]
+        return logits[0, row.predictor_K]
     logits = asked(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
     return logits[:, 1:3].flatten(0, 1)

@@ -12,7 +12,7 @@ import torch
 
 from tandem.config.schema.columns import Model
 from tandem.refit.endpoint import Weights
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch, Replicas
 from tandem.trainer.scoring import Scores
 
 LossOfMicroBatch = Callable[[MicroBatch, Any], torch.Tensor]
@@ -39,21 +39,6 @@ class Writing(NamedTuple):
     """Why training had to wait until all was written; empty if a thread writes a copy."""
 
 
-class Replicas(msgspec.Struct, frozen=True, kw_only=True):
-    """How one model divides the ranks: each replica sees sequences of its own."""
-
-    sizes: tuple[int, ...]
-    """Parallel sizes; models for which they are equal divide the ranks in the same way."""
-    rank: int
-    """This rank's replica."""
-    size: int
-    """Replicas."""
-    sequence_divisor: int
-    """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
-    sum: Callable[[torch.Tensor], torch.Tensor]
-    """Adds a float64 tensor over the replicas."""
-
-
 class Backend(Protocol):
     """The models that a rank holds, and their optimizers: the policy, and what else the algorithm's declaration names.
 
@@ -66,7 +51,7 @@ class Backend(Protocol):
     """Of the whole model, the policy where that is held."""
     device: torch.device
     shares_prompts: bool
-    """Whether its models take `MicroBatch.shared_prompts`."""
+    """Whether its models take a `MicroBatch.row` with shared prompts."""
     sequence_divisor: int
     """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
 

@@ -21,8 +21,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.segments import attend
-from tandem.trainer.packed import PackedRow
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch, Row
 
 ATTENTION_NAME = "tandem_context"
 
@@ -41,13 +40,13 @@ class ContextShare(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; the share's token that predicts each counted token; -1 where another rank has it."""
 
 
-def as_row(batch: MicroBatch) -> PackedRow:
+def as_row(batch: MicroBatch) -> Row:
     """Return a micro-batch as one row: packed where it is, and otherwise its padded rows end to end."""
-    if batch.packed is not None:
-        return batch.packed
+    if batch.row is not None:
+        return batch.row
     num_rows, width = batch.token_ids_BT.shape
     position_ids_T = torch.arange(width, device=batch.token_ids_BT.device)
-    return PackedRow(
+    return Row(
         token_ids_1N=batch.token_ids_BT.reshape(1, -1),
         position_ids_1N=position_ids_T.repeat(num_rows)[None],
         lengths=(width,) * num_rows,

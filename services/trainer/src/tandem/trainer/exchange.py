@@ -1,4 +1,8 @@
-"""What passes between trainers that hold different models: tokens there, and what is said of them back.
+"""What passes between models that divide the ranks differently: tokens there, and what is said of them back.
+
+Sequences come to the ranks as the policy divides them. A model whose parallel sizes are others has other replicas: the
+tokens of its sequences come from the ranks that have them, and the numbers that it says of these go back. Each is a sum
+over the replicas of what one of them has and zeros: exact, and four or eight bytes a token of the batch.
 
 Where some models have processes of their own (`tandem.config.worlds`), one group spans all trainers of the run. Each
 does first what it can by itself, so that all models score at the same time, and then all call the same methods of
@@ -10,10 +14,11 @@ Shapes: ``S`` sequences of the whole batch; ``T`` tokens of what a process works
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,10 +28,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from tandem.config import Config
 from tandem.config.schema.columns import Column, Model
 from tandem.config.worlds import World, world_at, worlds_of
-from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.samples.batch import BatchTable, TrainingBatch
+from tandem.samples.assignment import NO_RANK, Assignment, data_parallel_ranks, scoring_trainers
+from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
-from tandem.trainer.portions import Portion, batch_of, divided, tokens_of
+from tandem.trainer.micro_batches import Replicas, Shard
 
 
 def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> Exchange | None:
@@ -90,14 +95,14 @@ class Exchange:
 class Division(NamedTuple):
     """How the replicas of a world divide a batch, which every trainer knows, and who speaks for each of them."""
 
-    table: BatchTable
+    table: Batch
     speakers: list[int]
 
 
 class BatchExchange:
     """The same for one batch."""
 
-    def __init__(self, exchange: Exchange, table: BatchTable, config: Config) -> None:
+    def __init__(self, exchange: Exchange, table: Batch, config: Config) -> None:
         """`table` says how the policy's replicas divide the batch."""
         self._exchange, self._config, self._table = exchange, config, table
         self._divisions = {world.name: self._division(world) for world in exchange.worlds}
@@ -107,27 +112,35 @@ class BatchExchange:
         """The worlds that do not hold the policy, in the order in which all trainers speak of them."""
         return [world for world in self._exchange.worlds if not world.has_policy]
 
-    def portion(self, backend: Backend, batch: TrainingBatch) -> Portion | None:
-        """Return what the model of this process works on; None with the policy, whose share is `batch`. Collective."""
+    @property
+    def world(self) -> World:
+        """The world of this process."""
+        return self._exchange.world
+
+    def shard(self, backend: Backend, batch: Batch) -> tuple[Batch, Batch] | None:
+        """Return the table, and the own sequences, of the model of this process; None with the policy. Collective.
+
+        The policy's own sequences are `batch`.
+        """
         world = self._exchange.world
         table = self._divisions[world.name].table
         replicas = None if world.has_policy else backend.replicas(world.name)
         own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
-        wanted = tokens_of(table, own)
+        wanted = table.tokens_of(own)
         token_ids_T, loss_mask_T = (
             self._moved("policy", values_T, wanted) for values_T in (batch.token_ids_T, batch.loss_mask_T)
         )
-        return None if replicas is None else Portion(replicas, table, batch_of(table, own, token_ids_T, loss_mask_T))
+        return None if replicas is None else (table, _with_tokens(table, own, token_ids_T, loss_mask_T))
 
     def columns(
-        self, source: Model, target: Model, names: list[Column], columns: Mapping[Column, NDArray[Any]], own: Portion
+        self, source: Model, target: Model, names: Sequence[Column], columns: Mapping[Column, NDArray[Any]], own: Shard
     ) -> dict[Column, NDArray[Any]]:
         """Bring columns of tokens from one world to another; return them there, and nothing elsewhere. Collective.
 
         `own` is what this process works on, and has the columns of if it is of the source's world.
         """
         is_target = self._exchange.world.name == target
-        wanted = own.token_of_T if is_target else np.zeros(0, dtype=np.int64)
+        wanted = own.whole.tokens_of(own.rows) if is_target else np.zeros(0, dtype=np.int64)
         found = {}
         for column in names:
             rows = () if column.num_each is None else (column.num_each(self._config),)
@@ -142,7 +155,7 @@ class BatchExchange:
         found = np.zeros((len(wanted), *values_T.shape[1:]), dtype=values_T.dtype)
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
         for rank, speaker in enumerate(division.speakers):
-            tokens = tokens_of(division.table, division.table.rows_of(rank))
+            tokens = division.table.tokens_of(division.table.rows_of(rank))
             is_own = speaker == self._exchange.index
             nothing = np.empty((len(tokens), *values_T.shape[1:]), dtype=values_T.dtype)
             said = self._exchange.tell(values_T if is_own else nothing, speaker)
@@ -161,3 +174,43 @@ class BatchExchange:
         # Where there are as many, they have what the policy's have, as replicas in the policy's processes would.
         is_same = num_ranks == num_of_policy
         return Division(self._table if is_same else divided(self._table, world.name, num_ranks, config), speakers)
+
+
+def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:
+    """Return the table of a batch as so many replicas of a model divide it, by its section."""
+    assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
+    by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
+    return msgspec.structs.replace(assignment, num_ranks=num_ranks, by_tokens=by_tokens).assign(table)
+
+
+def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config) -> tuple[Batch, Batch]:
+    """Return the table, and the own sequences, of a model with other replicas on the ranks of a shard's. Collective."""
+    table = divided(shard.whole, model, replicas.size, config)
+    rows = table.rows_of(replicas.rank)
+    tokens = table.tokens_of(rows)
+    token_ids_T, loss_mask_T = (
+        _everywhere(values_T, shard)[tokens] for values_T in (shard.own.token_ids_T, shard.own.loss_mask_T)
+    )
+    return table, _with_tokens(table, rows, token_ids_T, loss_mask_T)
+
+
+def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
+    """Return numbers of a shard's tokens as those of a shard of other replicas of the same ranks. Collective."""
+    return _everywhere(values_T, source)[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
+
+
+def _everywhere(values_T: NDArray[Any], shard: Shard) -> NDArray[np.float64]:
+    """Return numbers of all tokens of the batch from those that each rank has of its shard's."""
+    whole = np.zeros((int(shard.whole.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
+    whole[shard.whole.tokens_of(shard.rows)] = values_T
+    found: NDArray[np.float64] = shard.replicas.sum(torch.from_numpy(whole)).cpu().numpy()
+    return found
+
+
+def _with_tokens(table: Batch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]) -> Batch:
+    """Return some sequences of a table with their tokens; what else there is of these comes as columns."""
+    return table.take(rows).replace(
+        token_ids_T=token_ids_T.astype(np.int32),
+        loss_mask_T=loss_mask_T.astype(np.bool_),
+        generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
+    )

@@ -1,9 +1,9 @@
-"""Fetch a rank's share of a batch from the rollouts that made it.
+"""Fetch a rank's sequences of a batch from the rollouts that made them.
 
-`SampleFetcher.fetch` consumes the batch's table and produces this rank's share. It asks all rollouts at once, a bounded
-number of tokens each at a time, and waits for their answers until one deadline; a rollout that it has no connection to
-for `_PATIENCE_S` is given up before. What was fetched is kept until `clear`, so that a step that is tried again fetches
-only what it lacks. What arrives must be what the table says.
+`SampleFetcher.fetch` consumes the batch's table and produces the sequences that it assigns to this rank. It asks all
+rollouts at once, a bounded number of tokens each at a time, and waits for their answers until one deadline; it gives up
+earlier on a rollout to which there is no connection for `_PATIENCE_S`. What was fetched is kept until `clear`, so that
+a step that is tried again fetches only what it lacks. What arrives must be what the table says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
+from tandem.samples.batch import SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts
 
 _PATIENCE_S = 5.0
@@ -52,12 +52,12 @@ class SampleFetcher:
         self._own = own
         self._vocabulary = vocabulary
         self._step: int | None = None
-        self._kept: dict[tuple[str, int, int, int, int], SampleArrays] = {}
+        self._kept: dict[tuple[str, int, int, int, int], Batch] = {}
         """By rollout and key."""
 
     def fetch(
-        self, step: int, table: BatchTable, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
-    ) -> tuple[TrainingBatch | None, dict[str, str]]:
+        self, step: int, table: Batch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
+    ) -> tuple[Batch | None, dict[str, str]]:
         """Return these rows of the table, or None, and why, by rollout, some are missing.
 
         Args:
@@ -91,9 +91,9 @@ class SampleFetcher:
                 self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
         if missing:
             return None, missing
-        share = share_of(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
-        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(table.take(rows), share).items()}
-        return (None if missing else share), missing
+        own = with_samples(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
+        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
+        return (None if missing else own), missing
 
     def clear(self) -> None:
         """Forget what was fetched."""
@@ -104,13 +104,13 @@ class SampleFetcher:
 class _Inquiry:
     """What one rollout is asked for, a request at a time."""
 
-    def __init__(self, run_id: str, table: BatchTable, rows: Rows, experts: RoutedExperts | None) -> None:
+    def __init__(self, run_id: str, table: Batch, rows: Rows, experts: RoutedExperts | None) -> None:
         self._run_id = run_id
         self._table = table
         self._experts = experts
         self._requests = list(_cut(rows, table.lengths_S, _most_tokens(experts)))
         self._next = 0
-        self.found: dict[int, SampleArrays] = {}
+        self.found: dict[int, Batch] = {}
         """By row of the table."""
         self.why_missing = ""
 
@@ -174,7 +174,7 @@ def _ask(
     return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
 
 
-def _keys_of(table: BatchTable) -> list[SequenceKey]:
+def _keys_of(table: Batch) -> list[SequenceKey]:
     """Return how the sequences of a table are asked for, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
     return [*zip(*(column.tolist() for column in columns), strict=True)]
@@ -199,15 +199,13 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
     yield request
 
 
-def samples_from(
-    frames: Arrays, table: BatchTable, vocabulary: int, experts: RoutedExperts | None = None
-) -> SampleArrays:
+def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedExperts | None = None) -> Batch:
     """Return received samples. Raises `WireError` unless they can be samples, and are what these rows of a table say.
 
     `vocabulary` are the tokens that there are, `experts` what is said of each, if it is.
     """
-    arrays = SampleArrays.from_frames(frames, {} if experts is None else {COLUMN: DTYPE})
-    arrays.check(vocabulary)
+    arrays = Batch.from_frames(frames, SAMPLES, {} if experts is None else {COLUMN: DTYPE})
+    arrays.check_samples(vocabulary)
     if experts is not None:
         experts.check(arrays.columns[COLUMN])
     if arrays.lengths_S.tolist() != table.lengths_S.tolist():
@@ -224,12 +222,12 @@ def samples_from(
     return arrays
 
 
-def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatch:
-    """Lay samples out as what is trained on: with their advantages, and masked whole where none of a sample counts."""
+def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
+    """Return the sequences of a table with their tokens, masked whole where none of a sequence counts."""
     if not samples:
         nothing = np.zeros(0, dtype=np.int32)
         samples = [
-            SampleArrays(
+            Batch(
                 lengths_S=nothing,
                 token_ids_T=nothing,
                 loss_mask_T=nothing.astype(np.bool_),
@@ -237,21 +235,18 @@ def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatc
                 versions_T=nothing,
             )
         ]
-    arrays = SampleArrays.concatenate(samples)
+    arrays = Batch.concatenate(samples)
     loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S)
-    of_sequences = {"advantages_S": table.advantages_S, "rewards_S": table.rewards_S, **table.columns}
-    return TrainingBatch.of({**arrays.to_frames(), "loss_mask_T": loss_mask_T, **of_sequences})
+    return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
 
-def _differing_prompts(table: BatchTable, share: TrainingBatch) -> dict[int, str]:
-    """Return the sequences of a share whose prompt is not the one that they are said to share."""
-    starts = share.offsets()
+def _differing_prompts(own: Batch) -> dict[int, str]:
+    """Return the sequences whose prompt is not the one that they are said to share, by place, with the reason."""
+    starts = own.offsets()
     prompts: dict[int, bytes] = {}
     differing = {}
-    for place, (prompt, length) in enumerate(
-        zip(table.prompt_S.tolist(), table.prompt_lengths_S.tolist(), strict=True)
-    ):
-        token_ids = share.token_ids_T[starts[place] : starts[place] + length].tobytes()
+    for place, (prompt, length) in enumerate(zip(own.prompt_S.tolist(), own.prompt_lengths_S.tolist(), strict=True)):
+        token_ids = own.token_ids_T[starts[place] : starts[place] + length].tobytes()
         if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
             differing[place] = "the prompt of a sample is not that of its group"
     return differing

@@ -1,6 +1,6 @@
 """Sequences about whose log-probabilities training and generation disagree too much to train on them.
 
-Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's share of it.
+Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's shard of it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.samples.batch import Float32s, TrainingBatch
+from tandem.samples.batch import Batch, Float32s
 
 _LARGEST = 600.0
 """Difference of log-probabilities; what is further apart is above any threshold as well, and has no finite error."""
 
 
-def mult_prob_errors(batch: TrainingBatch, policy_T: Float32s) -> NDArray[np.float64]:
+def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:
     """Return of each sequence the mean of exp |log p_training - log p_generation| over its counted tokens.
 
     One that has none has 0. Of all tokens of a batch it is the metric ``token_mult_prob_error``.

@@ -24,7 +24,7 @@ from tandem.config.schema import Model
 from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.routing import RoutingReplay, of_row
 from tandem.trainer.scoring import (
     Scores,
@@ -231,14 +231,10 @@ class Scorer:
         """
         if self._context is not None:
             return inputs_of_share(batch, self._context)
-        if batch.packed is not None:
-            row = batch.packed
-            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N}
-            return inputs | {"packed": row}, row.predictor_K
-        if batch.shared_prompts is not None:
-            shared = batch.shared_prompts
-            inputs = {"input_ids": shared.token_ids_1N, "position_ids": shared.position_ids_1N}
-            return inputs | {"shared_prompts": shared}, shared.predictor_K
+        if batch.row is not None:
+            row = batch.row
+            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, "row": row}
+            return inputs, row.predictor_K
         inputs = {"input_ids": batch.token_ids_BT}
         if self._is_cut:  # the activations may be shorter than the sequence
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
@@ -246,7 +242,7 @@ class Scorer:
 
     def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return where the tokens go that `_inputs` gives the model; None where that is not known of any."""
-        experts_BTLK, row = batch.routed_experts_BTLK, batch.packed or batch.shared_prompts
+        experts_BTLK, row = batch.routed_experts_BTLK, batch.row
         if experts_BTLK is None:
             return None
         if self._context is not None:

@@ -1,12 +1,11 @@
 """The trainer service: one rank. Batches in, weight versions out.
 
-It consumes orders from the coordinator, and the samples to train on from the rollouts that made them, and produces new
-weights in memory that engines read in place. During an order it waits for the rollouts, for a share of the order's
-deadline, and for the other ranks, inside collective operations whose timeout is that deadline; between orders it
-touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow;
-another writes the log-probabilities of what was trained on to the record of samples.
-Where generation takes turns with training on the same devices, what only optimizer steps need is not there between
-orders.
+It consumes orders from the coordinator, and the samples to train on from the rollouts that made them; it produces new
+weights in memory that engines read in place. During an order it waits for the rollouts, at most `_FETCH_SHARE` of the
+order's deadline, and for the other ranks, inside collective operations whose timeout is that deadline. Between orders
+it touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that
+follow; another thread writes the log-probabilities of what was trained on to the record of samples.
+Where generation and training are colocated, the state of optimizers leaves the device between orders.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.samples.batch import TABLE, TOKENS, Batch
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
@@ -76,9 +75,9 @@ if TYPE_CHECKING:
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
-"""What a process has for engines that does not hold the policy."""
+"""Layout of a process that does not hold the policy."""
 _FETCH_SHARE = 0.25
-"""Of the deadline of a training step that fetching its samples may take."""
+"""Longest time that fetching samples may take, as a share of the training step's deadline."""
 
 
 class TrainerService:
@@ -156,17 +155,18 @@ class TrainerService:
             dist.destroy_process_group()
         self._store = None
 
-    def _table(self, order: Train | Evaluate, arrays: Arrays) -> BatchTable:
-        """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
+    def _table(self, order: Train | Evaluate, arrays: Arrays) -> Batch:
+        """Return the table that came with an order. Raises `WireError`, which names the array, if it is malformed."""
         try:
-            # What has a number for each sequence; the rest are the tokens of a data set.
-            table = BatchTable.from_frames(
+            # Arrays with a number for each sequence; the rest are the tokens of a data set.
+            table = Batch.from_frames(
                 {name: array for name, array in arrays.items() if name.endswith("_S")},
+                TABLE,
                 self._config.table_columns,
+                sources=sorted(order.sources),
             )
-            num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
-            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=_may_mask_all(self._config))
+            table.check_table(num_ranks=self._config.data_parallel_size, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
@@ -174,18 +174,16 @@ class TrainerService:
             raise WireError(f"{type(order).__name__}.{error}") from error
         return table
 
-    def _given_share(self, order: Train | Evaluate, table: BatchTable, arrays: Arrays) -> TrainingBatch:
-        """Return the share whose tokens came with the order. Raises `WireError`, as `_table` does."""
+    def _given(self, order: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
+        """Return this rank's sequences, whose tokens came with the order. Raises `WireError`, as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
-            given = GivenTokens.beside(own.lengths_S, tokens)
-            given.check(self._vocabulary, own.num_counted_S)
+            given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, TOKENS, may_be_empty=True)
+            given.check_tokens(self._vocabulary, own.num_counted_S)
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
-        nothing_T = np.zeros(len(given.token_ids_T), dtype=np.float32)
-        of_sequences = {"advantages_S": own.advantages_S, "rewards_S": own.rewards_S}
-        return TrainingBatch.of({**given.to_frames(), "generation_logprobs_T": nothing_T, **of_sequences})
+        return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -275,26 +273,26 @@ class TrainerService:
         reply = WeightsCopied(command_id=order.command_id, version=order.version, digests=digests)
         self._member.reply(order.command_id, reply)
 
-    def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
-        share: TrainingBatch | None
+    def _train(self, order: Train, table: Batch, arrays: Arrays) -> None:
+        own: Batch | None
         num_aside, notes = 0, tuple[str, ...]()
         if order.sources:
             rows = table.rows_of(self._rank)
             with self._member.phase(f"fetching the samples of step {order.step}"):
                 timeout_s = _FETCH_SHARE * order.deadline_s
-                share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
-            least_S = least_logprobs(share) if share is not None else np.zeros(0, dtype=np.float32)
-            num_lacking, num_wild = self._sum(torch.tensor([int(share is None), int((least_S < 0).sum())])).tolist()
+                own, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
+            least_S = least_logprobs(own) if own is not None else np.zeros(0, dtype=np.float32)
+            num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int((least_S < 0).sum())])).tolist()
             if num_lacking:
                 lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
                 self._member.reply(order.command_id, lack)
                 return
-            assert share is not None, "all have theirs, so has this rank"
+            assert own is not None, "all have theirs, so has this rank"
             if num_wild:
-                aside = set_aside(table, share, rows, least_S, sorted(order.sources), self._sum)
-                table, share, num_aside, notes = aside.table, aside.share, aside.num_groups, (aside.note,)
+                aside = set_aside(table, own, rows, least_S, self._sum)
+                table, own, num_aside, notes = aside.table, aside.own, aside.num_groups, (aside.note,)
         else:
-            share = self._given_share(order, table, arrays)
+            own = self._given(order, table, arrays)
         if self._endpoint is not None:
             self._endpoint.abandon_digest()
         self._memory.begin()
@@ -303,7 +301,7 @@ class TrainerService:
             result = step.train(
                 backend,
                 table,
-                share,
+                own,
                 self._config,
                 trained=trained,
                 keeps_logprobs=keeps,
@@ -343,9 +341,9 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
-        share = self._given_share(order, table, arrays)
-        found = step.evaluate(self._built(), table, share, self._config, order.parts, self._exchange)
+    def _evaluate(self, order: Evaluate, table: Batch, arrays: Arrays) -> None:
+        own = self._given(order, table, arrays)
+        found = step.evaluate(self._built(), table, own, self._config, order.parts, self._exchange)
         metrics, notes = finite_metrics(found)
         reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics, notes=notes)
         self._member.reply(order.command_id, reply)

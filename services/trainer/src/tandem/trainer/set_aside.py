@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.returned import line
 from tandem.samples.assignment import EMPTY_ROW
-from tandem.samples.batch import BatchTable, Float32s, TrainingBatch
+from tandem.samples.batch import Batch, Float32s
 from tandem.trainer.losses.aggregate import Loss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
@@ -31,42 +30,40 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor over all trainers."""
 
 
-def least_logprobs(share: TrainingBatch) -> Float32s:
-    """Return the least log-probability of an engine in each sequence of a share that is below the bound, else zero."""
-    low_T = np.where(share.generation_logprobs_T < LEAST_LOGPROB, share.generation_logprobs_T, np.float32(0))
+def least_logprobs(own: Batch) -> Float32s:
+    """Return the least of an engine's log-probabilities in each sequence, zero where none is below the bound."""
+    low_T = np.where(own.generation_logprobs_T < LEAST_LOGPROB, own.generation_logprobs_T, np.float32(0))
     if not len(low_T):
         return low_T
-    starts_S = np.cumsum(share.lengths_S, dtype=np.int64) - share.lengths_S
+    starts_S = np.cumsum(own.lengths_S, dtype=np.int64) - own.lengths_S
     return np.asarray(np.minimum.reduceat(low_T, starts_S), dtype=np.float32)
 
 
 class SetAside(NamedTuple):
     """A batch without the groups that were set aside."""
 
-    table: BatchTable
-    share: TrainingBatch
+    table: Batch
+    own: Batch
     num_groups: int
     note: str
     """One line that names the first of the samples."""
 
 
 def set_aside(
-    table: BatchTable,
-    share: TrainingBatch,
+    table: Batch,
+    own: Batch,
     rows: NDArray[np.int64],
     least_S: Float32s,
-    sources: Sequence[str],
     add: Sum,
 ) -> SetAside:
     """Have no group count in which an engine's log-probability is beyond the bound. Collective.
 
     Args:
-        table: of the whole batch.
-        share: this rank's part of it.
-        rows: of the table, which the share has.
-        least_S: of the share's sequences, see `least_logprobs`.
-        sources: names of the rollouts, as the table counts them.
-        add: over all trainers, of which several may have the same share.
+        table: table of the whole batch.
+        own: sequences of this rank.
+        rows: places of these sequences in the table.
+        least_S: least log-probability of each of these sequences, see `least_logprobs`.
+        add: adds a tensor over all trainers, of which several may have the same sequences.
 
     """
     found = torch.zeros((len(table), 2), dtype=torch.float64)
@@ -78,35 +75,35 @@ def set_aside(
     first = int(wild_S.argmax())
     least = sums[first, 1] / sums[first, 0]
     note = (
-        f"{sample_named(table, first, sources)} has a log-probability of {least:g} for a token that was drawn, below "
-        f"{LEAST_LOGPROB:g}, which is as far as float32 carries: {set_aside_note(kept_S, table)}"
+        f"{sample_named(table, first, table.sources)} has a log-probability of {least:g} for a token that was drawn, "
+        f"below {LEAST_LOGPROB:g}, which is as far as float32 carries: {set_aside_note(kept_S, table)}"
     )
     return SetAside(
-        table=msgspec.structs.replace(table, num_counted_S=np.where(kept_S, table.num_counted_S, 0).astype(np.int32)),
-        share=masked(share, kept_S[rows]),
+        table=table.replace(num_counted_S=np.where(kept_S, table.num_counted_S, 0).astype(np.int32)),
+        own=own.keeping(kept_S[rows]),
         num_groups=num_groups(kept_S, table),
         note=note,
     )
 
 
-def of_groups(wild_S: NDArray[np.bool_], table: BatchTable) -> NDArray[np.bool_]:
+def of_groups(wild_S: NDArray[np.bool_], table: Batch) -> NDArray[np.bool_]:
     """Return the sequences of all groups that have one of these."""
     return np.isin(table.group_S, table.group_S[wild_S])
 
 
-def num_groups(kept_S: NDArray[np.bool_], table: BatchTable) -> int:
+def num_groups(kept_S: NDArray[np.bool_], table: Batch) -> int:
     """Return the number of groups that are not kept."""
     return len({*table.group_S[~kept_S].tolist()})
 
 
-def set_aside_note(kept_S: NDArray[np.bool_], table: BatchTable) -> str:
+def set_aside_note(kept_S: NDArray[np.bool_], table: Batch) -> str:
     """Say which groups are not trained on."""
     groups = sorted({*table.group_S[~kept_S].tolist()})
     names = ", ".join(map(str, groups[:10])) + (" and others" if len(groups) > 10 else "")
     return f"group {names} is set aside" if len(groups) == 1 else f"groups {names} are set aside"
 
 
-def sample_named(table: BatchTable, row: int, sources: Sequence[str] = ()) -> str:
+def sample_named(table: Batch, row: int, sources: Sequence[str] = ()) -> str:
     """Name the sample that a sequence is of."""
     source = int(table.source_S[row])
     rollout = f" of {sources[source]}" if 0 <= source < len(sources) else ""
@@ -114,7 +111,7 @@ def sample_named(table: BatchTable, row: int, sources: Sequence[str] = ()) -> st
 
 
 def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
-    """Return the sequences of a micro-batch, by place in the share, that make a loss or its gradient not finite.
+    """Return the sequences of a micro-batch, by place in the shard, that make a loss or its gradient not finite.
 
     A gradient counts as not finite where its square is not in float32. Where the loss alone is not, it is all of them.
     """
@@ -133,12 +130,6 @@ def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
     if not (found.any() or value.isfinite()):
         return rows
     return [row for row, is_wild in zip(batch.rows, found.tolist(), strict=True) if is_wild and row != EMPTY_ROW]
-
-
-def masked(share: TrainingBatch, kept_S: NDArray[np.bool_]) -> TrainingBatch:
-    """Return a share in which no token counts of sequences that are not kept."""
-    kept_T = np.repeat(kept_S, share.lengths_S)
-    return msgspec.structs.replace(share, loss_mask_T=share.loss_mask_T & kept_T)
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tuple[str, ...]]:

@@ -1,6 +1,6 @@
-"""What a loss reads of each token beside its log-probability: columns, each declared once.
+"""Columns: what a loss reads of each token beside its log-probability, each declared once.
 
-A declaration says where a column comes from, and everything else follows: it travels, is padded, packed and sharded
+A declaration says which source fills the column, and everything else follows: it travels, is padded, packed and sharded
 like any other. A number of a sequence is that of each of its tokens.
 """
 
@@ -15,64 +15,74 @@ if TYPE_CHECKING:
     from tandem.config.schema import Config
 
 Model = Literal["policy", "reference", "value", "teacher"]
-"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, one that
-says what each token's state is worth, and one that the policy learns from."""
+"""Models that a trainer can hold and score tokens with: the policy in training, the policy before any training, a model
+that says what each token's state is worth, and one that the policy learns from."""
 
 MODELS: tuple[Model, ...] = get_args(Model)
+
+SCORING_SECONDS: dict[Model, str] = {
+    "policy": "logprobs",
+    "reference": "reference_logprobs",
+    "value": "values",
+    "teacher": "teacher_logprobs",
+}
+"""Names of the time that each model takes to score a batch."""
+
+ALWAYS_TIMED = (SCORING_SECONDS["policy"], SCORING_SECONDS["reference"])
+"""Names of times that every training step reports, zero where the model does not score."""
 
 Head = Literal["vocabulary", "value", "score"]
 """What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
 token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
 
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
-"""engine: an array of `tandem.samples.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
-that name in its `components`. coordinator: an array of `tandem.samples.batch.BatchTable`, of sequences. trainer: what
-the ranks make of the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference:
-log-probabilities of tokens under that model, before the first optimizer step on the batch. value, teacher: what that
-model says of them, then."""
+"""Who fills a column. engine: an array of samples (`tandem.samples.batch.SAMPLES`), of tokens. environment: a score's
+component of that name. coordinator: an array of a table (`tandem.samples.batch.TABLE`), of sequences. trainer: made by
+the ranks of the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference: log-probabilities
+of tokens under that model, before the first optimizer step on the batch. value, teacher: that model's scores, then."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them."""
+    """Declaration of a column."""
 
     name: str
     source: Source
     dtype: Literal["float32", "int32"] = "float32"
     fill: float = 0.0
-    """In the padding, and where the source says nothing."""
+    """Value in the padding, and where the source says nothing."""
     number: int = 0
-    """Which of the numbers that its model says it is (`tandem.trainer.scoring.Scores`)."""
+    """Place among the numbers that its model says of a token (`tandem.trainer.scoring.Scores`)."""
     num_each: Callable[[Config], int] | None = None
-    """How many numbers each token has, where it is not one but a row of them."""
+    """Numbers of each token, by the configuration; None where it is one."""
     is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
-    """Whether the loss reads it in a step of so many optimizer steps; by the configuration."""
+    """Whether the loss reads it, by the configuration, in a step of so many optimizer steps."""
 
     @property
     def model(self) -> Model | None:
-        """The model whose scores it has; None if it comes with the batch, or is made of others."""
+        """The model that fills it with scores; None if it comes with the batch, or is made of other columns."""
         return next((model for model in MODELS if model == self.source), None)
 
 
 GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
-"""Of each token under the distribution that the engine drew it from; zero where the policy made none."""
+"""Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
 VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
-"""The weight version that made each token; -1 where none did."""
+"""Weight version that generated each token; -1 for tokens the policy did not generate."""
 ADVANTAGES = Column(name="advantages", source="coordinator")
 REWARDS = Column(name="rewards", source="coordinator")
 """What advantages were made of; of preferences, by how much the chosen response should be ahead."""
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
 VALUES = Column(name="values", source="value")
-"""What was expected, before each token was made, of the rest of its response."""
+"""Expected return of the rest of the response, before each token."""
 RETURNS = Column(name="returns", source="trainer")
-"""What came of it: the value model's targets."""
+"""Returns that were observed: the value model's targets."""
 TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
 TEACHER_TOPK_LOGITS = Column(name="teacher_topk_logits", source="teacher", num_each=lambda config: config.topk_logits_k)
-"""Of the teacher's likeliest tokens in the place of each."""
+"""Logits of the teacher's likeliest tokens in the place of each."""
 TEACHER_TOPK_INDICES = msgspec.structs.replace(
     TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
 )
-"""Which tokens these are."""
+"""Ids of these tokens."""
 
 BUILT_IN = {
     column.name: column
@@ -90,11 +100,11 @@ BUILT_IN = {
         TEACHER_TOPK_INDICES,
     )
 }
-"""By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
+"""Columns by name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
 
 
 TEACHER = "teacher"
-"""What the table of a batch calls the number of the teacher of each sequence, where there are several."""
+"""Name, in a batch, of the number of each sequence's teacher, where there are several."""
 
 TAKEN = frozenset(
     {
@@ -111,7 +121,7 @@ TAKEN = frozenset(
         "branch",
     }
 )
-"""What else a batch's table has of each sequence: no column can have such a name."""
+"""Other arrays of a batch's table: no column can have such a name."""
 
 
 def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:

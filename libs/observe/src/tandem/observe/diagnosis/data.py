@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tandem.observe import held_out_accuracy
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
 from tandem.observe.diagnosis.finding import Finding
 from tandem.observe.health import learning_rate_keys
-from tandem.observe.report import held_out_accuracy
 
 GAP_OF_ACCURACIES = 0.3
 """Difference of training and held-out accuracy from which problems count as memorised."""

@@ -17,7 +17,7 @@ from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
 from tandem.config.notices import most_learning_rate
 from tandem.observe.health import NUM_STEPS, Condition, conditions
-from tandem.observe.report.held_out_accuracy import SOLVED
+from tandem.observe.held_out_accuracy import SOLVED
 from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_file import is_taken
@@ -127,8 +127,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return self.steps[0].step if self.steps else 1
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """Return a metric's values, with their steps, for the trained steps that have it."""
-        return [(record.step, record.metrics[metric]) for record in self.steps if metric in record.metrics]
+        """Return a metric's values, with their steps; entropy only of steps with valid tokens."""
+        return [
+            (record.step, record.metrics[metric])
+            for record in self.steps
+            if metric in record.metrics and not (metric == "entropy" and record.metrics.get("num_valid_tokens") == 0)
+        ]
 
     @property
     def is_solved(self) -> bool:

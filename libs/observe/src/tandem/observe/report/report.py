@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.errors import RunFolderError
+from tandem.observe.held_out_accuracy import no_progress
 from tandem.observe.report.figure import draw_curves, draw_panels
-from tandem.observe.report.held_out_accuracy import no_progress
 from tandem.observe.report.report_page import page
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, load_runs, reached
 from tandem.observe.report.summary import format_breakdown, format_curves

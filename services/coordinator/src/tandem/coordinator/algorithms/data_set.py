@@ -10,7 +10,6 @@ import numpy as np
 
 from tandem.common.messages import Purpose, SampleScored
 from tandem.config import Config
-from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.data import (
     ChatEncoder,
     Conversation,
@@ -25,7 +24,7 @@ from tandem.coordinator.data import (
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.scheduler.groups import SampleRecord
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -103,14 +102,14 @@ class DataSetAlgorithm:
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
             batch = batch_of([sequences for part in self._validation.values() for sequences in part])
         else:
             size = self._config.policy.train_global_batch_size
             batch = batch_of(self._train.draw((step - 1) * size, size))
-        return StepBatch(table=batch.table(), tokens=batch), {}
+        return batch.replace(**batch.table().columns), {}
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Return nothing: validation is by the loss."""
@@ -168,11 +167,11 @@ def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(begin <= place < end for place in range(len(loss_mask)))
 
 
-def batch_of(conversations: Sequence[Sequences]) -> TrainingBatch:
+def batch_of(conversations: Sequence[Sequences]) -> Batch:
     """Lay the sequences of conversations end to end, those of one side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.array([len(each.token_ids) for each in sequences], dtype=np.int32),
         token_ids_T=token_ids_T,
         loss_mask_T=np.concatenate([np.array(each.loss_mask, dtype=np.bool_) for each in sequences]),

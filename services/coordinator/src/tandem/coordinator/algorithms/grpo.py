@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +26,6 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.data import (
     EncodedProblem,
     LazyDataset,
@@ -42,7 +40,7 @@ from tandem.coordinator.data import (
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import BatchTable
+from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -52,6 +50,13 @@ class _Sequence(NamedTuple):
     prompt_length: int
     num_made: int
     num_tokens: int
+
+
+class _Drawn(NamedTuple):
+    """A problem, and the prompt group that asks engines for samples of it."""
+
+    problem: EncodedProblem
+    asked: PromptGroup
 
 
 class GrpoAlgorithm:
@@ -77,6 +82,8 @@ class GrpoAlgorithm:
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
+        self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
+        """Groups drawn so far, by step, purpose and place, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
         """Whether prompts say which environment scores their samples."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
@@ -125,53 +132,54 @@ class GrpoAlgorithm:
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
         """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
-        grpo = self._config.rollout_section
-        seed = grpo.seed
-        chosen = self._drawn(step, purpose, groups)
-        if purpose == "validate":
-            num_samples = grpo.num_val_generations_per_prompt
-            seed = grpo.seed if grpo.val_seed is None else grpo.val_seed
-        else:
-            num_samples = grpo.num_generations_per_prompt
-        # The same draws at every validation, so that two of them differ by the weights alone.
-        seed_step = step if purpose == "train" else 0
-        return tuple(
-            PromptGroup(
-                group=group,
-                problem=encoded.problem,
-                prompt_ids=encoded.prompt_ids,
-                seeds=tuple(sample_seed(seed, seed_step, purpose, group, i) for i in range(num_samples)),
-                environment=encoded.environment if self._has_several else "",
-            )
-            for group, encoded in chosen.items()
-        )
+        return tuple(self._drawn(step, purpose, group).asked for group in groups)
 
-    def _drawn(self, step: int, purpose: Purpose, groups: Iterable[int]) -> dict[int, EncodedProblem]:
-        """Return the problems of these groups of `step`."""
+    def _drawn(self, step: int, purpose: Purpose, group: int) -> _Drawn:
+        """Return the problem of a group of `step`, and its prompt group, made once until the step has its batch."""
+        # The same draws at every validation, so that two of them differ by the weights alone.
+        key = (step if purpose == "train" else 0), purpose, group
+        if key not in self._groups:
+            self._groups[key] = self._draw(*key)
+        return self._groups[key]
+
+    def _draw(self, step: int, purpose: Purpose, group: int) -> _Drawn:
+        section = self._config.rollout_section
         if purpose == "validate":
-            return {group: self._validation[group] for group in groups}
-        # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
-        first = (step - 1) * self._config.rollout_section.max_prompts_per_step
-        return {group: self._train.draw(first + group, 1)[0] for group in groups}
+            encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
+            seed = section.seed if section.val_seed is None else section.val_seed
+        else:
+            # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
+            (encoded,) = self._train.draw((step - 1) * section.max_prompts_per_step + group, 1)
+            num_samples, seed = section.num_generations_per_prompt, section.seed
+        asked = PromptGroup(
+            group=group,
+            problem=encoded.problem,
+            prompt_ids=encoded.prompt_ids,
+            seeds=tuple(sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
+            environment=encoded.environment if self._has_several else "",
+        )
+        return _Drawn(encoded, asked)
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
-        drawn = self._drawn(step, "train", sorted({record.scored.group for record in records}))
+        groups = sorted({record.scored.group for record in records})
+        drawn = {group: self._drawn(step, "train", group).problem for group in groups}
+        # Those of this step may be asked for again, where samples have been lost.
+        self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
         if self._config.num_of("teacher") > 1:
             batch = self._with_teachers(batch, drawn)
         return batch, metrics | self._by_origin("train", [record.scored for record in records], drawn)
 
-    def _with_teachers(self, batch: StepBatch, drawn: Mapping[int, EncodedProblem]) -> StepBatch:
-        """Return a batch whose table says which teacher teaches each sequence."""
+    def _with_teachers(self, batch: Batch, drawn: Mapping[int, EncodedProblem]) -> Batch:
+        """Return the batch with the teacher of each sequence."""
         numbers = {group: self._teacher_of(each.environment, each.set_name) for group, each in drawn.items()}
-        teacher_S = np.array([numbers[group] for group in batch.table.group_S.tolist()], dtype=np.int32)
-        columns = {**batch.table.columns, f"{TEACHER}_S": teacher_S}
-        return msgspec.structs.replace(batch, table=msgspec.structs.replace(batch.table, columns=columns))
+        teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)
+        return batch.replace(**{f"{TEACHER}_S": teacher_S})
 
     def _teacher_of(self, environment: str, set_name: str) -> int:
         """Return which teacher teaches the samples of an environment and a data set. Raises `ConfigError`."""
@@ -234,7 +242,7 @@ class GrpoAlgorithm:
 
 def batch_of_step(
     config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
-) -> tuple[StepBatch, dict[str, float]]:
+) -> tuple[Batch, dict[str, float]]:
     """Return the batch of a step and the metrics of its samples, of their ages too; as `training_batch` does."""
     batch, metrics = training_batch(config, records, prompts)
     return batch, metrics | age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
@@ -242,7 +250,7 @@ def batch_of_step(
 
 def training_batch(
     config: Config, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
-) -> tuple[StepBatch, dict[str, float]]:
+) -> tuple[Batch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
     `prompts` has for each group what is equal where prompts are.
@@ -274,6 +282,10 @@ def training_batch(
     if estimator is not None and estimator.name != "opd":
         advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
+    notes: tuple[str, ...] = ()
+    if not kept_S.all():
+        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
+        notes = (_set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
     batch = batch_of(
         records,
         prompts,
@@ -282,11 +294,8 @@ def training_batch(
         filters_overlong=grpo.overlong_filtering,
         columns=_columns(config, samples),
         set_aside=frozenset(np.flatnonzero(~kept_S).tolist()),
+        notes=notes,
     )
-    if not kept_S.all():
-        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
-        note = _set_aside_note(samples, rewards_S, advantages_GN.reshape(-1))
-        batch = msgspec.structs.replace(batch, notes=(note,))
     return batch, metrics
 
 
@@ -312,7 +321,8 @@ def batch_of(
     filters_overlong: bool,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
     set_aside: Collection[int] = (),
-) -> StepBatch:
+    notes: Sequence[str] = (),
+) -> Batch:
     """Return the batch of these samples, in this order, each branch of an agent's episode a sequence.
 
     No token counts of a sample that was dropped, that is in a place to be set aside or, with `filters_overlong`, that
@@ -344,7 +354,7 @@ def batch_of(
         return np.array(values, dtype=np.int32)
 
     places = [place for place, *_ in rows]
-    table = BatchTable(
+    return Batch(
         lengths_S=column([sequence.num_tokens for *_, sequence in rows]),
         num_counted_S=column(counted),
         prompt_S=column(numbers),
@@ -357,9 +367,8 @@ def batch_of(
         group_S=column([record.scored.group for _, record, *_ in rows]),
         sample_S=column([record.scored.sample for _, record, *_ in rows]),
         branch_S=column([branch for _, _, branch, _ in rows]),
-        columns={name: values[places] for name, values in (columns or {}).items()},
-    )
-    return StepBatch(table=table, rollouts=rollouts)
+        **{name: values[places] for name, values in (columns or {}).items()},
+    ).with_sources(rollouts, notes)
 
 
 def _sequences(sample: SampleScored) -> Sequence[_Sequence]:

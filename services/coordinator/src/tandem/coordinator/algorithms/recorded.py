@@ -21,9 +21,9 @@ from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.samples import sample_files, sample_record
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import as_trained_on, replayed_experts
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_store import SampleStore
@@ -92,7 +92,7 @@ class RecordedAlgorithm:
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples. Raises `SamplesError`."""
         assert purpose == "train", "nothing is validated"
         if step != self._step:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
-from tandem.coordinator.algorithms.step_batch import StepBatch
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.samples.batch import Batch
 
 
 class RunningAlgorithm(Protocol):
@@ -46,7 +46,7 @@ class RunningAlgorithm(Protocol):
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[StepBatch, dict[str, float]]:
+    ) -> tuple[Batch, dict[str, float]]:
         """Return the batch of `step`, and the metrics of the samples it is made from: those of `records`, in order."""
         ...
 

@@ -39,16 +39,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _earlier(ready: Ready) -> Iterator[str]:
-    """Yield what there is already of a run, and of the one before it."""
-    from tandem.coordinator.preparing.prerequisite import differences, has_begun, model_differences
+    """Yield what there is already of a run, and of the one before it, and what to know of that until it is done."""
+    from tandem.coordinator.preparing.prerequisite import differences, has_begun, is_done, model_differences
 
     config = ready.config
     if changed := model_differences(config):
         yield f"policy.new_model differs from {config.policy.model_name} in {changed}; --restart makes it again"
     if has_begun(config):
         yield f"{config.logger.log_dir} already holds a run: go on with it by --resume, or begin anew by --restart"
-    if ready.prerequisite is not None and (changed := differences(ready.prerequisite)):
-        yield f"prerequisite {ready.prerequisite.source} differs from its run in {changed}; --restart makes it again"
+    if (before := ready.prerequisite) is None:
+        return
+    if changed := differences(before):
+        yield f"prerequisite {before.source} differs from its run in {changed}; --restart makes it again"
+    if not is_done(before):
+        yield from (f"prerequisite {before.source}: {notice.removeprefix('note: ')}" for notice in before.notices)
 
 
 def _summary(ready: Ready) -> str:

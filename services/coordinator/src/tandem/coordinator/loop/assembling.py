@@ -154,7 +154,7 @@ def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past
         Curves(folder, history),
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
         GuestServers(folder),
-        HealthWarnings(config),
+        HealthWarnings(config, history),
         *opened.watching,
     ]
     if opened.exporter is not None:

@@ -18,7 +18,7 @@ from tandem.coordinator.loop.record_orders import Place
 from tandem.coordinator.scheduler.events import DispatchBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 from tandem.samples.assignment import Assignment, data_parallel_ranks
-from tandem.samples.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.samples.batch import TOKENS, Batch
 
 
 class Batches:
@@ -93,20 +93,19 @@ class Batches:
     def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
         batch, metrics = self._algorithm.batch(action.step, action.purpose, records)
         parts = [*self._algorithm.validation_parts.values()] if action.purpose == "validate" else []
-        table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
+        batch = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch, parts)
         self._made = action.step, action.purpose
-        self._sources = {rollout: self._listeners[rollout] for rollout in batch.rollouts}
-        self._table = table.to_frames()
+        self._sources = {rollout: self._listeners[rollout] for rollout in batch.sources}
+        self._table = {name: array for name, array in batch.columns.items() if name.endswith("_S")}
         self._notes = batch.notes
-        self._tokens = [] if batch.tokens is None else shares_of(table, batch.tokens, self._config.data_parallel_size)
+        self._tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []
         return metrics
 
 
-def shares_of(table: BatchTable, batch: TrainingBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
+def shards_of(batch: Batch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
     """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
-    shares = [batch.take(table.rows_of(rank)) for rank in range(num_ranks)]
-    names = [name for name in GivenTokens.__struct_fields__ if name.endswith("_T")]
-    return [{name: getattr(share, name) for name in names} for share in shares]
+    shards = [batch.only(TOKENS).take(batch.rows_of(rank)).columns for rank in range(num_ranks)]
+    return [{name: array for name, array in shard.items() if name.endswith("_T")} for shard in shards]
 
 
 def _index_of(trainer: str) -> int:

@@ -46,7 +46,8 @@ _PARTS = (
     messages.ResponseToScore,
     messages.ScoredResponse,
 )
-_BUNDLES = (batch.BatchTable, batch.GivenTokens, batch.SampleArrays)
+_ARRAYS = {"TABLE": batch.Batch.check_table, "TOKENS": batch.Batch.check_tokens, "SAMPLES": batch.Batch.check_samples}
+"""What checks the numbers of the arrays of a message, by the name of the list of these."""
 _LIMITS = {
     "ge": "at least",
     "gt": "above",
@@ -79,8 +80,8 @@ def tables() -> str:
         lines += ["", *_table(part)]
     lines += ["", *_table(keys.KeyPair, keys)]
     lines += ["", "### Arrays"]
-    for bundle in _BUNDLES:
-        lines += ["", *_table(bundle, batch), "", _in_one_line(inspect.getdoc(bundle.check) or "")]
+    for name, check in _ARRAYS.items():
+        lines += ["", *_array_table(name), "", _in_one_line(inspect.getdoc(check) or "")]
     return "\n".join([*lines, "", "### Types of fields", "", *_types()])
 
 
@@ -99,6 +100,14 @@ def _table(message: type[msgspec.Struct], module: ModuleType = messages) -> list
         lines.append(f"| `{field.encode_name}` | `{kind}` | {meaning} |")
     rule = _in_one_line(rule_of(message)) if issubclass(message, messages.Message) else ""
     return [*lines, "", rule] if rule else lines
+
+
+def _array_table(name: str) -> list[str]:
+    """Return the table of the arrays that `tandem.samples.batch` lists under a name."""
+    docs = _field_docs(batch.Batch, batch)
+    (about,) = (text for each, _, text in _documented(ast.parse(inspect.getsource(batch))) if each == name)
+    lines = [f"**`{name}`**: {about}", "", "| array | type | meaning |", "|---|---|---|"]
+    return lines + [f"| `{each}` | {batch.DECLARED[each].dtype} | {docs.get(each, '')} |" for each in vars(batch)[name]]
 
 
 def _type(message: type[Any], field: str) -> str:

@@ -19,6 +19,7 @@ from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import Supervision
 from tandem.observe.exporters.telemetry import MetricWriters
 from tandem.observe.health import Health
+from tandem.observe.held_out_accuracy import LowStart
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.guest_servers import GuestServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
@@ -131,13 +132,18 @@ class Dashboards(Observer):
 class HealthWarnings(Observer):
     """Warnings of what is wrong with a step's metrics."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
         self._health = Health(config)
+        self._low_start: LowStart | None = None
+        if config.declaration.rolls_out:
+            self._low_start = LowStart((record.step, record.metrics) for record in history)
         self._news: list[str] = []
 
     def committed(self, record: StepRecord) -> None:
         """Look at a step's metrics."""
         self._news += self._health.warnings(record.metrics)
+        if self._low_start is not None and (said := self._low_start.warning(record.step, record.metrics)):
+            self._news.append(said)
 
     def take_news(self) -> list[str]:
         """Return the warnings."""

@@ -24,9 +24,10 @@ from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
 from tandem.common.texts import last_lines
-from tandem.config import Config, config_to_json, load_config
+from tandem.config import Config, about_learning_rate, config_to_json, load_config, notices
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.installed.sources import package_folder
+from tandem.config.models.model_sizes import model_config
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.observers.watching import serve_prometheus
@@ -45,6 +46,7 @@ from tandem.coordinator.preparing.prerequisite import (
 )
 from tandem.coordinator.preparing.reward_model_folder import check_reward_models
 from tandem.coordinator.preparing.teachers import check_teachers
+from tandem.coordinator.preparing.value_model import check_value_model
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import page_socket
@@ -94,6 +96,7 @@ def _look_through(
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
+    told = [] if wanted_by else notices(config)  # by the command, before anything is fetched
     with _own_code_imported(config, scratch) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
@@ -110,6 +113,8 @@ def _look_through(
                 if earlier is None:  # which otherwise makes the model
                     replayed_experts(config)
             with _noted(problems):
+                check_value_model(config)
+            with _noted(problems):
                 check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
             with _noted(problems):
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
@@ -121,17 +126,28 @@ def _look_through(
             own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
+    late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
     ready = Ready(
         config=config,
         source=source,
         algorithm=algorithm,
         notices=(
-            *(f"note: {notice}" for notice in (*about_model, descriptors.notice()) if notice),
+            *(f"note: {notice}" for notice in (*late, *about_model, descriptors.notice()) if notice),
             *algorithm.notices,
         ),
         prerequisite=earlier[0] if earlier else None,
     )
     return ready, tokenizer
+
+
+def _with_sizes(config: Config, earlier: tuple[Ready, Tokenizer] | None) -> Config:
+    """Return a configuration that says how large its model is, also where a run before it makes that."""
+    before = earlier[0] if earlier else None
+    while before is not None and model_config(config.policy) is None:
+        made = before.config.policy
+        policy = msgspec.structs.replace(config.policy, model_name=made.model_name, new_model=made.new_model)
+        config, before = msgspec.structs.replace(config, policy=policy), before.prerequisite
+    return config
 
 
 @contextlib.contextmanager

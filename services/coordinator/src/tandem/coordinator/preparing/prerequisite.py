@@ -40,6 +40,14 @@ def has_begun(config: Config) -> bool:
     return (Path(config.logger.log_dir) / JOURNAL_NAME).exists()
 
 
+def is_done(ready: Ready) -> bool:
+    """Say whether the run in the run folder has come to its last step."""
+    if not has_begun(ready.config):
+        return False
+    with read_journal(Path(ready.config.logger.log_dir)) as journal:
+        return (journal.last_step() or 0) >= ready.algorithm.num_steps
+
+
 def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
     """Say how a prerequisite is to be run; None if it is not, because it is done.
 

@@ -19,7 +19,7 @@ from tandem.common.messages import Branch, PromptGroup, SampleScored
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
-from tandem.samples.batch import SampleArrays
+from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tandem.samples.tokenizer import Tokenizer
 
@@ -85,13 +85,13 @@ class Session:
         )
         self.exchanges.append(exchange)
 
-    def finish(self, score: Score, version: int, unscored: Unscored | None = None) -> tuple[SampleScored, SampleArrays]:
+    def finish(self, score: Score, version: int, unscored: Unscored | None = None) -> tuple[SampleScored, Batch]:
         """Return the episode as a sample, whose sequences are its branches.
 
         `version` is that of the weights now, for an episode that has asked for nothing.
         """
         parts = self._branches()
-        arrays = SampleArrays.concatenate([arrays for arrays, _ in parts] or [self._sequence(self.group.prompt_ids)])
+        arrays = Batch.concatenate([arrays for arrays, _ in parts] or [self._sequence(self.group.prompt_ids)])
         branches = tuple(branch for _, branch in parts)
         made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
         counts = np.bincount(made_versions_T - made_versions_T.min()) * bool(branches)
@@ -139,7 +139,7 @@ class Session:
         ]
         return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several that say the same, the first
 
-    def _branches(self) -> list[tuple[SampleArrays, Branch]]:
+    def _branches(self) -> list[tuple[Batch, Branch]]:
         """Return a sequence for each response that nothing follows, in the order of these."""
         followed = {exchange.parent for exchange in self.exchanges}
         counted: set[int] = set()
@@ -162,14 +162,14 @@ class Session:
 
     def _sequence(
         self, token_ids: Sequence[int], made: Sequence[tuple[int, Completion]] = (), path: Sequence[int] = ()
-    ) -> SampleArrays:
+    ) -> Batch:
         """Lay out a sequence in which these responses count, each from its place on; `path` are all of it."""
         arrays = _laid_out(token_ids, made)
         if self._experts is None:
             return arrays
         said = [self.exchanges[number].completion.routed_experts_TX for number in path]
         routed_TX = self._experts.of_sequence([each for each in said if each is not None], len(token_ids))
-        return msgspec.structs.replace(arrays, columns={COLUMN: routed_TX})
+        return arrays.replace(**{COLUMN: routed_TX})
 
     def _path(self, leaf: int) -> list[int]:
         path: list[int] = []
@@ -191,7 +191,7 @@ class Session:
         return "\n---\n".join(texts)
 
 
-def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> SampleArrays:
+def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> Batch:
     """Lay out a sequence in which these responses count, each from its place on."""
     num_tokens = len(token_ids)
     mask_T = np.zeros(num_tokens, dtype=np.bool_)
@@ -200,7 +200,7 @@ def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) 
     for first, completion in made:
         place = slice(first, first + len(completion.token_ids_T))
         mask_T[place], logprobs_T[place], versions_T[place] = True, completion.logprobs_T, completion.versions_T
-    return SampleArrays(
+    return Batch(
         lengths_S=np.array([num_tokens], dtype=np.int32),
         token_ids_T=np.array(token_ids, dtype=np.int32),
         loss_mask_T=mask_T,

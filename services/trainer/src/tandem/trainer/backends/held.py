@@ -31,6 +31,7 @@ from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.dropout import Place
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import (
     ScalarScorer,
     Scorer,
@@ -43,7 +44,6 @@ from tandem.trainer.models import (
 )
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
-from tandem.trainer.packing import MicroBatch
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
 
@@ -77,7 +77,8 @@ class HeldModel:
         self.shares_prompts = self._prepare_attention(model)
         if not self.is_trained:
             model.requires_grad_(False)
-        self._place = Place(config.algorithm_section.seed, ranks.sequences_rank, ranks.tensor.get_local_rank())
+        self._place: Place | None = None
+        """What masks of dropout are drawn by; None where nothing is dropped."""
         if self._adapters is not None:
             self._described = self._adapt(model, self._adapters, checkpoint)
         recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
@@ -125,12 +126,14 @@ class HeldModel:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._communicate(last=index == len(micro_batches) - 1)
-            self._place.enter(self._num_steps, index)
+            if self._place is not None:
+                self._place.enter(self._num_steps, index)
             value = loss(batch, self._scorer(batch))
             # FSDP2 averages gradients over the ranks; the loss is a sum.
             torch.autograd.backward(value * self._ranks.num_shards)
             total += value.detach()
-        self._place.leave()
+        if self._place is not None:
+            self._place.leave()
         total_loss = float(self._ranks.sum_over_replicas(total)[0])
         grad_norm = self._clip()
         if not (abs(total_loss) < float("inf") and grad_norm < float("inf")):
@@ -237,6 +240,10 @@ class HeldModel:
         linear = lora.linear_layers(model)
         layers = lora.inject(model, adapters, self._config.algorithm_section.seed)
         if adapters.dropout:
+            ranks = self._ranks
+            self._place = Place(
+                self._config.algorithm_section.seed, ranks.sequences_rank, ranks.tensor.get_local_rank()
+            )
             lora.add_dropout(model, adapters, self._place)
         source = checkpoint / self.name if checkpoint is not None else adapters.restore_from
         if source is not None:

@@ -14,7 +14,7 @@ from tandem.config.worlds import World
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends.devices import device_of
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tandem.config.schema import Model
-from tandem.trainer.backend import Replicas
 from tandem.trainer.backends import tensor_plans
+from tandem.trainer.micro_batches import Replicas
 from tandem.trainer.models import decoder_layers
 
 

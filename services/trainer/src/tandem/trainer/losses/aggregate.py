@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 
 
 class Counts(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import torch
 
 from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import StudentScores
 
 LOG_NOTHING = -100.0

@@ -10,7 +10,7 @@ import torch
 
 from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts, Report
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import TokenScores, TokenValues
 
 

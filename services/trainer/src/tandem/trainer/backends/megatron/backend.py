@@ -19,10 +19,10 @@ from tandem.config.schema.columns import Model
 from tandem.config.worlds import World
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
-from tandem.trainer.backend import Replicas
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.held import Described, HeldModel, sum_over_replicas
 from tandem.trainer.backends.megatron.model import make_groups
+from tandem.trainer.micro_batches import Replicas
 
 
 class MegatronBackend(HoldingBackend[HeldModel]):

@@ -37,9 +37,9 @@ from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import Joined
 from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.checkpoints import State, agree
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
-from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores
 
 

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import (
     Scores,
     TokenScores,

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tandem.trainer import micro_batches
 from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import as_row, tokens_of_share
-from tandem.trainer.packed import PackedRow
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.routing import of_row
 
 
@@ -55,12 +55,12 @@ def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: in
     return rows + [idle] * (-len(rows) % round_to)
 
 
-def _extended(row: PackedRow, num_tokens: int) -> PackedRow:
+def _extended(row: micro_batches.Row, num_tokens: int) -> micro_batches.Row:
     """Return a row with a segment of padding behind it."""
     missing = num_tokens - sum(row.lengths)
     if not missing:
         return row
-    return PackedRow(
+    return micro_batches.Row(
         token_ids_1N=F.pad(row.token_ids_1N, (0, missing)),
         position_ids_1N=F.pad(row.position_ids_1N, (0, missing)),
         lengths=(*row.lengths, missing),
@@ -69,7 +69,7 @@ def _extended(row: PackedRow, num_tokens: int) -> PackedRow:
     )
 
 
-def _share(batch: MicroBatch, row: PackedRow, rank: int, size: int) -> Row:
+def _share(batch: MicroBatch, row: micro_batches.Row, rank: int, size: int) -> Row:
     device = row.token_ids_1N.device
     bounds = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
     longest = max(row.lengths)
