@@ -169,7 +169,7 @@ class ForkServer:
             code = self._end()  # a user may have killed or stopped it, which must not prevent starts
             self._has_answered = False
             self._process, self._orders = self._begin()
-        raise ServiceLost(_NAME, f"starting {module}", f"it ended again and again, at last with code {code}")
+        raise ServiceLost(_NAME, f"starting {module}", f"it ended repeatedly, last with code {code}")
 
     def close(self) -> None:
         """End it; forked services live on."""

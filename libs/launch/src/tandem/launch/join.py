@@ -1,4 +1,4 @@
-"""One node's processes of a run that has its coordinator on another node; it stays until they have ended.
+"""One node's processes of a run with its coordinator on another node, watched until they end.
 
 Services do not know this process. Each registers with the coordinator by itself, under its own number, and is restarted
 here when it dies. They die with this process, even after kill -9.

@@ -63,7 +63,9 @@ def node_of(config: Config, number: int) -> Node:
     if 1 <= number < len(nodes):
         return nodes[number]
     others = "no other node" if len(nodes) == 1 else "nodes 1" + (f" to {len(nodes) - 1}" if len(nodes) > 2 else "")
-    raise ConfigError(f"node {number}: beside the first, which has the coordinator, cluster.num_nodes makes {others}")
+    raise ConfigError(
+        f"node {number}: beside the first node, which runs the coordinator, cluster.num_nodes gives {others}"
+    )
 
 
 def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[int, ...]]:
@@ -87,8 +89,8 @@ def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[i
         shares[node] += (index,)
     if len(shares[0]) != launched:
         raise ConfigError(
-            f"cluster.launch: the coordinator launches {launched} {key}, but GPUs of the first node are those of "
-            f"{len(shares[0])}; leave cluster.launch out to have as many"
+            f"cluster.launch: the coordinator launches {launched} {key}, but the first node has GPUs for "
+            f"{len(shares[0])}; leave cluster.launch out to launch as many"
         )
     return shares
 

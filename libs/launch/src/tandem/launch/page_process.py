@@ -79,7 +79,7 @@ class PageProcess:
         self._process = None
         self._listener.close()
         lines = last_lines(self._log, _TAIL_LINES)
-        return f"the page {how}; the run goes on without. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
+        return f"the page {how}; the run goes on without it. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
 
     def close(self) -> None:
         """End the process."""

@@ -1,4 +1,4 @@
-"""The common loop of trainer, rollout and refit processes: registering, answering commands, failing, leaving.
+"""The common loop of trainer, rollout and refit processes: register, answer commands, fail, leave.
 
 A service is an object with `handle` (one command in, replies out) and `work` (a slice of work between commands).
 `run_service` drives it: it consumes commands from the link, produces replies, and waits only for the next command. The
@@ -102,7 +102,7 @@ class Member:
         if not self._is_leaving or now < self._say_leaving_at:
             return
         if self._say_leaving_at == -math.inf:
-            how = "it finishes what it has begun; told again it ends at once"
+            how = "it finishes its work; a second signal ends it at once"
             print(f"{self.name} was told to leave: {how}", flush=True)
         self._say_leaving_at = now + self._heartbeat_s
         self._link.send(encode(Leaving()))

@@ -94,7 +94,7 @@ def _count(selection: Selection, purpose: Purpose) -> str:
     kind = "validation samples" if purpose == "validate" else "samples"
     which = "" if selection.num_chosen == selection.num_samples else f"{selection.num_chosen} chosen of the "
     left = selection.num_chosen - len(selection.samples)
-    more = f", {left} of them not shown: --limit says how many are" if left else ""
+    more = f", {left} of them not shown: see --limit" if left else ""
     return f"{which}{selection.num_samples} {kind} of step {selection.step}{more}"
 
 
@@ -188,7 +188,7 @@ def _gap_in_words(gap_K: np.ndarray, texts: list[str]) -> str:
         return "unknown: the trainer's log-probabilities of this sample are not recorded"
     largest = known[np.abs(gap_K[known]).argmax()]
     return (
-        f"engine less trainer, of log-probabilities: {np.abs(gap_K[known]).mean():.4f} on average without its sign, "
+        f"engine minus trainer, log-probabilities: mean absolute gap {np.abs(gap_K[known]).mean():.4f}, "
         f"largest {gap_K[largest]:+.4f} at {texts[largest]!r}"
     )
 

@@ -71,7 +71,7 @@ class ChatServer:
                 for choice in event.get("choices", []):
                     if piece := choice.get("delta", {}).get("content"):
                         yield str(piece)
-        raise ServiceError(self.url, "answering", "the answer has no end: the connection was closed")
+        raise ServiceError(self.url, "answering", "the connection was closed before the answer ended")
 
     @contextlib.contextmanager
     def _asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:

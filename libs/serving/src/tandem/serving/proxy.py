@@ -1,4 +1,4 @@
-"""A proxy that makes a live run answer OpenAI's API: it forwards requests to rollouts, and their answers to clients.
+"""A proxy through which a live run answers OpenAI's API: it forwards requests to rollouts.
 
 It waits for a request's body, for a rollout, and for the client to take what was sent. If a rollout goes away before it
 starts to answer, the request goes to another. Between requests it keeps only the number of requests of each rollout.

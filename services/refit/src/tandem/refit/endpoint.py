@@ -413,7 +413,7 @@ class Endpoint:
     def _report_digest(self, order: Attest, digest: Digesting) -> None:
         wrong = self._holder.misquantised()
         if wrong:
-            raise RefitError(f"{', '.join(wrong)}: what is held is not the quantisation of what was received")
+            raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")
         reply = Attested(
             command_id=order.command_id,
             version=order.version,

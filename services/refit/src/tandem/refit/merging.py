@@ -75,7 +75,7 @@ class Merger:
                 meant = torch.add(tile.base, _product(tile)).to(tile.live.dtype)
                 is_same = torch.equal(_bits(meant), _bits(tile.live))
             if not is_same:
-                raise RefitError(f"{tile.tensor}: what is held is not the merge of the base and adapter it received")
+                raise RefitError(f"{tile.tensor}: the weights held are not the merge of the received base and adapter")
             yield
 
 

@@ -105,17 +105,17 @@ class RefitService:
         digests = _read(order.digests, comparison.from_bytes)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
-            raise RefitError(f"digests came of {', '.join(unknown)}, for which nothing was planned")
+            raise RefitError(f"digests came from {', '.join(unknown)}, which has no plan")
         missing = sorted(self._sources.keys() - digests.keys())
         if missing:
-            raise RefitError(f"no digests came of {', '.join(missing)}, which has sent the weights")
+            raise RefitError(f"no digests came from {', '.join(missing)}, which has sent the weights")
         sources = {member: digests[member] for member in self._sources}
         # Samples of two versions cover different elements, and always differ.
         if self._verify == "full" and order.version != self.version:
             if order.has_update and comparison.unchanged(self._source_digests, sources):
                 raise RefitError(
-                    f"the optimizer has stepped, but no weight has changed since version {self.version}: what engines "
-                    "are given is not what is trained, or the learning rate is too small for policy.precision"
+                    f"the optimizer has stepped, but no weight has changed since version {self.version}: engines "
+                    "are not given the trained weights, or the learning rate is too small for policy.precision"
                 )
             self._source_digests = sources
         engines: dict[str, dict[str, Held]] = {}

@@ -70,7 +70,7 @@ def ipc_rate(num_bytes: int) -> float:
     with _held_by_another("cuda", num_bytes) as storage:
         theirs = cuda_ipc.open_storage(storage, "the other process", "this process", torch.device("cuda", 0))
         if not bool((theirs == _PATTERN).all()):
-            raise RefitError("what is read through CUDA IPC is not what the other process wrote")
+            raise RefitError("the bytes read through CUDA IPC are not those that the other process wrote")
         return _copy_rate(theirs, "cuda:0")
 
 

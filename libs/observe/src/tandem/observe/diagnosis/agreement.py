@@ -28,21 +28,21 @@ def disagreement(evidence: Evidence) -> Finding | None:
         sampling.append(f"policy.generation.top_p is {generation.top_p:g}")
     verify = evidence.config.refit.verify
     lines = [
-        f"{_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(high)} of the {len(fresh)} steps whose samples are of "
+        f"{_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(high)} of the {len(fresh)} steps with samples of "
         f"the newest weights, {worst.metrics[_GAP]:.4g} in step {worst.step}; 1.01 to 1.02 is usual",
     ]
     if sampling:
-        lines.append(f"{' and '.join(sampling)}: engines draw from a part of the tokens, trainers score among all")
+        lines.append(f"{' and '.join(sampling)}: engines sample from some of the tokens, trainers score over all")
     elif high[0].step == evidence.first_step:
-        lines.append("it is so from the first step on, before anything was trained: it is not what was learned")
+        lines.append("it is so from the first step on, before any training, so learning is not the cause")
     if verify != "full":
-        lines.append(f"refit.verify is {verify}: nothing has proven that engines hold what was trained")
+        lines.append(f"refit.verify is {verify}: it is not verified that engines hold the trained weights")
     condition = evidence.condition(_GAP)
     own = "policy.generation.top_k and policy.generation.top_p" if sampling else condition.look_at if condition else ""
     return Finding(
         name="engine and trainer disagree",
-        what="Engines and trainers give the same tokens different probabilities with the same weights, so that samples "
-        "are of another policy than the one that is trained.",
+        what="With the same weights, engines and trainers give tokens different probabilities, so samples come from "
+        "another policy than the trained one.",
         evidence=tuple(lines),
         look_at=own if verify == "full" else f"refit.verify, {own}",
         certainty="certain" if sampling else "likely",
@@ -62,15 +62,15 @@ def stale_samples(evidence: Evidence) -> Finding | None:
     corrected = config.loss_fn.use_importance_sampling_correction
     ages = statistics.fmean(record.metrics["avg_trajectory_age"] for record in far)
     lines = [
-        f"samples were {ages:.2g} steps old in the mean, of {age} at most",
-        f"weights moved so far meanwhile that {_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(far)} of {len(old)} "
-        f"steps with such samples, {worst.metrics[_GAP]:.4g} in step {worst.step}",
+        f"samples were {ages:.2g} steps old on average; {age} are allowed",
+        f"the weights moved so much meanwhile that {_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(far)} of "
+        f"{len(old)} steps with such samples, {worst.metrics[_GAP]:.4g} in step {worst.step}",
         f"loss_fn.use_importance_sampling_correction is {str(corrected).lower()}",
     ]
     return Finding(
         name="stale samples",
-        what="Samples are of older weights than they are trained on with"
-        + (", too different for their correction to mean much." if corrected else ", and nothing makes up for it."),
+        what="Samples come from older weights than those in training"
+        + (", too different for their correction to help." if corrected else ", and nothing corrects for it."),
         evidence=tuple(lines),
         look_at=f"{config.algorithm}.async_grpo.max_trajectory_age_steps, {learning_rate_keys(config)}, and "
         + (
@@ -93,7 +93,7 @@ def groups_thrown_away(evidence: Evidence) -> Finding | None:
     idle = change(evidence, "trainer_idle_s")
     return Finding(
         name="groups thrown away",
-        what="Many groups were generated and then thrown away, because their weights were too old for their step.",
+        what="Many generated groups were thrown away, because their weights were too old for their step.",
         evidence=(
             f"{thrown:.0f} of {made:.0f} groups ({thrown / made:.0%}; {TOO_OLD_SHARE:.0%} is the threshold)",
             *([str(idle)] if idle is not None else []),

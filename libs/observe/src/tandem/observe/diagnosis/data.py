@@ -26,7 +26,7 @@ def another_tokenizer(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="another tokenizer",
-        what="The tokenizer is not the model's own, and the model hardly answers with it: it takes tokens for others.",
+        what="The tokenizer is not the model's own, and the model hardly answers with it: it confuses the tokens.",
         evidence=(
             f"policy.tokenizer.name is {shortened(name)}, policy.model_name {shortened(policy.model_name)}",
             f"accuracy was {best:.4g} at best in the first {SHORT_RUN} steps "
@@ -47,17 +47,18 @@ def repeated_problems(evidence: Evidence) -> Finding | None:
         return None
     train, held = evidence.points("accuracy"), held_out(evidence, "val_accuracy")
     lines = [
-        f"{len(places)} groups of the steps that are looked at have {distinct} problems between them "
-        f"({REPEATS} groups a problem is the threshold)"
+        f"the {len(places)} groups of the examined steps have only {distinct} different problems "
+        f"({REPEATS} groups per problem is the threshold)"
     ]
     by_heart = bool(train and held) and train[-1][1] - held[-1][1] >= GAP_OF_ACCURACIES
     if train and held:
-        lines.append(f"accuracy at last is {train[-1][1]:.4g} in training, {held[-1][1]:.4g} on held-out problems")
+        lines.append(f"the last accuracy is {train[-1][1]:.4g} in training, {held[-1][1]:.4g} on held-out problems")
     return Finding(
         name="repeated problems",
-        what="The same few problems come again and again" + (", and are known by heart." if by_heart else "."),
+        what="The same few problems come again and again"
+        + (", and the model has memorised them." if by_heart else "."),
         evidence=tuple(lines),
-        look_at="data.num_train, and where data comes from",
+        look_at="data.num_train, and the source of the data",
         certainty="likely" if by_heart else "possible",
         explains=("no progress",) if by_heart else (),
     )
@@ -73,7 +74,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="overfitting",
-        what="The loss on held-out data rises while that of training falls: the data are learned by heart.",
+        what="The held-out loss rises while the training loss falls: the model memorises the data.",
         evidence=(str(loss), f"val_loss was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
         look_at=f"{evidence.config.algorithm}.max_num_epochs, {evidence.config.algorithm}.max_num_steps, and data",
         certainty="likely",
@@ -91,7 +92,7 @@ def no_progress(evidence: Evidence) -> Finding | None:
         name="no progress",
         what="The run learned next to nothing.",
         evidence=(said,),
-        look_at="SFT before it (prerequisite, docs/how_much_sft.md), how hard data is, data.prompt_template, "
+        look_at="SFT before the run (prerequisite, docs/how_much_sft.md), hard data, data.prompt_template, "
         f"{evidence.config.environment_keys}, and {learning_rate_keys(evidence.config)}",
         certainty="likely",
         since=accuracy[-1][0],

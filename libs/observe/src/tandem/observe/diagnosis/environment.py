@@ -37,9 +37,9 @@ def failing_environment(evidence: Evidence) -> Finding | None:
     if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.why):
         return Finding(
             name=f"failing {who}",
-            what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, and the run ended with it.",
+            what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, which ended the run.",
             evidence=(shortened(ending.why, 600), *lines),
-            look_at=f"{keys} (zero and drop go on)",
+            look_at=f"{keys} (zero and drop let the run go on)",
             certainty="certain",
             explains=("run failed",),
         )
@@ -98,11 +98,11 @@ def slow_environment(evidence: Evidence) -> Finding | None:
     wait, total = (statistics.median(each[column] for each in waits if each[0] in slow) for column in (1, 2))
     return Finding(
         name="slow environment",
-        what="Most of a step is spent in the environment: samples that an engine has made wait to be scored.",
+        what="Most of a step is spent in the environment: generated samples wait to be scored.",
         evidence=(
-            f"{len(slow)} of {len(waits)} steps, step {slow[0]} the first: samples of one length that were begun "
-            f"together were done up to {wait:.3g} s after each other, of "
-            f"{total:.3g} s a step without validation ({SLOW_SHARE:.0%} is the threshold)",
+            f"{len(slow)} of {len(waits)} steps, step {slow[0]} the first: samples of one length that started "
+            f"together ended up to {wait:.3g} s apart; a step takes "
+            f"{total:.3g} s without validation ({SLOW_SHARE:.0%} is the threshold)",
         ),
         look_at=f"{evidence.config.environment_keys}: its class and num_workers",
         certainty="likely" if config.policy.generation.backend == "transformers" else "possible",

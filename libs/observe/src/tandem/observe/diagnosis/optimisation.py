@@ -1,4 +1,4 @@
-"""Checks for optimizer steps that are too large, change nothing, or give NaN, and for their effects on the policy."""
+"""Checks for optimizer steps that are too large, change nothing, or give NaN, and for their effects."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def narrow_clip(evidence: Evidence) -> Finding | None:
         name="clip range too narrow",
         what="The ratio of tokens is clipped as soon as the policy moves, so that most of a batch teaches nothing.",
         evidence=(
-            f"ratios are kept from {1 - low:g} to {1 + high:g}; {NARROW_CLIP:g} to either side is narrow, 0.2 is usual",
+            f"ratios are clipped to {1 - low:g} to {1 + high:g}; {NARROW_CLIP:g} on either side is narrow, 0.2 usual",
             f"clip_fraction was {share:.4g} in the median of all steps; {MUCH_CLIPPED:g} is the threshold",
         ),
         look_at="loss_fn.ratio_clip_min and loss_fn.ratio_clip_max",
@@ -259,7 +259,7 @@ def low_entropy(evidence: Evidence) -> Finding | None:
         lines.append(f"{entropy} nats a token; {ENTROPY_LEFT:.0%} of what it was, or {LOW_ENTROPY:g}, is the threshold")
     return Finding(
         name="low entropy",
-        what="The policy hardly varies what it says any more: samples of a prompt are alike, and nothing new is tried.",
+        what="The policy's responses hardly vary any more: samples of a prompt are alike, and nothing new is tried.",
         evidence=tuple(lines),
         look_at=condition.look_at,
         certainty="certain" if streak is not None else "likely",

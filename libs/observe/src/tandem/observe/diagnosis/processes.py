@@ -122,13 +122,13 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
         evidence=(
             f"{name}: {own:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was the "
             f"slowest; others: {others:.3g} s ({SLOW:g} times as long is the threshold)",
-            f"others waited up to {waited:.3g} s a step in collective operations; were it like them, "
+            f"others waited up to {waited:.3g} s a step in collective operations; if it were as fast, "
             f"{lost / total:.0%} of all the time would be saved",
         ),
         look_at=f"the machine of {name}: what else runs there, its clock and its temperature; "
         "cluster.threads_per_process"
         + (
-            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal shares of the layers"
+            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal numbers of layers"
             if stages > 1
             else ""
         ),
@@ -216,7 +216,7 @@ def waiting(evidence: Evidence) -> Finding | None:
     who, whom = ("engines", "trainers") if kind == "engine" else ("trainers", "engines")
     return Finding(
         name="waiting",
-        what=f"The run is as slow as its {whom}: {who} have nothing to do most of the time.",
+        what=f"The run is only as fast as its {whom}: {who} have nothing to do most of the time.",
         evidence=(
             f"{who} were idle {shares[kind]:.0%} of the time ({kind}_idle_s; {IDLE_SHARE:.0%} is the threshold)",
         ),
@@ -233,7 +233,7 @@ def standstill(evidence: Evidence) -> Finding | None:
     last = evidence.steps[-1].step if evidence.steps else 0
     return Finding(
         name="standstill",
-        what=f"The run goes on, and has done nothing since step {last}.",
+        what=f"The run is live, but has done nothing since step {last}.",
         evidence=(
             f"its record is {evidence.quiet_s:.0f} s old; a step takes {usual:.3g} s in the median "
             f"({STANDSTILL_STEPS:g} of them, and {STANDSTILL_S:g} s, is the threshold)",

@@ -51,7 +51,7 @@ def truncated_responses(evidence: Evidence) -> Finding | None:
     return Finding(
         name="truncated responses",
         what="Most responses are cut off before they end, so that their answers are never seen"
-        + (", from the beginning on." if was_so else "."),
+        + (", from the start." if was_so else "."),
         evidence=tuple(lines),
         look_at=condition.look_at,
         certainty="certain" if streak is not None else "likely",
@@ -71,7 +71,7 @@ def growing_responses(evidence: Evidence) -> Finding | None:
     onsets = [found.step for name in (_LENGTH, _TRUNCATED) if (found := jump(evidence, name)) is not None]
     return Finding(
         name="growing responses",
-        what="Responses grow and grow, and their answers are no better for it.",
+        what="Responses keep growing, and their answers get no better.",
         evidence=(
             f"{length} tokens; {GROWTH:g} times as long is the threshold",
             str(cut),
@@ -92,7 +92,7 @@ def shrinking_responses(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="responses shrink",
-        what="Responses have become much shorter than they were: the policy says next to nothing any more.",
+        what="Responses have become much shorter: the policy says next to nothing any more.",
         evidence=(f"{length} tokens; {SHRINKAGE:.0%} of what it was is the threshold",),
         look_at=f"{evidence.config.environment_keys}, which may reward brevity, and grpo.reward_shaping",
         certainty="possible",
@@ -111,8 +111,8 @@ def low_temperature(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="low temperature",
-        what="The temperature is so low that samples of a prompt are alike from the beginning on: there is nothing to "
-        "compare them by.",
+        what="The temperature is so low that samples of a prompt are alike from the start: there is nothing to "
+        "compare.",
         evidence=(
             f"policy.generation.temperature is {temperature:g}; {LOW_TEMPERATURE:g} is the threshold, 1 is usual",
             f"groups_without_spread was {share:.4g} in the first {SHORT_RUN} steps; {MOST_ALIKE:g} is the threshold",

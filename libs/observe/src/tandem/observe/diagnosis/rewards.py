@@ -66,7 +66,7 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
 def _examples(evidence: Evidence) -> list[str]:
     """Return an example of an answer from the last recorded step."""
     last = [row for row in evidence.samples if row.response][-1:]
-    return [f"such as, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
+    return [f"for example, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
 def groups_without_spread(evidence: Evidence) -> Finding | None:
@@ -80,7 +80,7 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
     return Finding(
         name="groups without spread",
         what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing."
-        + (" The problems were solved from the beginning on: they are too easy." if evidence.is_solved else ""),
+        + (" The problems were solved from the start: they are too easy." if evidence.is_solved else ""),
         evidence=(*lines, f"{course}; {MOST_GROUPS:g} is the threshold"),
         look_at=f"{condition.look_at}; grpo.use_dynamic_sampling leaves such groups out",
         certainty="certain" if streak is not None else "likely",
@@ -108,12 +108,12 @@ def one_answer(evidence: Evidence) -> Finding | None:
     pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
     return Finding(
         name="one answer to everything",
-        what="The policy gives the same response whatever is asked"
-        + (", and is rewarded for it: the reward does not ask for what is wanted." if pays else "."),
+        what="The policy gives the same response to every prompt"
+        + (", and is rewarded for it: the reward does not measure the task." if pays else "."),
         evidence=(
             f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
             f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
-            f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
+            f"its mean reward is {worth:.4g}; that of all samples of step {before[0].step} was {was:.4g}",
         ),
         look_at=f"{evidence.config.environment_keys}, loss_fn.reference_policy_kl_penalty and "
         "policy.generation.temperature",
@@ -140,7 +140,7 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
     return Finding(
         name="reward without accuracy",
         what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
-        "solving them, or the training problems are learned by heart.",
+        "solving them, or the training problems are memorised.",
         evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
         look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
         certainty="likely",
@@ -169,13 +169,13 @@ def against_the_answers(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="right answers unrewarded" if unrewarded else "reward against the answers",
-        what="Responses have the right answer, and the environment never rewards them: it looks for another form."
+        what="Responses have the right answer, but the environment never rewards them: it expects another form."
         if unrewarded
         else "Responses with the right answer get less than those without it: the reward is the wrong way round.",
         evidence=(
             f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
             f"answer, {chance} that of another problem",
-            f"these are worth {worth:.4g} in the mean, the others {other:.4g}; such as "
+            f"the mean reward of these is {worth:.4g}, of the others {other:.4g}; for example "
             f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
         ),
         look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",

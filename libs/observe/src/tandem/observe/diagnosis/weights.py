@@ -31,10 +31,10 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
         version = _NOT_HELD.search(ending.why)
         return Finding(
             name="damaged weights",
-            what="An engine did not hold the weights that were trained, again after a second transfer, so that the run "
+            what="An engine did not hold the trained weights, even after a second transfer, so that the run "
             "ended before any of its samples was trained on.",
             evidence=(ending.why, *shown),
-            look_at="the memory and the link of the process that is named, and refit.alias; refit.verify found it",
+            look_at="the memory and the link of the named process, and refit.alias; refit.verify found it",
             certainty="certain",
             since=int(version[1]) + 1 if version else evidence.first_step,
             explains=("run failed",),
@@ -45,8 +45,8 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
     often = count >= NUM_REPAIRS
     return Finding(
         name="damaged weights",
-        what=f"Engines did not hold the weights that were trained, {len(repaired)} times; they were repaired before a "
-        f"sample of theirs was trained on{f', and {engine} had it {count} times' if often else ''}.",
+        what=f"Engines did not hold the trained weights {len(repaired)} times; they were repaired before any of "
+        f"their samples was trained on{f', {engine} {count} times' if often else ''}.",
         evidence=tuple(shown),
         look_at=f"the memory and the link of {engine}, and its log",
         certainty="likely" if often else "possible",
@@ -61,9 +61,9 @@ def damaged_checkpoint(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="damaged checkpoint",
-        what="The checkpoint that the run was to go on from is not what was written.",
+        what="The checkpoint that the run was to resume from differs from what was written.",
         evidence=(ending.why,),
-        look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP goes on from "
+        look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP resumes from "
         "another checkpoint",
         certainty="certain",
         explains=("run failed",),
@@ -82,7 +82,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
     last = moved[-1].metrics
     return Finding(
         name="unchanged weights",
-        what="Steps were taken, and the weights stayed the same to the bit: their updates are smaller than the "
+        what="Steps were taken, but the weights stayed the same to the bit: updates are smaller than the "
         "precision of the weights.",
         evidence=(
             f"versions {same[0]} to {same[-1]} have one digest ({NUM_EQUAL} are enough to tell)",
@@ -119,13 +119,13 @@ def killed(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="killed",
-        what=f"The run stopped after step {last} and says nothing of an end: its coordinator was killed, or its "
+        what=f"The run stopped after step {last} without a recorded end: its coordinator was killed, or its "
         "machine went down.",
         evidence=(
             f"{in_steps(1, last)} of {planned_steps(evidence)} are done" if last else "no step is done",
             "no process has the run folder now",
         ),
-        look_at="the memory of the machine, and whoever may end jobs; coordinator up CONFIG --resume goes on",
+        look_at="the memory of the machine, and what may end jobs; coordinator up CONFIG --resume continues the run",
         certainty="certain",
         since=last + 1,
     )

@@ -81,7 +81,7 @@ class _Watched(SpanExporter):
             result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS and not self._has_said:
             self._has_said = True
-            self._say(f"logger.opentelemetry.endpoint: {self._endpoint} does not take spans; the run goes on without")
+            self._say(f"logger.opentelemetry.endpoint: {self._endpoint} takes no spans; the run goes on without it")
         return result
 
     def shutdown(self) -> None:

@@ -117,7 +117,7 @@ class Megatron(Deployment, frozen=True):
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's coordinates. Raises `RefitError` if the sizes or the order are inconsistent."""
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-            raise RefitError(f"the order of ranks has to name tp, cp, ep, dp and pp once each, not {self.order!r}")
+            raise RefitError(f"the order of ranks must name tp, cp, ep, dp and pp once each, not {self.order!r}")
         etp = self.expert_tensor_size
         expert_dp, rest = divmod(self.num_ranks, etp * self.ep * self.pp)
         if rest:
@@ -138,7 +138,7 @@ class Megatron(Deployment, frozen=True):
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         if model.known.model_type not in MEGATRON:
             known = ", ".join(MEGATRON)
-            raise RefitError(f"nothing is known of how Megatron-Core cuts a {model.known.model_type}, only of {known}")
+            raise RefitError(f"it is unknown how Megatron-Core shards a {model.known.model_type}; known are {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 

@@ -76,7 +76,7 @@ class Vllm(Deployment, frozen=True):
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         if model.known.model_type not in VLLM_PLANNED:
             known = ", ".join(VLLM_PLANNED)
-            raise RefitError(f"nothing is known of how vLLM cuts a {model.known.model_type}, only of {known}")
+            raise RefitError(f"it is unknown how vLLM shards a {model.known.model_type}; known are {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 

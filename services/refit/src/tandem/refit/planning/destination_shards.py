@@ -1,4 +1,4 @@
-"""Destination shards: the slices that an engine receives, cut along source shards, each byte exactly once.
+"""Destination shards: the slices that an engine receives, cut along source shards, each byte once.
 
 Engines with identical layouts (data-parallel replicas) form a class, which is resolved once.
 """

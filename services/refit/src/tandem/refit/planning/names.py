@@ -47,7 +47,7 @@ class Side:
         if told is not tensor and (told.dtype, told.block, told.scales) != (tensor.dtype, tensor.block, tensor.scales):
             raise RefitError(
                 f"{who} has {tensor.name} as {_kind(told)}, {member} as {_kind(tensor)}: "
-                "all members of one side must agree on the element type"
+                "all processes of one side must agree on the element type"
             )
 
 

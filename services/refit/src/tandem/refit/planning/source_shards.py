@@ -120,7 +120,7 @@ def _check_disjoint(boxes: BoxIndex, members: tuple[str, ...], member_B: Ints, t
         f"{tensors.names.describe(int(boxes.tensor_B[row]), boxes.start_BD[row], boxes.shape_BD[row])}"
         for row in sorted(overlap, key=lambda row: int(member_B[row]))
     ]
-    raise RefitError(f"{said[0]} and {said[1]}: boxes of two ranks must be equal or apart")
+    raise RefitError(f"{said[0]} and {said[1]}: slices of two ranks must be equal or disjoint")
 
 
 def _replica_sets(first_B: Ints, member_H: Ints, kind_H: Ints) -> tuple[Ints, tuple[tuple[Ints, Ints], ...]]:
