@@ -1,7 +1,8 @@
 """The fork server: a process that has imported the services' modules, and forks the services.
 
-Importing torch and transformers takes each process seconds of a core. The fork server imports them once, while nothing
-else needs it, and shares the imported modules' memory. Each service then starts in milliseconds, replacements included.
+Importing torch and transformers takes each process seconds of a core. The fork server imports them once, ahead of the
+first service, and all services share the imported memory. Each service then starts in milliseconds, replacements
+included.
 """
 
 from __future__ import annotations
