@@ -80,8 +80,7 @@ class Admits:
     """Credentials of the coordinator's own processes: each gets a new key pair."""
 
     def __init__(self, coordinator: Listener, admitted: Admitted) -> None:
-        """Issue credentials; the keys of these processes are added to `admitted`, the keys that the coordinator
-        accepts."""
+        """Issue credentials; the keys of these processes are added to `admitted`, which the coordinator accepts."""
         self._coordinator = coordinator
         self._admitted = admitted
 
@@ -110,8 +109,8 @@ class LocalProcesses:
         *,
         are_kept: bool = False,
     ) -> None:
-        """Launch nothing yet; `credentials` returns those of a process by number. With `are_kept`, services outlive
-        this process."""
+        """Launch nothing yet; `credentials` takes a process's number. With `are_kept`, services outlive this
+        process."""
         self._supervision = supervision
         self._are_kept = are_kept
         self._credentials = credentials

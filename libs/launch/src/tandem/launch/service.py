@@ -86,8 +86,7 @@ class Member:
         self._set_phase(outer)
 
     def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
-        """Reply to a command, in parts or at once, from any thread; the reply is kept in case the command is
-        repeated."""
+        """Reply to a command, in parts or at once, from any thread; the reply is kept for a repeated command."""
         frames = encode(message, arrays)
         self._answered.setdefault(command_id, []).append(frames)
         self._link.send(frames)

@@ -19,8 +19,7 @@ MANY_STEPS = 20
 
 
 def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
-    """Describe what is wrong with the course of held-out accuracy; return None if nothing is, or too little is
-    known."""
+    """Describe what is wrong with the course of held-out accuracy; None if nothing is, or too little is known."""
     if (said := low_start(accuracy, STILL_LOW)) is not None or not _tells(accuracy):
         return said
     start, best = accuracy[0][1], max(value for _, value in accuracy)
@@ -30,8 +29,7 @@ def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
 
 
 def low_start(accuracy: Sequence[tuple[int, float]], still_low: float = AS_LOW) -> str | None:
-    """Describe held-out accuracy that began near zero and is below `still_low`; return None if it is not, or
-    unknown."""
+    """Describe held-out accuracy that began near zero and is below `still_low`; None if it is not, or unknown."""
     if not _tells(accuracy) or accuracy[0][1] >= NEAR_ZERO or accuracy[-1][1] >= still_low:
         return None
     why = "the model could hardly do the task to begin with, so that nearly no sample was rewarded"

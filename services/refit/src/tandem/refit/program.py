@@ -132,8 +132,8 @@ class Verification(msgspec.Struct, frozen=True, eq=False):
     rows: Ints
     """Rows in `Layout.pieces` of the process's own layout, ascending."""
     dtypes: tuple[str, ...]
-    """The engines' element type for each of `Layout.tensors`; a trainer converts to it before it digests. Empty if no
-    engine wants the tensor."""
+    """The engines' element type for each of `Layout.tensors`, for trainers to convert to; empty if no engine wants the
+    tensor."""
     frozen_rows: Ints = _NO_ROWS
     """Rows of frozen tensors, ascending; they are digested once and are not in `rows`."""
 
@@ -193,8 +193,7 @@ class _Received(msgspec.Struct, frozen=True):
 
 
 def num_received(encoded: bytes) -> int | None:
-    """Return the number of digested tensors if they differ from the process's own layout; None otherwise or for no
-    program."""
+    """Return the number of digested tensors if it is not that of the process's own layout; None otherwise."""
     try:
         received = msgspec.msgpack.decode(encoded, type=_Received).received
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -40,8 +40,7 @@ def link_name(source: str, destination: str) -> str:
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """All bytes that move over one link in one round. Both ends of a stream go through the same copies in the same
-    order."""
+    """All bytes that move over one link in one round. Both ends of a stream process the same copies in order."""
 
     source: str
     """The sending process, such as ``trainer-0``; an engine in round 1."""
@@ -79,5 +78,4 @@ class Mesh(msgspec.Struct, frozen=True):
     members: tuple[str, ...]
     """Processes in order of rank."""
     device_type: DeviceType = "cpu"
-    """Place of the messages: GPUs, connected by NCCL, if all processes have their memory there; else gloo and the
-    CPU."""
+    """Place of the messages: GPUs (NCCL) if all processes have their memory there, else the CPU (gloo)."""

@@ -16,8 +16,7 @@ FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "
 SLOW_SHARE = 0.5
 """Share of a step, without validation, for which samples wait for the environment."""
 _LEAST_SAMPLES, _LEAST_STEPS, _TOGETHER_S = 4, 3, 0.05
-"""Least samples of one length that an engine started together, least steps with such, and the longest time between
-starts."""
+"""Least samples of one length that an engine started together, least steps with such, longest time between starts."""
 USUAL_PLACES = 256
 """Samples that vLLM generates at once, unless its configuration says otherwise; its cache may hold fewer."""
 _ENVIRONMENT = re.compile(r"environment '")

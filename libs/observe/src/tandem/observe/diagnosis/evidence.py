@@ -291,8 +291,8 @@ def jump(evidence: Evidence, metric: str) -> Jump | None:
 
 
 def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> Jump | None:
-    """Return the change point of a series: the split into parts of at least `fewest` points with the smallest squared
-    error."""
+    """Return the change point of a series: the split with the smallest squared error, into parts of at least
+    `fewest`."""
     values = [value for _, value in points]
     if len(values) < max(2 * fewest, SHORT_RUN + 1) or not all(map(math.isfinite, values)):
         return None

@@ -35,8 +35,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Text shown if no run has any of the curves."""
 
     def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[Curve], list[Curve]]:
-        """Return the curves of both axes that some run has. A KL of 0 throughout means that the run has no
-        reference."""
+        """Return the curves of both axes that some run has. A KL that stays 0 means that there is no reference."""
         known = {
             name
             for of_run in curves

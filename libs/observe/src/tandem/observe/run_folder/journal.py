@@ -47,8 +47,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Weight version after the step."""
     metrics: dict[str, float]
-    """Metrics of the training batch, and of the held-out problems if the step was validated; those begin with
-    ``val_``."""
+    """Metrics of the training batch and, if the step was validated, of the held-out problems (``val_``)."""
     seconds: dict[str, float]
     """Wall seconds by phase: ``total`` is the whole step, the others are its parts."""
     checkpoint: str = ""

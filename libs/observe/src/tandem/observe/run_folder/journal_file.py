@@ -33,8 +33,7 @@ _APPLICATION_ID = 0x54414E44
 _BUSY_TIMEOUT_S = 30.0
 _PROBES = 10
 _PROBE_S = 0.02
-"""Attempts to lock, and pause between them: a process that checks whether a folder is taken holds its lock for a
-moment."""
+"""Attempts to lock, and pause between them: checking whether a folder is taken holds its lock for a moment."""
 
 _SCHEMA = """
 CREATE TABLE run (

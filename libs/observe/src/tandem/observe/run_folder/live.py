@@ -46,8 +46,7 @@ class LiveGroups(msgspec.Struct, frozen=True, kw_only=True):
     ready: int = 0
     taken: int = 0
     dropped: int = 0
-    """Number of groups dropped since the run was started or resumed, because they were too old or were generated
-    again."""
+    """Number of groups dropped since the last start, because they were too old or were generated again."""
 
 
 class LiveBuffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,8 +63,7 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def _layers_of(parts: Sequence[str], geometry: Geometry) -> list[str]:
-    """Return the checkpoint layers that contain these projections, without duplicates, by the last part of their
-    names."""
+    """Return the checkpoint layers that contain these projections, once each, by the last part of their names."""
     return list(dict.fromkeys(geometry.rows_of(part)[0] for part in parts))
 
 

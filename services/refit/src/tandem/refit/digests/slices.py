@@ -65,8 +65,7 @@ class Slices(Table, frozen=True, eq=False):
 
 
 class DigestList:
-    """The slices that a process digests at every version, listed once per program: there can be many thousand
-    tensors."""
+    """The slices that a process digests at every version, listed once per program, as there can be thousands."""
 
     def __init__(self, layout: Layout, verification: Verification, quantisations: Sequence[Quantisation] = ()) -> None:
         """List the slices.

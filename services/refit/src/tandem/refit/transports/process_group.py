@@ -96,8 +96,7 @@ class Group:
         """Stream for copies into and out of messages, so that they do not wait for a training step."""
 
     def start(self, messages: Sequence[Message], works: list[Any]) -> str:
-        """Start messages and append the work to wait for, one per message; return the reason of a failure, or an empty
-        string.
+        """Start messages and append the work to wait for, one per message; return why it failed, or an empty string.
 
         Nothing here waits for a peer's messages, so peers may start theirs in any order. With NCCL, the k-th call must
         meet the k-th call of each of its peers.
@@ -118,8 +117,7 @@ class Group:
         return ""
 
     def wait(self, work: Any, deadline: float) -> str:
-        """Wait for started work, until `deadline` on the monotonic clock; return the reason of a failure, or an empty
-        string.
+        """Wait for started work, until `deadline` on the monotonic clock; return why it failed, or an empty string.
 
         Here and in `start` the reason is returned, not raised: an exception would keep the work alive, and so the
         sockets.
@@ -291,8 +289,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def _address_towards(store: Store) -> str:
-    """Return this host's address on the route to the store: peers on other hosts reach the store, so they reach
-    this."""
+    """Return this host's address on the route to the store, since peers on other hosts reach the store too."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port = (store.host, store.port) if isinstance(store, TCPStore) else ("127.0.0.1", 1)
