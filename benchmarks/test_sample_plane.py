@@ -63,8 +63,8 @@ from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.members.members import Pulse, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
-from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
-from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
+from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, Batch

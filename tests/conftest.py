@@ -17,8 +17,12 @@ _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
 _LONG_FILES = (
     "test_workers.py",
+    "test_init.py",
+    "test_config_nemo_rl_07_keys.py",
+    "test_reward_workers.py",
     "test_checkpoints.py",
     "test_deaths.py",
+    "test_chaos.py",
     "test_survival.py",
     "test_agents.py",
     "test_asynchronous.py",
@@ -36,7 +40,6 @@ _LONG_FILES = (
     "test_diagnose.py",
     "test_turns.py",
     "test_docs.py",
-    "test_chaos.py",
     "test_live_run.py",
     "test_packed_rows.py",
     "test_kept_copy.py",
@@ -46,7 +49,6 @@ _LONG_FILES = (
 """The longest first: they begin in this order where files run side by side, and those of seconds come last, so that no
 process is left alone with a long one at the end."""
 _LOOKS: dict[str, Callable[[], set[Any]]] = {
-    "process": leaks.processes,
     "listening socket": leaks.listeners,
     "thread": leaks.threads,
 }
@@ -65,18 +67,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaks; what is still on its way out gets a few seconds."""
-    before, segments = {what: look() for what, look in _LOOKS.items()}, leaks.segments()
+    before, segments, pids = {what: look() for what, look in _LOOKS.items()}, leaks.segments(), leaks.pids()
     yield
     deadline = time.monotonic() + leaks.SETTLE_S
-    while leaked := _leaked(before, segments):
+    while leaked := _leaked(before, segments, pids):
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {leaked}")
         time.sleep(0.05)
 
 
-def _leaked(before: dict[str, set[Hashable]], segments: set[str]) -> dict[str, set[Hashable]]:
+def _leaked(before: dict[str, set[Hashable]], segments: set[str], pids: frozenset[int]) -> dict[str, set[Hashable]]:
     """Return what there is now and was not before, by kind."""
     found: dict[str, set[Hashable]] = {what: look() - before[what] for what, look in _LOOKS.items()}
+    found["process"] = {*leaks.new_processes(pids)}
     found["segment"] = {name for name in leaks.new_segments(segments) if name.startswith(_SEGMENT_NAMES)}
     return {what: left for what, left in found.items() if left}
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -40,20 +41,43 @@ class Started(psutil.Process):
 
 def processes() -> set[Started]:
     """Return the processes that tests of this process have started."""
+    return _started(_own())
+
+
+def _started(own: Iterable[int]) -> set[Started]:
     found = set()
-    for pid in _own():
+    for pid in own:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.add(Started(pid))
     return found
 
 
+def pids() -> frozenset[int]:
+    """Return the ids of all processes that there are, whoever has started them."""
+    return frozenset(psutil.pids())
+
+
+def new_processes(before: frozenset[int]) -> set[Started]:
+    """Return the processes that tests of this process have started since there were `before`.
+
+    Only what is new is looked at: it is done after every test, and all that a machine runs is ten times as much.
+    """
+    new = pids() - before
+    return _started(_own_among(new)) if new else set()
+
+
 def _own() -> set[int]:
     """Return the ids of this process's descendants, and of orphans with its mark."""
-    mark = f"{_MARK}={os.getpid()}\0".encode()
-    found = {child.pid for child in psutil.Process().children(recursive=True)}
-    for pid in psutil.pids():
+    return _own_among(psutil.pids())
+
+
+def _own_among(those: Iterable[int]) -> set[int]:
+    """Return which of these are this process's descendants, or orphans with its mark."""
+    mark, those = f"{_MARK}={os.getpid()}\0".encode(), {*those}
+    found = those & {child.pid for child in psutil.Process().children(recursive=True)}
+    for pid in those - found:
         try:
-            if pid not in found and mark in Path(f"/proc/{pid}/environ").read_bytes():
+            if mark in Path(f"/proc/{pid}/environ").read_bytes():
                 found.add(pid)
         except OSError:  # it has ended, or is another user's
             continue

@@ -31,7 +31,7 @@ from tests.integration.by_hand import assert_same_results, in_folder, undisturbe
 from tests.integration.harness import Command, all_gone, joins, merged, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port
 
-NUM_STEPS = 24
+NUM_STEPS = 16
 KILLS_OF_A_RUN = 8
 TIMEOUT_S = 8.0
 """Of heartbeats."""

@@ -21,7 +21,7 @@ from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.members.reply_checks import finite
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.samples.batch import Batch

@@ -31,11 +31,27 @@ def test_the_state_comes_back_as_it_was_and_its_memory_is_free_meanwhile() -> No
     before, free = [each.clone().cpu() for each in held], torch.cuda.mem_get_info()[0]
     offloaded = Offloaded(held)
     assert torch.cuda.mem_get_info()[0] >= free + 2 * 4 * NUM, "two moments of float32 are with the device still"
-    assert all(host.is_pinned() for _, host in offloaded._held)
+    assert all(host.is_pinned() for _, parts in offloaded._held for host in parts)
     offloaded.reload()
     assert all(torch.equal(own.cpu(), was) for own, was in zip(held, before, strict=True))
     optimizer.step()
     assert parameter.isfinite().all()
+
+
+def test_pinned_memory_is_as_large_as_what_is_moved() -> None:
+    tensor = torch.arange((9 << 20) // 4 + 3, dtype=torch.int32, device="cuda")  # torch would pin 16 MiB for it
+    before = pinned_bytes()
+    offloaded = Offloaded([tensor])
+    held = tensor.numel() * 4
+    # A device's storage may be larger than its tensor, and the last part is rounded up.
+    assert held <= pinned_bytes() - before <= held + (1 << 20)
+    offloaded.reload()
+    assert torch.equal(tensor.cpu(), torch.arange(held // 4, dtype=torch.int32))
+
+
+def pinned_bytes() -> int:
+    """Return how much has been taken so far, whether or not it was given back."""
+    return int(torch.cuda.host_memory_stats()["active_bytes.allocated"])
 
 
 def test_copies_are_waited_for_before_the_memory_goes() -> None:

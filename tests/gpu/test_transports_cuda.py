@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -97,6 +98,41 @@ def test_an_engine_copies_out_of_the_trainers_memory(dtype: str) -> None:
         process.join(30)
         with pytest.raises(RefitError, match=r"of trainer-0: its process \d+ is gone"):
             bind(made, held)
+    finally:
+        process.kill()
+        process.join(30)
+        wire.close()
+
+
+def hold_on_the_second(wire: Connection) -> None:
+    """Hold version 1 on the second GPU, and say where."""
+    torch.cuda.set_device(1)
+    held = {name: values(name, 1).to("cuda:1") for name in SHAPES}
+    torch.cuda.synchronize()
+    wire.send_bytes(layout.encode(describe(cuda_ipc.device_uuid(torch.device("cuda:1")), "bfloat16", held)))
+    with contextlib.suppress(EOFError):
+        wire.recv_bytes()
+
+
+@NEEDS_TWO
+@pytest.mark.skipif(not IS_RUNNING, reason="a simulated GPU can do without peers")
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_another_gpus_memory_is_opened_where_it_is_reached(has_peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMULATED_GPU_PEERS", str(int(has_peers)))
+    process, wire = other_process(hold_on_the_second)
+    try:
+        source, held = layout.decode(wire.recv_bytes()), {}
+        for index, wanted in ((0, "cuda_ipc" if has_peers else "stream"), (1, "cuda_ipc")):
+            device = torch.device("cuda", index)
+            engine = describe(cuda_ipc.device_uuid(device), "bfloat16", None)
+            made = plan({"trainer-0": source}, {"rollout-0": engine}, allow_alias=False).programs["rollout-0"]
+            assert {transfer.transport for transfer in made.receives} == {wanted}
+            held = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in SHAPES.items()}
+            if wanted == "cuda_ipc":
+                bound = bind(made, held)
+                bound.run(30.0)
+                bound.close()
+                assert all(torch.equal(tensor.cpu(), values(name, 1)) for name, tensor in held.items())
     finally:
         process.kill()
         process.join(30)

@@ -91,7 +91,7 @@ def _found(store: Any, request: Any) -> Any:
     if not LIES.exists():
         return found
     print("has given away other tokens", flush=True)
-    return msgspec.structs.replace(found, token_ids_T=np.ascontiguousarray(found.token_ids_T[::-1]))
+    return found.replace(token_ids_T=np.ascontiguousarray(found.token_ids_T[::-1]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.config import load_config
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.samples.sample_files import FOLDER, SHARD
 from tandem.samples.sample_record import RecordedSample, read_step, steps

@@ -172,7 +172,7 @@ def test_an_interrupt_before_the_first_step_is_no_error_either(number: signal.Si
 def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -> None:
     first = {
         "algorithm": "sft",
-        "sft": {"max_num_steps": 400, "max_num_epochs": 100, "val_period": 0, "seed": 1},
+        "sft": {"max_num_steps": 200, "max_num_epochs": 100, "val_period": 0, "seed": 1},
         "checkpointing": {"metric_name": "loss"},
         "logger": {"log_dir": "sft_run"},
     }
@@ -182,16 +182,16 @@ def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -
         "policy": {"model_name": "sft_run/checkpoints/latest/policy", "new_model": None},
     }
     with Command("coordinator", "up", write_config(then), "grpo.max_num_steps=1") as run:
-        run.wait_for("step 3/400")
+        run.wait_for("step 3/200")
         run.signal(signal.SIGINT)
         assert run.wait() == 130, run.output()
         _, _, said = run.output().strip().rpartition("continue with: coordinator ")
     done = steps_of("sft_run")[-1].step
-    assert done < 400
+    assert done < 200
     resumed = coordinator(*shlex.split(said))
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming at step {done + 1}" in resumed.stdout
-    assert steps_of("sft_run")[-1].step == 400
+    assert steps_of("sft_run")[-1].step == 200
     assert [step.step for step in steps_of()] == [1]
 
 

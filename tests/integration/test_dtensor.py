@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -252,7 +251,7 @@ def train_on_nan(rank: int, config: Config) -> tuple[str, bool]:
     advantages = batch.advantages_S.copy()
     advantages[3] = np.nan
     with pytest.raises(TrainingError) as raised:
-        train_on(backend, msgspec.structs.replace(batch, advantages_S=advantages), config)
+        train_on(backend, batch.replace(advantages_S=advantages), config)
     unchanged = digest_of(backend) == before
     train_on(backend, batch, config)  # and training can go on
     return str(raised.value), unchanged and digest_of(backend) != before

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -261,8 +260,10 @@ def step_each(
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
         step = Step(backend, table, share, config)
-        columns: Any = {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
+        said: Any = {"policy": previous_T, "reference": reference_T}
+        columns: Any = {column: said[column.model] for column in step._read if column.model}
         columns |= step.finished(columns)
+        columns |= {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
         (rows,) = step.global_batches
         loss = make_loss(config, step.counts(rows), backend.device)
         taken = backend.train_step(step.micro_batches(rows, columns), loss)
@@ -273,9 +274,7 @@ def step_each(
 @pytest.fixture(scope="module")
 def plain(folder: Path, other_policies: tuple[Float32s, Float32s]) -> dict[str, Found]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    previous, reference = (
-        sequences_of(msgspec.structs.replace(BATCH, generation_logprobs_T=each_T)) for each_T in other_policies
-    )
+    previous, reference = (sequences_of(BATCH.replace(generation_logprobs_T=each_T)) for each_T in other_policies)
     sequences = []
     for own, before, origin in zip(sequences_of(BATCH), previous, reference, strict=True):
         logprobs_of_three = (own["generation"], before["generation"], origin["generation"])

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -42,7 +41,7 @@ def train_on_nan(rank: int, config: Config) -> tuple[str, bool, bool]:
     advantages = BATCHES[1].advantages_S.copy()
     advantages[3] = np.nan
     with pytest.raises(TrainingError) as raised:
-        train_on(backend, msgspec.structs.replace(BATCHES[1], advantages_S=advantages), config)
+        train_on(backend, BATCHES[1].replace(advantages_S=advantages), config)
     was_unchanged = digest_of(backend) == before
     train_on(backend, BATCHES[1], config)
     return str(raised.value), was_unchanged, digest_of(backend) != before

@@ -163,7 +163,7 @@ def test_no_token_attends_across_a_boundary(tmp_path: Path) -> None:
     micro = pad(batch, range(5), divisible_by=2, device=CPU, row_divisible_by=16)
     packed = micro.row
     assert packed is not None
-    inputs = {"position_ids": packed.position_ids_1N, "packed": packed, "use_cache": False}
+    inputs = {"position_ids": packed.position_ids_1N, "row": packed, "use_cache": False}
     starts = np.cumsum([0, *packed.lengths]).tolist()
     with torch.no_grad():
         before_1NV = model(input_ids=packed.token_ids_1N, **inputs).logits

@@ -167,8 +167,7 @@ def test_sequences_that_generation_saw_differently_are_left_out(tmp_path: Path, 
         first += length
     wrong_S = np.isin(np.arange(8), [1, 4])
     seen_T -= 1.5 * np.repeat(wrong_S, batch.lengths_S) - 0.5 * np.repeat(~wrong_S, batch.lengths_S)
-    batch = msgspec.structs.replace(
-        batch,
+    batch = batch.replace(
         generation_logprobs_T=np.where(batch.loss_mask_T, seen_T, 0).astype(np.float32),
         rewards_S=np.where(np.arange(8) == 4, 1.0, 0.0).astype(np.float32),
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -64,8 +63,7 @@ def pairs(*sizes: int, seed: int) -> Batch:
     token_ids_T = np.insert(batch.token_ids_T, ends, PAD).astype(np.int32)
     margins_S = np.random.default_rng(seed).uniform(0.0, 0.5, len(ends)).astype(np.float32)
     margins_S[1::2] = 0.0
-    return msgspec.structs.replace(
-        batch,
+    return batch.replace(
         lengths_S=lengths_S,
         token_ids_T=token_ids_T,
         loss_mask_T=token_ids_T == PAD,

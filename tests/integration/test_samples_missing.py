@@ -9,7 +9,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -154,8 +153,7 @@ def processes(config: Config) -> Iterator[Processes]:
 def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> Batch:
     """Return the batch's table, where each rank's sequences are all of one source, made for one order."""
     table = Assignment.of(config, shares_prompts=True).assign(BATCH.table())
-    return msgspec.structs.replace(
-        table,
+    return table.replace(
         source_S=np.array([sources[rank] for rank in table.rank_S.tolist()], dtype=np.int32),
         command_S=np.array([commands[rank] for rank in table.rank_S.tolist()], dtype=np.int64),
         group_S=np.arange(len(table), dtype=np.int32),

@@ -43,7 +43,7 @@ from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
 from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
-from tests.members import MEMBER, RUN, dealer_to, open_listening
+from tests.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening
 from tests.strangers import Tap, strangers
 
 SECRET = b"a word that is in the configuration alone"
@@ -133,6 +133,28 @@ def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
     assert event.why == "it left: the second leaves"
     for link in (first, second):
         link.close("done")
+
+
+def test_who_is_shut_out_is_not_heard_over_the_connection_that_it_has() -> None:
+    admitted = Admitted([MEMBER.public])
+    hub = Hub(ANY_ADDRESS, RUN.coordinator, admitted)
+    context, socket = dealer_to(hub.address, MEMBER)
+
+    def heard() -> list[bytes]:
+        """Return what is heard once something has arrived."""
+        return [bytes(frame) for _, frames in hub.receive(WAIT_S) for frame in frames]
+
+    socket.send(b"as a member")
+    assert heard() == [b"as a member"]
+    admitted.remove(MEMBER.public)
+    socket.send(b"shut out")
+    assert heard() == []
+    admitted.add(MEMBER.public)
+    socket.send(b"as a member again")
+    assert heard() == [b"as a member again"]
+    socket.close()
+    context.term()
+    hub.close()
 
 
 def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening: Listening) -> None:

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <fstream>
@@ -36,6 +37,9 @@ struct ncclComm {
   std::atomic<bool> is_aborted{false};
   std::atomic<ncclResult_t> state{ncclInProgress};
   std::atomic<int> num_running{0};
+  std::mutex mutex;
+  std::condition_variable has_carried;
+  std::uint64_t num_queued = 0, num_carried = 0;
   int num_splits = 0;
 
   ~ncclComm() {
@@ -380,13 +384,32 @@ void finish(Operation& operation, const ncclComm& comm) {
   reduce(operation.to, parts, operation.count, operation.type, operation.how);
 }
 
-void carry(const Comm& comm, std::vector<Operation>& operations) {
+// Operations of one communicator go one after the other, in the order in which they were queued, whatever their streams.
+std::uint64_t take_number(const Comm& comm) {
+  std::lock_guard lock(comm->mutex);
+  return comm->num_queued++;
+}
+
+template <typename Work>
+void in_order(const Comm& comm, std::uint64_t number, Work work) {
+  std::unique_lock lock(comm->mutex);
+  comm->has_carried.wait(lock, [&] { return comm->num_carried == number; });
+  lock.unlock();
+  work();
+  lock.lock();
+  comm->num_carried++;
+  comm->has_carried.notify_all();
+}
+
+void carry(const Comm& comm, std::uint64_t number, std::vector<Operation>& operations) {
   while (comm->state == ncclInProgress && !comm->is_aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  Exchange exchange(comm);
-  for (Operation& operation : operations) prepare(operation, exchange, *comm);
-  if (exchange.run()) {
-    for (Operation& operation : operations) finish(operation, *comm);
-  }
+  in_order(comm, number, [&] {
+    Exchange exchange(comm);
+    for (Operation& operation : operations) prepare(operation, exchange, *comm);
+    if (exchange.run()) {
+      for (Operation& operation : operations) finish(operation, *comm);
+    }
+  });
   comm->num_running--;
 }
 
@@ -415,7 +438,8 @@ void flush() {
     }
     all = std::move(others);
     comm->num_running++;
-    enqueue(stream, [comm, operations] { carry(comm, *operations); }, true);
+    std::uint64_t number = take_number(comm);
+    enqueue(stream, [comm, number, operations] { carry(comm, number, *operations); }, true);
   }
 }
 
@@ -484,7 +508,9 @@ ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* ma
     exchange.send(peer, &own, sizeof own);
     exchange.receive(peer, &all[peer], sizeof own);
   }
-  if (!exchange.run()) return ncclInternalError;
+  bool is_done = false;
+  in_order(comm, take_number(comm), [&] { is_done = exchange.run(); });
+  if (!is_done) return ncclInternalError;
   int number = comm->num_splits++;
   *made = nullptr;
   if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;

@@ -76,6 +76,8 @@ class Call {
     if (value.isDevice() && value.toDevice().is_cuda()) {
       device_ = value.toDevice();
       is_made_on_device_ = true;
+      // What is made may come to lie where something that is still under way has lain.
+      devices_.insert(device_->has_index() ? device_->index() : c10::cuda::current_device());
       return c10::Device(at::kCPU);
     }
     if (value.isGenerator() && value.toGenerator().device().is_cuda()) generator_ = value.toGenerator();

@@ -44,6 +44,7 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.agenda import Agenda
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -58,14 +59,17 @@ from tandem.coordinator.scheduler.events import (
     Interrupted,
     Joined,
     KeptFound,
+    KeptGroup,
     Lost,
+    Place,
     PromptsDrawn,
     Replied,
 )
 from tandem.coordinator.scheduler.invariants import validate
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
+from tandem.coordinator.scheduler.tables import Tables
+from tests.agendas import Checked
 from tests.members import at
 
 GRPO = RunSpec(
@@ -202,8 +206,13 @@ class Cluster:
     num_samples = 1
     """Of each group."""
 
-    def __init__(self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}) -> None:
-        self.plan = Scheduler(spec, now=0.0)
+    def __init__(
+        self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}, agenda: type[Agenda[Tables]] = Checked
+    ) -> None:
+        self.plan = Scheduler(spec, now=0.0, agenda=agenda)
+        self.agenda = agenda
+        self.log: list[tuple[Any, list[Action]]] = []
+        """Every event, and the actions it has led to."""
         self.kept = kept
         self.now = 0.0
         self.pending: list[Sent] = []
@@ -219,7 +228,9 @@ class Cluster:
 
     def give(self, event: Any) -> list[Action]:
         actions: list[Action] = []
-        for action in self.plan.handle(event):
+        handled = self.plan.handle(event)
+        self.log.append((event, handled))
+        for action in handled:
             if isinstance(action, DrawPrompts):
                 sizes = tuple(self.size_of(action, group) for group in action.groups)
                 drawn = PromptsDrawn(now=self.now, step=action.step, purpose=action.purpose, sizes=sizes)
@@ -230,7 +241,7 @@ class Cluster:
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
-                engine = self.plan.publication.engines.get(action.member)  # none if it is let go right after this
+                engine = self.plan.engines.get(action.member)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Sent):
                 self.pending.append(action)
@@ -264,7 +275,7 @@ class Cluster:
     def send_samples(self, order: DispatchPrompts) -> None:
         """Have an engine finish every sample of an order."""
         oldest = self.begun_with[order.command_id]
-        engine = self.plan.publication.engines.get(order.member)
+        engine = self.plan.engines.get(order.member)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
         samples = tuple(
             made_with(self.result(group, i), oldest, newest) for group in order.groups for i in range(self.num_samples)

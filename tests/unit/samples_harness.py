@@ -22,8 +22,8 @@ from tandem.common.messages import (
     SequenceKey,
 )
 from tandem.common.wire import Callers, Codec, Frames, encode
-from tandem.coordinator.scheduler.events import GroupSize
-from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
+from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.sample_record import RecordedSample
 from tests.members import MEMBER

@@ -27,7 +27,7 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
 from tandem.coordinator.api.rewards import reward_functions, total
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.agents.episodes import read_reward
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import Call, Failure, beyond_in_sum, outcome_of

@@ -22,7 +22,7 @@ from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
 

@@ -33,7 +33,7 @@ from tandem.coordinator.data import (
     worked,
 )
 from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 

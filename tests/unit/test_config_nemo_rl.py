@@ -128,7 +128,7 @@ def test_plan_explains_it_without_the_model(name: str, capsys: pytest.CaptureFix
             # Two stages of 16 layers, the second with the output layer and the last norm; no vocabulary to pad.
             (
                 "8.0 billion parameters",
-                "weights 8.03, gradients 8.03, optimizer 12.05, reference model 8.03",
+                "weights 8.03, gradients 8.03, optimizer 16.06, reference model 8.03",
                 "cuda_ipc",
                 "lower bound",
             ),

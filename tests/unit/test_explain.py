@@ -168,6 +168,13 @@ def test_what_is_said_of_adapters() -> None:
     assert re.search(r"first refit +22\.\d+ ms more: 64\.24 GB of frozen weights by cuda_ipc; limited by: ", said)
 
 
+def test_a_reference_has_the_precision_of_the_passes_where_what_is_trained_has_float32() -> None:
+    out = io.StringIO()
+    explain(load_config(PLANS / LLAMA, [], to_run=False), Console(file=out, width=160))
+    assert "18.07 GB a trainer" in out.getvalue()
+    assert "weights 4.02, gradients 4.02, optimizer 8.03, reference model 2.01" in out.getvalue()
+
+
 def test_each_example_is_covered() -> None:
     names = {path.name for path in PLANS.glob("*.yaml")} - {"base.yaml", LLAMA_LORA, "llama-8b-lora-disjoint.yaml"}
     assert names == {*TRANSPORTS, LARGEST, LARGEST.replace(".yaml", "-disjoint.yaml")}

@@ -46,9 +46,10 @@ def path() -> Iterator[Path]:
 
 
 def test_an_orphan_and_what_it_leaves_in_shared_memory_are_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes, segments = leaks.processes(), leaks.segments()
+    processes, segments, pids = leaks.processes(), leaks.segments(), leaks.pids()
     with orphan(path, SEGMENT) as (pid, name):
         assert [process.pid for process in leaks.processes() - processes] == [int(pid)]
+        assert [process.pid for process in leaks.new_processes(pids)] == [int(pid)]
         assert name in leaks.new_segments(segments)
     monkeypatch.setattr(leaks, "SETTLE_S", 0.2)
     assert name in leaks.segments_left(segments)
@@ -56,9 +57,10 @@ def test_an_orphan_and_what_it_leaves_in_shared_memory_are_found(path: Path, mon
 
 @pytest.mark.parametrize("holding", [SEGMENT, SEMAPHORE])
 def test_what_a_process_of_others_holds_is_theirs(holding: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes, segments = leaks.processes(), leaks.segments()
+    processes, segments, pids = leaks.processes(), leaks.segments(), leaks.pids()
     monkeypatch.setenv("TANDEM_TESTS_OF", "others")
     with orphan(path, holding) as (_, name):
         assert name in leaks.segments() - segments
         assert name not in leaks.new_segments(segments)
         assert leaks.processes() == processes
+        assert leaks.new_processes(pids) == set()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.scheduler import rules
+from tandem.coordinator.scheduler.agenda import Mode
+from tandem.coordinator.scheduler.rules import order as rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -59,7 +60,7 @@ def test_the_rules_of_the_architecture_are_the_schedulers() -> None:
 
 def test_the_table_of_rules_has_them_in_the_order_in_which_they_are_asked() -> None:
     names = re.findall(r"^\| ([a-z ]+?) \|", rules.__doc__ or "", re.MULTILINE)
-    asked = [rule.__name__.replace("_", " ") for rule in (*rules.SETTING_UP, *rules.RULES)]
+    asked = [rule.name for mode in (Mode.SETTING_UP, Mode.GOING_ON) for rule in rules.RULES[mode]]
     assert names == ["rule", *asked]
 
 

@@ -22,7 +22,7 @@ from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_record
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import load_tokenizer

@@ -80,6 +80,15 @@ def test_a_whole_grpo_run_in_order() -> None:
     assert before == [cluster.done[i].step for i in published] == [2, 3], "only a step that is done has a checkpoint"
 
 
+def test_trainers_are_built_after_engines_that_measure_memory() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, engines_first=True))
+    cluster.join_all()
+    assert kinds(cluster) == ["BuildEngine ×2"]
+    cluster.run_until(Phase.FINISHED)
+    assert kinds(cluster)[:4] == ["BuildEngine ×2", "OpenRendezvous ×1", "BuildTrainer ×2", "PlanTransfers ×1"]
+    assert cluster.done[-1] == Finish(outcome="finished")
+
+
 def test_layouts_and_programs_reach_the_right_processes() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
@@ -412,7 +421,7 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     cluster.join_all()
     while not orders_of(cluster, CommitVersion):
         cluster.answer_next()
-    while not is_comparing and cluster.plan.publication.is_attesting:
+    while not is_comparing and cluster.plan.weights.is_attesting:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))

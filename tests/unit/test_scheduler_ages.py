@@ -20,7 +20,7 @@ from tandem.common.messages import (
     Refit,
     VersionCommitted,
 )
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -35,6 +35,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
 
 LAST_STEP = 6
@@ -80,7 +81,7 @@ class Aged(Cluster):
         actions = super().give(event)
         for action in actions:
             if isinstance(action, DispatchPrompts) and action.groups:
-                version = self.plan.publication.engines[action.member].version
+                version = self.plan.engines[action.member].version
                 if action.purpose == "validate":
                     assert version == action.step, "validated are the step's own weights"
                     continue
@@ -95,7 +96,7 @@ class Aged(Cluster):
 
     def check_order(self, action: Dispatch) -> None:
         """Assert that engines read what stands still, and that what is to be compared has digests."""
-        publication = self.plan.publication
+        engines = self.plan.engines
         match action.order:
             case Refit(version=version):
                 self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
@@ -104,8 +105,8 @@ class Aged(Cluster):
                     assert self.copied[-1] == version, "engines read the newest copy"
                     assert not any(isinstance(a, Dispatch) and isinstance(a.order, CopyWeights) for a in self.pending)
             case CopyWeights(version=version):
-                assert not publication.engines.num_having(Status.REFITTING)
-                assert publication.engines.num_attested == publication.engines.num_having(Status.HOLDING)
+                assert not engines.num_having(Status.REFITTING)
+                assert engines.num_attested == engines.num_having(Status.HOLDING)
                 assert version == self.plan.step
                 if version not in self.copied:
                     self.copied.append(version)
@@ -122,10 +123,9 @@ class Aged(Cluster):
 
     def check_trained_on(self, step: int) -> None:
         """Assert that what a step trains on is young enough and proven, and that no engine reads what it changes."""
-        publication, of_step = self.plan.publication, self.plan.groups.of_step(step, "train")
+        engines, of_step = self.plan.engines, self.plan.groups.of_step(step, "train")
         assert of_step is not None
-        engines = publication.engines
-        behind = [engines[name].version < publication.version for name in engines.having(Status.HOLDING)]
+        behind = [engines[name].version < self.plan.weights.version for name in engines.having(Status.HOLDING)]
         if self.plan.spec.keeps_copy and self.age:
             assert self.copied[-1] == step - 1
             assert not self.plan.requests.num_for(Phase.COPYING)
@@ -136,7 +136,7 @@ class Aged(Cluster):
             assert not any(behind)
         for group in of_step.groups:
             assert step - 1 - self.age <= group.oldest_version <= group.newest_version < step
-            engine = publication.engines[str(group.engine)]
+            engine = engines[str(group.engine)]
             assert group.newest_version < engine.version or engine.is_attested
 
     def run(self, *, chance_of_loss: float = 0.0) -> None:
@@ -147,7 +147,7 @@ class Aged(Cluster):
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
-            elif self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
+            elif self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
             else:
@@ -288,7 +288,7 @@ def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
     cluster = begun(balance=None)
     late = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.plan.groups.num_in_flight("rollout-1") > 0, late)
-    cluster.plan.publication._quarantine(cluster.plan.publication.engines["rollout-1"], "testing", "wrong")
+    recovery.quarantine(cluster.plan.tables, cluster.plan.engines["rollout-1"], "testing", "wrong")
     stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
     assert (stops.member, stops.groups) == ("rollout-1", ())
     generating = [a.command_id for a in cluster.orders if isinstance(a, DispatchPrompts) and a.groups]
@@ -324,12 +324,12 @@ def test_all_engines_may_be_lost_while_a_step_trains() -> None:
 def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> None:
     cluster = begun()
     others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
-    until(cluster, lambda: cluster.plan.publication.engines["rollout-0"].version == 1, others)
+    until(cluster, lambda: cluster.plan.engines["rollout-0"].version == 1, others)
     until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.ATTESTING), others)
-    assert cluster.plan.publication.engines["rollout-1"].version == 0
-    assert not cluster.plan.publication.may_step, "rollout-1 is still to read them"
+    assert cluster.plan.engines["rollout-1"].version == 0
+    assert not cluster.plan.weights.may_step, "rollout-1 is still to read them"
     lose(cluster, "rollout-1")
-    assert cluster.plan.publication.may_step
+    assert cluster.plan.weights.may_step
     until(cluster, lambda: 2 in cluster.commits())
     replace(cluster, "rollout-1")
     finishes(cluster)
@@ -341,7 +341,7 @@ def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
     others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
     stands_still = lambda: not any(map(others, cluster.pending))  # noqa: E731
     until(cluster, stands_still, others)
-    assert cluster.plan.publication.engines["rollout-0"].version == 1
+    assert cluster.plan.engines["rollout-0"].version == 1
     asked_at = cluster.now
     cluster.give(Ticked(now=asked_at + 2 * GRPO.deadlines.generate))  # of this batch, and of the one before
     finish = cluster.done[-1]
@@ -402,11 +402,11 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
     until(cluster, lambda: any(map(is_commit, cluster.pending)), no_generation)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
-    engine = cluster.plan.publication.engines["rollout-1"]
+    engine = cluster.plan.engines["rollout-1"]
     others = lambda action: no_generation(action) and not is_commit(action)  # noqa: E731
     until(cluster, lambda: engine.status is Status.HOLDING, others)
     until(cluster, lambda: not any(map(is_commit, cluster.pending)), is_commit)
-    assert cluster.plan.publication.engines["rollout-0"].is_attested
+    assert cluster.plan.engines["rollout-0"].is_attested
     assert not engine.is_attested, "it was another process that was found right"
     finishes(cluster)
 
@@ -415,9 +415,9 @@ def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
     mesh = PlannedMesh(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
-    planned = cluster.plan.publication.transfers._planned
+    planned = cluster.plan.tables.transfers._planned
     assert planned is not None
-    cluster.plan.publication.transfers._planned = msgspec.structs.replace(planned, meshes=(mesh,))
+    cluster.plan.tables.transfers._planned = msgspec.structs.replace(planned, meshes=(mesh,))
     since = len(cluster.orders)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")

@@ -7,7 +7,7 @@ import pytest
 from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
 
 from tandem.common.messages import Failed, PlannedMesh, PlanTransfers, Reply, TransfersPlanned
-from tandem.coordinator.scheduler.assignment import BalancedAssignment
+from tandem.coordinator.scheduler.engines.members import Membership
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -22,8 +22,8 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.groups import Group, GroupState
-from tandem.coordinator.scheduler.membership import Membership
+from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import RunSpec
 
@@ -135,7 +135,7 @@ def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
     assert not [action for action in cluster.done if isinstance(action, Replace)]
     assert cluster.commits() == [0, 1, 2, 3]
-    assert cluster.plan.publication.engines.departed == {"rollout-1"}
+    assert cluster.plan.engines.departed == {"rollout-1"}
 
 
 def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others_make_its_groups() -> None:
@@ -174,13 +174,13 @@ def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_grou
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
-    assert cluster.plan.publication.engines.departed == {"rollout-1"}
+    assert cluster.plan.engines.departed == {"rollout-1"}
 
 
 def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_before_that_was_known() -> None:
     cluster = generating()
     join(cluster, "rollout-2")
-    while "rollout-2" not in cluster.plan.publication.engines:
+    while "rollout-2" not in cluster.plan.engines:
         cluster.answer_next()
     lose(cluster, "rollout-1")
     assert cluster.give(Ticked(now=cluster.now)) == [], "it is launched again"
@@ -225,7 +225,7 @@ def test_after_the_last_engine_the_run_waits_for_another() -> None:
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == {"rollout-5"}
-    assert cluster.plan.publication.engines.departed == {"rollout-0", "rollout-1"}
+    assert cluster.plan.engines.departed == {"rollout-0", "rollout-1"}
 
 
 def test_what_waits_for_an_engine_that_leaves_with_the_last_other_one_goes_to_whoever_joins() -> None:

@@ -32,6 +32,9 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.agenda import Agenda
+from tandem.coordinator.scheduler.engines.members import Replacements
+from tandem.coordinator.scheduler.engines.transfers import processes_in
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -55,9 +58,9 @@ from tandem.coordinator.scheduler.events import (
     ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.replacements import Replacements
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
-from tandem.coordinator.scheduler.transfers import processes_in
+from tandem.coordinator.scheduler.tables import Tables
+from tests.agendas import AskEverything, Checked
 
 LAST_STEP = 6
 NUM_ENGINES = 3
@@ -121,7 +124,7 @@ class Harried(Cluster):
 
     num_samples = 2
 
-    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles) -> None:
+    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles, agenda: type[Agenda[Tables]] = Checked) -> None:
         self.random = random.Random(seed)
         self.troubles = troubles
         self.history: dict[str, list[Weights]] = {}
@@ -149,7 +152,7 @@ class Harried(Cluster):
         """How many actions there were before this term."""
         self.before: list[int] = []
         """Steps that were done before it, and count."""
-        super().__init__(spec)
+        super().__init__(spec, agenda=agenda)
         self.plan.tables.is_informative = is_informative
 
     # --- orders ------------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class Harried(Cluster):
     def tell(self, event: object) -> None:
         """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
         self.give(event)
-        engines = self.plan.publication.engines
+        engines = self.plan.engines
         self.attested |= {engines[name].version for name in engines if engines[name].is_attested}
         owed = {self.id_of(action) for action in self.pending}
         assert owed >= set(self.plan.requests._by_id), "nobody owes what is waited for"
@@ -184,7 +187,7 @@ class Harried(Cluster):
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(member)
-            case Replace(member=member) if member not in self.absent and member in self.plan.publication.engines:
+            case Replace(member=member) if member not in self.absent and member in self.plan.engines:
                 self.end(member)  # its samples could not be used
                 self.absent.append(member)
             case CommitStep(step=step, validated=validated):
@@ -195,7 +198,7 @@ class Harried(Cluster):
 
     def check_mesh(self, receiver: str, order: Refit) -> None:
         """Assert that those who pass weights on to a receiver have the same, or receive them with it."""
-        for mesh in self.plan.publication.transfers.plan.meshes:
+        for mesh in self.plan.tables.transfers.plan.meshes:
             processes = processes_in(mesh)
             for other in processes if receiver in processes and order.only else ():
                 if other.startswith("rollout") and other not in order.only:
@@ -271,7 +274,7 @@ class Harried(Cluster):
         """Have something happen; return whether anything can."""
         chance, troubles = self.random.random, self.troubles
         can = [action for action in self.pending if self.can_answer(action)]
-        engines = [name for name in self.plan.publication.engines if name not in self.absent]
+        engines = [name for name in self.plan.engines if name not in self.absent]
         free = [name for name in NAMES if name not in self.present and name not in self.absent]
         self.now += 1.0
         if self.absent and (not can or chance() < 0.1):
@@ -282,14 +285,14 @@ class Harried(Cluster):
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
             self.tell(ToldToLeave(now=self.now, member=self.random.choice(engines)))
-        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.publication.engines.leaving():
+        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.leaving():
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
         elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
             self.absent = []
             self.now += JOIN_S + 1.0
             self.tell(Ticked(now=self.now))
-        elif engines and self.plan.tables.has_started and chance() < troubles.loss:
+        elif engines and self.plan.tables.steps.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
             self.lose("refit-0")
@@ -308,13 +311,13 @@ class Harried(Cluster):
         return True
 
     def may_lose(self, name: str) -> bool:
-        return self.plan.tables.has_started and self.plan.tables.error is None and name not in self.absent
+        return self.plan.tables.steps.has_started and self.plan.tables.error is None and name not in self.absent
 
     def may_do_without(self) -> bool:
         """Tell whether engines are lost, and others can go on without them."""
         is_lost = {*self.absent} - {"refit-0"} == {*self.absent} != set()
-        stays = {*self.plan.publication.engines.staying()} - {*self.absent}
-        return self.may_lose("") and is_lost and bool(stays) and not self.plan.publication.transfers.plan.meshes
+        stays = {*self.plan.engines.staying()} - {*self.absent}
+        return self.may_lose("") and is_lost and bool(stays) and not self.plan.tables.transfers.plan.meshes
 
     def join(self, name: str) -> None:
         self.num_joined += 1
@@ -323,7 +326,7 @@ class Harried(Cluster):
 
     def lose(self, name: str) -> None:
         self.end(name)
-        if name not in self.plan.publication.engines.leaving():
+        if name not in self.plan.engines.leaving():
             self.absent.append(name)
         self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
@@ -343,11 +346,11 @@ class Harried(Cluster):
         """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.terms` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
-        departed = self.plan.publication.engines.departed
+        departed = self.plan.engines.departed
         first = saved[-1] + 1 if saved else 1
         spec = msgspec.structs.replace(self.plan.spec, first_step=first, departed=tuple(departed))
         following = self.plan.requests.next_command_id
-        self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following)
+        self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following, agenda=self.agenda)
         self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
         self.before = [step for step in done if step < first]
         self.pending, self.jobs, self.epochs = [], {}, {}
@@ -489,8 +492,15 @@ class Harried(Cluster):
         return asked
 
 
-def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_and_goes: bool = False) -> Harried:
-    """A run of which everything is drawn from its number."""
+def make(
+    seed: int,
+    *,
+    has_room: bool = True,
+    loses_others: bool = False,
+    comes_and_goes: bool = False,
+    agenda: type[Agenda[Tables]] | None = None,
+) -> Harried:
+    """A run of which everything is drawn from its number. The agenda of every third is checked, which takes time."""
     draw = random.Random(seed)
     spec = msgspec.structs.replace(
         GRPO,
@@ -523,7 +533,7 @@ def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_
             "nobody_comes": draw.choice([0.0, 0.3]),
         }
         troubles = msgspec.structs.replace(troubles, **rates)
-    cluster = Harried(seed, spec, troubles)
+    cluster = Harried(seed, spec, troubles, agenda or (Agenda if seed % 3 else Checked))
     if draw.random() < 0.5:
         cluster.adjust = with_mesh
     return cluster
@@ -623,6 +633,25 @@ def test_stores_that_are_full_hold_nothing_up_for_ever(chunk: int) -> None:
     assert outcomes == {"finished", "failed"}
 
 
+@pytest.mark.parametrize(
+    "troubles",
+    [{}, {"has_room": False}, {"loses_others": True}, {"comes_and_goes": True}, {"interrupt": True}],
+    ids=lambda troubles: next(iter(troubles), "engines"),
+)
+def test_the_agenda_decides_as_asking_every_rule_does_event_by_event(troubles: dict[str, bool]) -> None:
+    options = {name: is_on for name, is_on in troubles.items() if name != "interrupt"}
+    for seed in range(200, 206):
+        asking_those_due, asking_all = [
+            make(seed, agenda=agenda, **options) for agenda in (Agenda[Tables], AskEverything)
+        ]
+        for cluster in (asking_those_due, asking_all):
+            if "interrupt" in troubles:
+                cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
+            cluster.run()
+        for number, (one, other) in enumerate(zip(asking_those_due.log, asking_all.log, strict=True)):
+            assert repr(one) == repr(other), f"seed {seed}, event {number}"
+
+
 @pytest.mark.parametrize("kind", ["trainer-1", "refit-0"])
 def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None:
     for seed in range(CHUNK):
@@ -631,7 +660,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
         phase = cluster.plan.phase
-        cluster.plan.publication.replacements = Replacements(0, 3600.0)
+        cluster.plan.tables.replacements = Replacements(0, 3600.0)
         actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
         while cluster.plan.phase is Phase.WRITING:
             cluster.go_on()

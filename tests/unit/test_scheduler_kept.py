@@ -18,10 +18,11 @@ from tandem.coordinator.scheduler.events import (
     DropKept,
     Erred,
     Finish,
+    KeptGroup,
+    Place,
     Say,
 )
-from tandem.coordinator.scheduler.groups import GroupState
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling, RunSpec
 
@@ -146,7 +147,9 @@ def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     assert not [
         group
         for group in cluster.plan.groups
-        if group.step == 4 and group.state is GroupState.READY and cluster.plan.tables.kept.is_restored(group.request)
+        if group.step == 4
+        and group.state is GroupState.READY
+        and cluster.plan.tables.restored.is_restored(group.request)
     ]
     cluster.run_until(Phase.FINISHED)
     assert made(cluster)[3] == numbers_of(bad.order)
@@ -218,7 +221,7 @@ class Resumed(Cluster):
         """Assert that what is trained on from before was made with weights that are still the same."""
         of_step = self.plan.groups.of_step(step, "train")
         assert of_step is not None
-        old = [group for group in of_step.groups if self.plan.tables.kept.is_restored(group.request)]
+        old = [group for group in of_step.groups if self.plan.tables.restored.is_restored(group.request)]
         self.num_restored += len(old)
         for group in old:
             steps = set(range(self.kept[step, group.number].newest_version + 1))
@@ -235,7 +238,7 @@ class Resumed(Cluster):
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
                 continue
-            if self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
+            if self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
                 continue

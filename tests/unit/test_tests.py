@@ -1,13 +1,15 @@
-"""Tests share what they need through harness modules: no module imports from a test module."""
+"""Tests share what they need through harness modules, and those that begin first are there."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests", "benchmarks")
+FIRST = re.compile(r"_LONG_FILES = \((.*?)\n\)", re.DOTALL)
 
 
 def imported_by(path: Path) -> Iterator[str]:
@@ -31,3 +33,13 @@ def test_no_module_imports_from_a_test_module() -> None:
         if name.rpartition(".")[2] in tests
     ]
     assert not found, found
+
+
+def test_every_file_that_begins_first_is_there() -> None:
+    listed = FIRST.search((ROOT / "tests" / "conftest.py").read_text())
+    assert listed is not None
+    names = re.findall(r'"(\S+)"', listed[1])
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert names
+    assert {*names} <= there
+    assert len(names) == len({*names})

@@ -20,6 +20,7 @@ from tandem.refit.layout import (
     LayoutBuilder,
     PrivateMemory,
     SharedMemory,
+    UnpeeredCudaMemory,
     contiguous_strides,
     whole,
 )
@@ -111,6 +112,8 @@ def test_a_program_with_a_transport_that_does_not_exist_is_refused() -> None:
         (SharedMemory, Route(same_host=False, same_device=False, from_gpu=False, to_gpu=False), "stream"),
         (CudaMemory, Route(same_host=True, same_device=True, from_gpu=True, to_gpu=True), "cuda_ipc"),
         (CudaMemory, Route(same_host=True, same_device=False, from_gpu=True, to_gpu=False), "stream"),
+        (UnpeeredCudaMemory, Route(same_host=True, same_device=True, from_gpu=True, to_gpu=True), "cuda_ipc"),
+        (UnpeeredCudaMemory, Route(same_host=True, same_device=False, from_gpu=True, to_gpu=True), "stream"),
         (PrivateMemory, Route(same_host=True, same_device=True, from_gpu=False, to_gpu=False), "stream"),
     ],
 )

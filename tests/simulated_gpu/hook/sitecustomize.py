@@ -93,10 +93,18 @@ def _interpret(interpreter: Any) -> None:
     builder.create_dot, builder.binary_op = dot, binary
 
 
+def _take_the_place(engine: Any) -> None:
+    import stand_in_engine
+
+    stand_in_engine.take_the_place(engine)
+
+
 if library := os.environ.get("SIMULATED_GPU_OPERATORS"):
     followers = {
         "torch": lambda torch: torch.ops.load_library(library),
         "triton.runtime.interpreter": _interpret,
         **vllm_without_kernels.BY_MODULE,
     }
+    if os.environ.get("SIMULATED_GPU_STAND_IN") == "1":
+        followers["tandem.rollout.engines.vllm.engine"] = _take_the_place
     sys.meta_path.insert(0, _Finder(followers))

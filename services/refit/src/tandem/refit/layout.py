@@ -178,13 +178,17 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
     """Offset of the storage's first byte in that allocation."""
 
 
+class UnpeeredCudaMemory(CudaMemory, frozen=True, tag=True):
+    """A storage on a GPU that some other GPU of the host cannot access: only processes on the same GPU open it."""
+
+
 class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
     """A storage that only its own process can access, such as an engine's parameters."""
 
 
-Address = SharedMemory | CudaMemory | PrivateMemory
+Address = SharedMemory | CudaMemory | UnpeeredCudaMemory | PrivateMemory
 
-KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory)
+KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory, UnpeeredCudaMemory)
 """Kinds of memory in the order of their codes in tables."""
 
 

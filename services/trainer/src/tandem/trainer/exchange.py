@@ -1,4 +1,4 @@
-"""What passes between models that divide the ranks differently: tokens there, and what is said of them back.
+"""What passes between models that divide the ranks differently: tokens, and what is said of them.
 
 Sequences come to the ranks as the policy divides them. A model whose parallel sizes are others has other replicas: the
 tokens of its sequences come from the ranks that have them, and the numbers that it says of these go back. Each is a sum

@@ -8,6 +8,9 @@ import torch
 
 from tandem.trainer.backends import shards
 
+_SMALLEST_PART = 1 << 20
+"""Bytes of pinned memory below which nothing is cut: copies cost more than what rounding wastes."""
+
 
 def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
     """Return this rank's parts of the tensors of an optimizer's state that lie on a kind of device."""
@@ -25,7 +28,7 @@ class Offloaded:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy every storage to host memory, pinned if it lies on a GPU, and give its own memory back to the device."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        self._held = [(storage, _copy_to_host(storage)) for storage in storages.values() if storage.nbytes()]
+        self._held = [(storage, _copies_on_host(storage)) for storage in storages.values() if storage.nbytes()]
         _wait(self._devices())
         for storage, _ in self._held:
             storage.resize_(0)
@@ -34,9 +37,11 @@ class Offloaded:
 
     def reload(self) -> None:
         """Take the memory again and copy the bytes back."""
-        for storage, host in self._held:
-            storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host, non_blocking=True)
+        for storage, parts in self._held:
+            sizes = [host.nbytes for host in parts]
+            storage.resize_(sum(sizes))
+            for there, host in zip(torch.split(_bytes_of(storage), sizes), parts, strict=True):
+                there.copy_(host, non_blocking=True)
         _wait(self._devices())
         self._held = []
 
@@ -44,9 +49,23 @@ class Offloaded:
         return {storage.device for storage, _ in self._held}
 
 
-def _copy_to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return host.copy_(_bytes_of(storage), non_blocking=True)
+def _copies_on_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """Begin to copy the bytes of a storage to host memory, and return where they will be, end to end."""
+    if storage.device.type != "cuda":
+        return [_bytes_of(storage).clone()]
+    return [
+        torch.empty(len(part), dtype=torch.uint8, pin_memory=True).copy_(part, non_blocking=True)
+        for part in torch.split(_bytes_of(storage), _pinned_sizes(storage.nbytes()))
+    ]
+
+
+def _pinned_sizes(num_bytes: int) -> list[int]:
+    """Cut a size into powers of two, and the rest: torch rounds each block of pinned memory up to one."""
+    sizes = []
+    while num_bytes > _SMALLEST_PART:
+        sizes.append(1 << (num_bytes.bit_length() - 1))
+        num_bytes -= sizes[-1]
+    return [*sizes, num_bytes] if num_bytes else sizes
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

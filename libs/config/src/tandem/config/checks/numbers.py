@@ -29,8 +29,9 @@ def _numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, float):
         yield key, value
     elif isinstance(value, msgspec.Struct):
-        for field in msgspec.structs.fields(value):
-            yield from _numbers(_below(key, field.encode_name), getattr(value, field.name))
+        # Not `msgspec.structs.fields`, which evaluates all annotations again: half of the time of a configuration.
+        for name, field in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True):
+            yield from _numbers(_below(key, name), getattr(value, field))
     elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from _numbers(_below(key, str(name)), each)

@@ -23,7 +23,7 @@ from tandem.coordinator.data import (
 )
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer
 

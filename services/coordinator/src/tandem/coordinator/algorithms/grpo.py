@@ -38,7 +38,7 @@ from tandem.coordinator.data import (
     steps_capped,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_files, sample_record
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import as_trained_on, replayed_experts

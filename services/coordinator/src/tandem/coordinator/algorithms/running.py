@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
-from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize, SampleRecord
 from tandem.samples.batch import Batch
 
 

@@ -32,7 +32,7 @@ from tandem.coordinator.observers.watching import Curves, Dashboards, GuestServe
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
 from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.events import KeptGroup, Place
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.observe.run_folder.checkpoints import CheckpointFolder

@@ -15,8 +15,7 @@ from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, Sampl
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.record_orders import Place
-from tandem.coordinator.scheduler.events import DispatchBatch
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
 from tandem.samples.assignment import Assignment, data_parallel_ranks
 from tandem.samples.batch import TOKENS, Batch
 

@@ -4,7 +4,7 @@ What lies in the folder of the record for these steps is put aside first (`tande
 that the record itself speaks of nothing but what the run stands by. Of that, groups count that are there as a whole, of
 this run and of the problems that it would draw, and made with weights that engines were proven to hold: of what was
 trained on they were, since nothing else is. How far the weights of the run are still those, the scheduler knows
-(`tandem.coordinator.scheduler.kept`).
+(`tandem.coordinator.scheduler.groups.restored`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tandem.common.errors import SamplesError
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.events import KeptGroup, Place
 from tandem.observe.run_folder.journal import JournalReader
 from tandem.samples.sample_files import SHARD, files
 from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits

@@ -59,8 +59,10 @@ from tandem.coordinator.scheduler.events import (
     Finish,
     Interrupted,
     KeptFound,
+    KeptGroup,
     LetGo,
     Lost,
+    Place,
     PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
@@ -72,7 +74,6 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.launch.launch import LocalProcesses
 
 _NOT_BACK = "it has not come back after the coordinator was lost"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem.common.messages import Purpose, RecordedGroup, RecordSamples
-from tandem.coordinator.scheduler.events import DispatchRecord
-from tandem.coordinator.scheduler.groups import SampleRecord
+from tandem.coordinator.scheduler.events import DispatchRecord, SampleRecord
 
 Place = tuple[str, int, int, int]
 """Of a sample: its rollout, the order that it was made for, its group, and its place there."""

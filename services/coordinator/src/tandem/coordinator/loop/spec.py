@@ -33,7 +33,7 @@ def run_spec(
     """Describe the run to the scheduler."""
     section = config.algorithm_section
     validates = config.has_validation and config.replay is None  # else there is nobody to generate for it
-    deadlines = config.cluster.deadlines
+    deadlines, generation = config.cluster.deadlines, config.policy.generation
     return RunSpec(
         has_engines=config.generates,
         expected=expected_processes(config),
@@ -50,6 +50,8 @@ def run_spec(
         checkpoint_folder=checkpoint_folder,
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
+        # vLLM on a GPU: it asserts that nobody gives memory back, and takes what others take for its own.
+        engines_first=config.takes_turns and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         alias_frozen=config.refit.alias == "auto",
@@ -57,7 +59,7 @@ def run_spec(
         max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
         updates_in_flight=config.generates and config.updates_in_flight,
         keeps_copy=config.keeps_copy,
-        max_stored_tokens=config.policy.generation.max_stored_tokens,
+        max_stored_tokens=generation.max_stored_tokens,
         max_replacements=config.cluster.max_replacements,
         replacement_window_s=config.cluster.replacement_window_s,
         balance=_balance(config),

@@ -32,9 +32,9 @@ from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.members.known_members import Earlier
 from tandem.coordinator.observers.live_file import LiveFile, Said
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
-from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.engines.members import Failures
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Finish, Lost, Outcome
-from tandem.coordinator.scheduler.replacements import Failures
 from tandem.launch.expected import launched_processes
 from tandem.launch.restarts import within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
@@ -209,11 +209,11 @@ class Terms:
             self._past,
             next_command_id=tables.requests.next_command_id,
             replaced_at=(*self._past.replaced_at, *loop.replaced_at),
-            has_started=self._past.has_started or tables.has_started,
-            departed=tuple(sorted(tables.publication.engines.departed)),
+            has_started=self._past.has_started or tables.steps.has_started,
+            departed=tuple(sorted(tables.engines.departed)),
         )
         # A process that does not get as far as the first step would not get there again.
-        if finish.error is None or not self._past.has_started or tables.is_interrupted:
+        if finish.error is None or not self._past.has_started or tables.steps.is_interrupted:
             return {}
         lost = self._lost_with(finish.error, tables.step)
         if not lost:

@@ -15,9 +15,9 @@ from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
 from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.arrivals import Stage
-from tandem.coordinator.scheduler.engines import Engine
-from tandem.coordinator.scheduler.groups import GroupState
+from tandem.coordinator.scheduler.engines.joining import Stage
+from tandem.coordinator.scheduler.engines.table import Engine
+from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (
     LEAVING,
@@ -126,16 +126,16 @@ class LiveFile(Observer):
     def look(self, scheduler: Scheduler, registry: Registry) -> Live:
         """Return how the run stands."""
         now = time.monotonic()
-        publication, progress = scheduler.publication, scheduler.progress
+        progress, version = scheduler.progress, scheduler.weights.version
         states: Counter[GroupState] = Counter()
         ages: Counter[int] = Counter()
         for group in scheduler.groups:
             states[group.state] += 1
             if group.state is GroupState.READY and group.purpose == "train":
-                ages[max(0, publication.version - group.oldest_version)] += 1
+                ages[max(0, version - group.oldest_version)] += 1
         trained = progress.number if progress.is_trained else progress.number - 1
-        engines = [publication.engines[name] for name in publication.engines]
-        arrivals = publication.arrivals.stages()
+        engines = [scheduler.engines[name] for name in scheduler.engines]
+        arrivals = scheduler.tables.joining.stages()
         return Live(
             at=time.time(),
             step=scheduler.step,
@@ -167,7 +167,7 @@ class LiveFile(Observer):
             trainers=tuple(self._trainer(scheduler, registry, name, trained) for name in _trainers(registry)),
             versions=LiveVersions(
                 trained=trained,
-                published=publication.version,
+                published=version,
                 attested=max((engine.version for engine in engines if engine.is_attested), default=-1),
             ),
             failures=self._num_failures,

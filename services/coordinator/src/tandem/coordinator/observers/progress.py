@@ -20,8 +20,8 @@ from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines import Status
-from tandem.coordinator.scheduler.groups import GroupState
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.observe.lines import SPARKLINE_WIDTH, clock, curves_of, policy_of, shares, sparkline, step_line
 from tandem.observe.run_folder.journal import StepRecord
@@ -56,7 +56,7 @@ def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> st
         parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
     if missing := scheduler.missing:
         parts.insert(0, f"{missing} to join")
-    if absent := scheduler.publication.engines.having(Status.ABSENT):
+    if absent := scheduler.engines.having(Status.ABSENT):
         parts.append(f"a replacement of {', '.join(absent)}")
     waiting = "; ".join(parts) or "nobody"
     return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
@@ -65,7 +65,7 @@ def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> st
 def ahead_line(scheduler: Scheduler) -> str:
     """Say what is generated beside training, and how old the weights are that engines do it with."""
     states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
-    engines, newest = scheduler.publication.engines, scheduler.publication.version
+    engines, newest = scheduler.engines, scheduler.weights.version
     held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
     on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
     return (

@@ -73,7 +73,7 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 
 def memory(config: Config, trainers: Side) -> str:
-    """Say what the trainer that has most weights keeps between steps: closed forms for Adam, with its two moments."""
+    """Say what the trainer that has most weights holds when its optimizer begins: closed forms for Adam's moments."""
     rest, experts, adapters = _most_weights(trainers)
     frozen = 0
     if config.policy.adapters is not None:  # the weights have neither gradients nor a state
@@ -81,11 +81,15 @@ def memory(config: Config, trainers: Side) -> str:
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state = 2.0 * weights
+    # On DTensor what is trained has float32 whatever the precision of the passes, and what is not has that precision.
+    held = 2 if policy.precision == "bfloat16" else 4
+    trained = held if megatron.enabled else 4
     if megatron.enabled:
         is_half = policy.precision == "bfloat16"
-        item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # a copy in float32 beside half precision
-        if megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
-            gradients = weights * 4 // item_size
+        # Beside half precision copies in float32 of weights and, unless they are reduced in that, of gradients.
+        item_size, bytes_of_state = (2, 16) if is_half else (4, 8)
+        if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients, bytes_of_state = weights * 2, 12
         a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
         shares = a_stage // megatron.tensor_model_parallel_size
         shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
@@ -96,9 +100,9 @@ def memory(config: Config, trainers: Side) -> str:
     if config.policy.adapters is not None:  # without its adapters it is its own reference
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
-        kept["reference model"] = weights
+        kept["reference model"] = weights * held // trained
     if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
-        kept["teacher"] = weights
+        kept["teacher"] = weights * held // trained
     for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
         if model not in config.processes_of:
             kept[f"{model} model and its optimizer"] = weights + gradients + state

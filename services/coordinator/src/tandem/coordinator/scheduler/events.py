@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,10 +29,6 @@ from tandem.common.messages import (
     ServiceKind,
 )
 
-if TYPE_CHECKING:
-    from tandem.coordinator.scheduler.groups import SampleRecord
-    from tandem.coordinator.scheduler.kept import KeptGroup, Place
-
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout group asks of an engine."""
@@ -40,6 +36,30 @@ class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     num_tokens: int
     """Of each sample, at most: the prompt and the longest response."""
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One sample, and where its tokens lie."""
+
+    scored: SampleScored
+    rollout: str
+    command_id: int
+    """Of the order to generate that it was made for."""
+
+
+Place = tuple[int, int]
+"""Of a group: the step that trains on it, and its number there."""
+
+
+class KeptGroup(msgspec.Struct, frozen=True):
+    """Where a kept group lies."""
+
+    file: str
+    """Its path within the folder of the record of samples."""
+    command_id: int
+    """Of the order that it was made for then."""
+    newest_version: int
+    """The newest weights that made any of its tokens."""
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -78,7 +98,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
-    """In the place of a process that is lost none is launched: whoever has started it may start another."""
+    """In the place of a process that is lost none is launched: another may be started by hand."""
 
     now: float
     member: str

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines import Status
-from tandem.coordinator.scheduler.groups import Group, GroupState
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.scheduler import Scheduler
 
@@ -22,7 +22,7 @@ def validate(scheduler: Scheduler) -> None:
         ready[id(of_step)] = ready.get(id(of_step), 0) + (group.state in (GroupState.READY, GroupState.TAKEN))
         assert ready[id(of_step)] <= of_step.num_ready
     if scheduler.requests.num_for(Phase.COPYING):
-        assert not scheduler.publication.engines.num_having(Status.REFITTING), "nobody reads what is being written"
+        assert not scheduler.engines.num_having(Status.REFITTING), "nobody reads what is being written"
     _validate_engines(scheduler)
     _validate_comings_and_goings(scheduler)
     _validate_step(scheduler)
@@ -39,7 +39,7 @@ def _validate_group(scheduler: Scheduler, group: Group) -> None:
             assert group.unfinished, f"{where}: no sample is waited for"
             assert group.unfinished | set(group.results) == samples, f"{where}: a sample is neither there nor to come"
             assert group.request in scheduler.requests, f"{where}: its engine was not asked for it"
-            assert str(group.engine) in scheduler.publication.engines, f"{where}: there is no {group.engine}"
+            assert str(group.engine) in scheduler.engines, f"{where}: there is no {group.engine}"
         case GroupState.READY | GroupState.TAKEN:
             assert set(group.results) == samples, f"{where}: samples are missing"
     if group.purpose == "validate":
@@ -52,11 +52,11 @@ def _validate_group(scheduler: Scheduler, group: Group) -> None:
 
 
 def _validate_engines(scheduler: Scheduler) -> None:
-    engines = scheduler.publication.engines
+    engines = scheduler.engines
     assert engines.num_attested == sum(engines[name].is_attested for name in engines), "attested engines are counted"
     for name in engines:
         engine = engines[name]
-        assert engine.version <= scheduler.publication.version, f"{name} holds what no trainer has made"
+        assert engine.version <= scheduler.weights.version, f"{name} holds what no trainer has made"
         assert engine.status is Status.HOLDING or not engine.is_attested, f"{name}: attested is what is held"
         in_flight = scheduler.groups.of_engine(name, GroupState.IN_FLIGHT)
         assert scheduler.groups.num_in_flight(name) == len(in_flight), f"{name}: what is in flight is counted"
@@ -72,8 +72,7 @@ def _validate_engines(scheduler: Scheduler) -> None:
 
 
 def _validate_comings_and_goings(scheduler: Scheduler) -> None:
-    publication = scheduler.publication
-    engines = publication.engines
+    engines = scheduler.engines
     for name in engines.leaving():
         engine = engines[name]
         assert engine.leave_by is not None, f"{name} is listed as leaving"
@@ -89,7 +88,7 @@ def _validate_comings_and_goings(scheduler: Scheduler) -> None:
         for group in scheduler.groups:
             is_waiting = group.state is GroupState.WAITING
             assert not is_waiting or str(group.engine) in engines, f"groups wait for {group.engine}, which has left"
-    for name in publication.arrivals.stages():
+    for name in scheduler.tables.joining.stages():
         assert name not in engines or engines[name].is_vacant, f"{name} is in the run, and on its way into it"
 
 
@@ -101,7 +100,7 @@ def _validate_step(scheduler: Scheduler) -> None:
     assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
     if progress.is_training and scheduler.tables.error is None:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
-        proves = not scheduler.publication.may_offer
+        proves = not scheduler.weights.may_offer
         assert waiting or proves, "somebody trains, or what came before is being read or proven"
         assert not scheduler.requests.num_for(Phase.COPYING), "what is being copied does not change"
         assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (

@@ -1,4 +1,4 @@
-"""Pending requests: orders not answered yet, each with an id of its own and a deadline."""
+"""Pending requests: commands not answered yet, each with an id of its own and a deadline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TypedDict
 
 import msgspec
 
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.phases import Phase
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that was not answered yet."""
+    """A command that was not answered yet."""
 
     command_id: int
     member: str
@@ -30,9 +31,10 @@ class CommandFields(TypedDict):
 
 
 class PendingRequests:
-    """Gives each order its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
+    """Gives each command its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
 
-    def __init__(self, now: float, first_command_id: int = 1) -> None:
+    def __init__(self, now: float, first_command_id: int = 1, changed: Changed = no_agenda) -> None:
+        self._changed = changed
         self.now = now
         self._by_id: dict[int, Request] = {}
         self._of_member: dict[str, dict[int, Request]] = {}
@@ -40,7 +42,7 @@ class PendingRequests:
         self._deadlines: list[tuple[float, int]] = []
         """A heap; those that were answered are still in it."""
         self.next_command_id = first_command_id
-        """Orders of an earlier term of the run have lower ones, so that no late answer can be taken for another."""
+        """Commands of an earlier attempt have lower ids, so that no late answer can be taken for another."""
 
     def __contains__(self, command_id: int) -> bool:
         return command_id in self._by_id
@@ -62,10 +64,11 @@ class PendingRequests:
         self._of_member.setdefault(member, {})[request.command_id] = request
         self._num_of_phase[phase] += 1
         heapq.heappush(self._deadlines, (request.deadline, request.command_id))
+        self._changed()
         return fields
 
     def notice(self, allowed_s: float) -> CommandFields:
-        """Give an id to an order whose answer nobody waits for."""
+        """Give an id to a command whose answer is not awaited."""
         command_id = self.next_command_id
         self.next_command_id += 1
         return CommandFields(command_id=command_id, deadline_s=allowed_s)
@@ -76,6 +79,7 @@ class PendingRequests:
         if request is not None:
             del self._of_member[request.member][command_id]
             self._num_of_phase[request.phase] -= 1
+            self._changed()
         return request
 
     def num_for(self, *phases: Phase) -> int:
@@ -91,7 +95,7 @@ class PendingRequests:
         return (request for request in requests if not phases or request.phase in phases)
 
     def members(self) -> list[str]:
-        """Return who has not answered a request yet."""
+        """Return the processes that have not answered a request yet."""
         return [member for member, requests in self._of_member.items() if requests]
 
     def drop(self, member: str, *phases: Phase) -> None:

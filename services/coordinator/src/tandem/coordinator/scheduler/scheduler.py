@@ -1,18 +1,19 @@
 """The coordinator's decisions: an event changes the tables, and rules run until none fires. Pure.
 
-`Scheduler.handle` takes one event and returns the actions it leads to: it gives the event to whom it concerns, and then
-runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no file and
-knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
-`tandem.coordinator.loop.run.loop` carries the actions out.
+`Scheduler.handle` takes one event and returns the actions it leads to: it applies the event to the tables, and then
+has the agenda run the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches
+no file and knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
+`tandem.coordinator.loop.loop` carries the actions out.
 
-    event ─▶ applied: `losses`, `generation`, `publication`, ... ─▶ `rules`, until none fires ─▶ actions
-                               └──────────── `tables` ────────────────┘
+    event ─▶ applied: `losing`, `generation`, `recovery`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
+                               └──────────── `tables` ───────────────┘
 
 An error that is raised on the way ends the run (`ending.fail`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from tandem.common.errors import ServiceError
@@ -26,7 +27,7 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler import deadlines, departures, ending, generation, losses, regeneration, setting_up
+from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -41,15 +42,17 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.kept import KeptGroups
+from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rules import run_rules
+from tandem.coordinator.scheduler.rules import ending, generation, leaving, losing, recovery, regeneration, setting_up
+from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.tables import IsInformative, StepProgress, Tables
+from tandem.coordinator.scheduler.steps.progress import StepProgress
+from tandem.coordinator.scheduler.tables import IsInformative, Tables
 
 
 class Scheduler:
-    """Decides who generates what for whom, when to train, and when weights move."""
+    """Decides which engine generates what, when to train, and when weights move."""
 
     def __init__(
         self,
@@ -57,15 +60,21 @@ class Scheduler:
         now: float,
         is_informative: IsInformative = bool,
         first_command_id: int = 1,
+        agenda: Callable[[Mapping[Mode, tuple[Rule[Tables], ...]]], Agenda[Tables]] = Agenda,
     ) -> None:
         """`is_informative` says whether a group is worth training on, where the run samples dynamically.
 
-        `first_command_id` is above that of any order in an earlier term of the run.
+        `first_command_id` is above that of any command in an earlier attempt. `agenda` makes the agenda of rules.
         """
-        self.tables = Tables(spec, now, is_informative, first_command_id)
+        self.agenda = agenda(RULES)
+        self.tables = Tables(spec, now, is_informative, first_command_id, self.agenda.changes)
+        self._may_phase_differ = self.agenda.watch(
+            Table.STEPS, Table.SAVING, Table.WEIGHTS, Table.ENGINES, Table.REQUESTS
+        )
         self.requests = self.tables.requests
         self.groups = self.tables.groups
-        self.publication = self.tables.publication
+        self.engines = self.tables.engines
+        self.weights = self.tables.weights
 
     @property
     def spec(self) -> RunSpec:
@@ -100,10 +109,12 @@ class Scheduler:
             return []
         try:
             actions = _apply(tables, event)
-            actions += run_rules(tables)
+            actions += self.agenda.run(tables)
         except ServiceError as error:
             actions = ending.fail(tables, error)
-        tables.watch.enter(tables.phase, event.now)
+            tables.watch.enter(tables.phase, event.now)
+        if self._may_phase_differ():
+            tables.watch.enter(tables.phase, event.now)
         if not tables.spec.is_synchronous:
             _note_idleness(tables)
         return actions
@@ -115,24 +126,24 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
         case Replied(member=member, reply=reply):
             return _apply_reply(tables, member, reply)
         case Joined(member=member, kind=kind):
-            return losses.take_joined(tables, member, kind)
+            return losing.take_joined(tables, member, kind)
         case Erred(member=member, failed=failed):
-            return losses.take_failure(tables, member, failed)
+            return losing.take_failure(tables, member, failed)
         case Lost(member=member, why=why):
-            return losses.take_loss(tables, member, why)
+            return losing.take_loss(tables, member, why)
         case AwaitedByHand(member=member):
-            tables.publication.engines.await_by_hand(member)
+            tables.engines.await_by_hand(member)
             return []
         case ToldToLeave(member=member):
-            return departures.take_leaving(tables, member)
+            return leaving.take_leaving(tables, member)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
             return []
         case KeptFound(groups=groups):
-            tables.kept = KeptGroups(groups)
+            tables.restored = RestoredGroups(groups)
             return []
         case Ticked():
-            return [*deadlines.check(tables), *regeneration.move_from_slow_engines(tables)]
+            return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
         case Interrupted():
             return ending.interrupt(tables)
         case other:
@@ -156,17 +167,17 @@ def _apply_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
         case SamplesRecorded():
             return tables.recording.take_recorded(reply)
         case RendezvousOpened():
-            tables.publication.take_reply(member, reply)
+            recovery.take_reply(tables, member, reply)
             return setting_up.build_trainers(tables, reply)
         case _:
             if isinstance(reply, EngineBuilt):
                 tables.recording.take_built(member)
-            return tables.publication.take_reply(member, reply)
+            return recovery.take_reply(tables, member, reply)
     return []
 
 
 def _note_idleness(tables: Tables) -> None:
-    num_engines, has_started = len(tables.publication.engines), tables.has_started
+    num_engines, has_started = len(tables.engines), tables.steps.has_started
     busy = tables.requests.num_for(Phase.TRAINING, Phase.SAVING, Phase.COPYING)
     tables.idleness.note(
         tables.requests.now,

@@ -51,7 +51,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     without_policy: frozenset[str] = frozenset()
     """Trainers that hold another model alone, and so have no weights for engines."""
     departed: tuple[str, ...] = ()
-    """Which of the engines among them have left in earlier terms: nobody waits for these."""
+    """Which of the engines among them have left in earlier attempts: the run does not wait for these."""
     first_step: int
     """The step to begin with: 1, or one after the step a resumed run was saved at."""
     last_step: int
@@ -73,6 +73,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the record of samples; empty where none is kept."""
     reward_server: RewardServer | None = None
     """Where the program that began the run scores samples; None where engines' environments do without it."""
+    engines_first: bool = False
+    """Whether trainers are built once engines are: these look at how much memory of their device is free meanwhile."""
     allow_alias: bool
     """Whether engines may read trainers' weights in place, which change while they do."""
     alias_frozen: bool = False
@@ -94,7 +96,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How many processes may be lost and replaced within `replacement_window_s` before the run fails."""
     replacement_window_s: float
     replaced_at: tuple[float, ...] = ()
-    """When some were, in earlier terms of the run, by `time.monotonic`."""
+    """When some were, in earlier attempts, by `time.monotonic`."""
     balance: Balance | None = None
     """None: each group belongs to one engine from the beginning, so that the same run computes the same together."""
     dynamic_sampling: DynamicSampling | None = None

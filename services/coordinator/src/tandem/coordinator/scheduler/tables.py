@@ -1,7 +1,7 @@
 """The tables: all that the scheduler knows of a run, and conditions that several rules read off them.
 
-Who decides is a function of the tables: `rules` has the rules in their order, `scheduler` gives each event to whom it
-concerns. Nothing here orders anything.
+Decisions are functions of the tables: `rules.order` has the rules in their order, `scheduler` gives each event to the
+function that it concerns. Nothing here sends a command.
 """
 
 from __future__ import annotations
@@ -11,76 +11,73 @@ from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose, SampleScored
-from tandem.coordinator.scheduler.assignment import assignment_for
+from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
+from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
+from tandem.coordinator.scheduler.engines.members import Failures, Membership, Replacements
+from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.scheduler.groups import GroupTable
-from tandem.coordinator.scheduler.idleness import Idleness
-from tandem.coordinator.scheduler.kept import KeptGroups
-from tandem.coordinator.scheduler.membership import Membership
-from tandem.coordinator.scheduler.phases import Phase, Stopwatch
-from tandem.coordinator.scheduler.publication import Publication
-from tandem.coordinator.scheduler.recording import Recording
-from tandem.coordinator.scheduler.replacements import Failures
+from tandem.coordinator.scheduler.groups.assignment import assignment_for
+from tandem.coordinator.scheduler.groups.restored import RestoredGroups
+from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.phases import Idleness, Phase, Stopwatch
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
-from tandem.coordinator.scheduler.saving import Saving
 from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps
+from tandem.coordinator.scheduler.steps.recording import Recording
+from tandem.coordinator.scheduler.steps.saving import Saving
+from tandem.coordinator.scheduler.weights.service import RefitService
+from tandem.coordinator.scheduler.weights.version import Weights
 
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 
 
-class StepProgress:
-    """How far the step in progress is; all but its groups."""
-
-    def __init__(self, number: int, *, is_trained: bool = False, is_committed: bool = False) -> None:
-        self.number = number
-        self.is_training = False
-        self.missing: dict[str, str] = {}
-        """Engines whose samples trainers could not fetch, and why; while ranks are still to say so."""
-        self.num_fetches = 0
-        """How often trainers were to fetch the step's samples."""
-        self.is_trained = is_trained
-        """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
-        self.has_update = False
-        """Whether that must have changed the weights."""
-        self.is_validating = False
-        """Whether validation has begun, and is not done."""
-        self.is_validated = False
-        """Whether it is done, or given up."""
-        self.is_committed = is_committed
-        """Whether the step is in the journal."""
-
-
 class Tables:
     """Groups, engines, processes and pending requests, the step in progress, and how far the run is."""
 
-    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative, first_command_id: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        now: float,
+        is_informative: IsInformative,
+        first_command_id: int,
+        changes: Callable[[Table], Changed],
+    ) -> None:
+        """`changes` returns what a table calls when it has changed (`Agenda.changes`)."""
         self.spec = spec
         self.is_informative = is_informative
-        self.members = Membership(spec.expected, spec.departed)
+        self.members = Membership(spec.expected, spec.departed, changes(Table.MEMBERS))
         self.engines_to_begin: list[str] = []
         """Those that everything is set up with; others may join later."""
         self.told_to_leave: dict[str, None] = {}
-        """Engines that were, before everything was set up, or who stay nevertheless."""
-        self.requests = PendingRequests(now, first_command_id)
-        self.groups = GroupTable()
-        self.assignment = assignment_for(spec.balance)
-        self.kept = KeptGroups({})
-        self.publication = Publication(spec, self.requests)
-        self.saving = Saving(spec, self.requests)
-        self.recording = Recording(spec, self.requests)
-        self.progress = StepProgress(spec.first_step - 1, is_trained=True)
+        """Engines that were told to leave before everything was set up, or that stay nevertheless."""
+        self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
+        self.groups = GroupTable(
+            changes(Table.GROUPS),
+            changes(Table.READY),
+            no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
+        )
+        self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
+        self.restored = RestoredGroups({})
+        self.engines = EngineTable(spec.departed, changes)
+        self.transfers = Transfers(spec, self.requests)
+        self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
+        self.weights = Weights(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
+        self.service = RefitService(
+            spec, self.requests, self.transfers, self.weights.verification, changes(Table.WEIGHTS)
+        )
+        self.recovery = Recovery(spec, self.requests, self.engines, self.transfers, self.weights.transfer_groups)
+        self.replacements = Replacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
+        self.saving = Saving(spec, self.requests, changes(Table.SAVING))
+        self.recording = Recording(spec, self.requests, changes(Table.RECORDING))
+        self.steps = Steps(spec.first_step, changes(Table.STEPS))
         self.watch = Stopwatch(now)
         self.idleness = Idleness(now)
         self.stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
-        self.has_started = False
-        """Whether the weights to start from have reached the engines."""
-        self.drawn = spec.first_step - 1
-        """The newest step whose groups were drawn."""
-        self.saved = spec.first_step - 1
-        """The newest step of which trainers have a copy, or the run began with one."""
-        self.is_interrupted = False
+        self.trainers_meet = False
+        """Whether trainers are being built, or have been."""
         self.error: ServiceError | None = None
         """Why the run has failed, while it only waits for a checkpoint."""
         self.finish: Finish | None = None
@@ -90,16 +87,30 @@ class Tables:
         self.full: dict[str, None] = {}
         """Engines whose stores of samples have no room for what waits."""
         self.still_since = math.inf
-        """Since when nobody has been asked for anything."""
+        """Since when no request is pending."""
         self.num_too_old = 0
         """Groups that were dropped since the last step was committed, because what made them was too old."""
         self.num_in_store = 0
         """Groups that were ready for later steps when the step in progress began to train."""
 
     @property
+    def mode(self) -> Mode:
+        """Which rules are in force."""
+        if self.finish is not None:
+            return Mode.OVER
+        if self.error is not None:
+            return Mode.FAILING
+        return Mode.GOING_ON if self.stage is None else Mode.SETTING_UP
+
+    @property
+    def progress(self) -> StepProgress:
+        """How far the step in progress is."""
+        return self.steps.progress
+
+    @property
     def step(self) -> int:
         """The step in progress, or the last one done."""
-        return self.progress.number
+        return self.steps.progress.number
 
     @property
     def senders(self) -> list[str]:
@@ -114,7 +125,7 @@ class Tables:
     @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
-        return self.publication.holds_up_step or (self.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
+        return self.weights.holds_up_step or (self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
 
     @property
     def may_commit(self) -> bool:
@@ -123,11 +134,46 @@ class Tables:
         return progress.is_trained and (progress.is_committed or (progress.is_validated and not self.is_refitting))
 
     @property
+    def may_validate(self) -> bool:
+        """Whether the step in progress has trained, and is not validated."""
+        progress = self.progress
+        is_over = progress.is_committed or progress.is_validated
+        return self.steps.has_started and progress.is_trained and not is_over
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether groups may be generated for a later step, or more for the one in progress."""
+        steps, spec = self.steps, self.spec
+        if not steps.has_started or not spec.has_engines or steps.is_interrupted:
+            return False
+        return spec.dynamic_sampling is not None or steps.drawn < self.newest_step
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that groups may be generated for."""
+        return min(self.step + self.spec.max_trajectory_age_steps, self.spec.last_step)
+
+    @property
+    def may_train(self) -> bool:
+        """Whether the step in progress is yet to be trained on."""
+        progress = self.progress
+        is_begun = progress.is_training or progress.is_trained
+        return self.steps.has_started and not is_begun and not self.steps.is_interrupted
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step follows: the last one is committed, or the run is to end."""
+        if self.error is not None:
+            return True
+        is_over = self.steps.is_interrupted or self.is_last
+        return self.steps.has_started and self.progress.is_committed and is_over
+
+    @property
     def must_save(self) -> bool:
         """Whether the step is to be saved, and was not."""
         every, step = self.spec.save_every, self.step
-        is_due = every > 0 and (step % every == 0 or self.is_last or self.is_interrupted)
-        return is_due and step > self.saved and self.has_started
+        is_due = every > 0 and (step % every == 0 or self.is_last or self.steps.is_interrupted)
+        return is_due and step > self.steps.saved and self.steps.has_started
 
     @property
     def phase(self) -> Phase:
@@ -141,7 +187,7 @@ class Tables:
             return self.stage
         if progress.is_training:
             return Phase.TRAINING
-        if not self.has_started or (progress.is_trained and not progress.is_committed and self.is_refitting):
+        if not self.steps.has_started or (progress.is_trained and not progress.is_committed and self.is_refitting):
             return Phase.REFITTING
         if progress.is_validating:
             return Phase.VALIDATING
@@ -170,10 +216,11 @@ class Tables:
     def abandon_step(self) -> None:
         """Go back to the last step that was done, and save it if it was not saved."""
         self.groups.remove(self.step, "train")
-        self.progress = StepProgress(self.step - 1, is_trained=True, is_committed=True)
+        self.steps.go_back()
 
     def stop_generating(self) -> None:
         """Forget what was to be generated, and ask nothing more of engines: the run ends."""
         self.groups.clear()
         self.assignment.clear()
-        self.publication.stop()
+        self.joining.stop()
+        self.weights.stop()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import Address, CudaMemory, Storage
+from tandem.refit.layout import Address, CudaMemory, Storage, UnpeeredCudaMemory
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
 
@@ -36,8 +36,10 @@ class CudaIpc(Transport):
     is_sent = False
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Return whether both processes are on GPUs of one host."""
-        return memory is CudaMemory and route.same_host and route.to_gpu
+        """Return whether both are on GPUs of one host, and the destination's can access the source's memory."""
+        return route.to_gpu and (
+            (memory is CudaMemory and route.same_host) or (memory is UnpeeredCudaMemory and route.same_device)
+        )
 
     def wire(self, route: Route) -> Wire | None:
         """Return the GPU's own memory, or the link between two GPUs."""
@@ -147,7 +149,17 @@ def share(tensor: torch.Tensor) -> CudaMemory:
         hint = f"{what}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rules it out"
         _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), hint)
     offset = storage.data_ptr() - base.value
-    return CudaMemory(pid=os.getpid(), device=device_uuid(storage.device), handle=bytes(handle), offset=offset)
+    kind = CudaMemory if has_peers(storage.device) else UnpeeredCudaMemory
+    return kind(pid=os.getpid(), device=device_uuid(storage.device), handle=bytes(handle), offset=offset)
+
+
+def has_peers(device: torch.device) -> bool:
+    """Say whether all other GPUs that this process sees reach the memory of one; trainers see all of their host."""
+    import torch
+
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = (other for other in range(torch.cuda.device_count()) if other != own)
+    return all(torch.cuda.can_device_access_peer(other, own) for other in others)
 
 
 def device_uuid(device: torch.device) -> str:

@@ -36,7 +36,7 @@ class Stream(Transport):
 
     def why(self, route: Route) -> str:
         """Return the reason as a phrase."""
-        return "same host, but the source's memory is private" if route.same_host else "different hosts"
+        return "same host, but the source's memory is not within reach" if route.same_host else "different hosts"
 
     def buffer_bytes(self, num_members: int, num_bytes: int) -> int:
         """Return the bytes of the messages in transit at once."""

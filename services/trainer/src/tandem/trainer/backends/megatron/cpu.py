@@ -6,8 +6,8 @@ streams and pinned memory is replaced, and the places of fused kernels are fille
 is looked at first: one that is not as it was in the release this was written for is an error that names it, never a
 wrong number.
 
-On a GPU nothing is replaced. Without Transformer Engine two names that Megatron-Core gets wrong are set right, on any
-device.
+On a GPU nothing is replaced but Apex's kernel where it is not installed. Without Transformer Engine two names that
+Megatron-Core gets wrong are set right, on any device.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def prepare() -> None:
     _require_version()
     _do_without_transformer_engine()
     if torch.cuda.is_available():
+        _require_calls("tensor_parallel.layers")
+        _do_without_apex()
         return
     for module, names in _NAME_CUDA.items():
         for name in names:
@@ -104,16 +106,21 @@ def prepare() -> None:
     for module, signatures in _SIGNATURES.items():
         for name, arguments in signatures.items():
             _require_arguments(_found(module, name), f"{module}.{name}", arguments)
-    for module, calls in _CALLS.items():
-        for name, called in calls.items():
-            _require_call(_found(module, name), f"{module}.{name}", called)
+    for module in _CALLS:
+        _require_calls(module)
     _replace_devices()
     _replace_random_states()
     _replace_streams_of_experts()
     _replace_uneven_collectives()
     _replace_lonely_collectives()
     if not HAS_TRANSFORMER_ENGINE:
-        _put_kernels_in_place()
+        _do_without_apex()
+        _module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd = kernels.rotate
+
+
+def adds_weight_gradients() -> bool:
+    """Whether the gradient of a weight is added to the total by the matrix product that computes it."""
+    return bool(_module("tensor_parallel.layers")._grad_accum_fusion_available)
 
 
 def has_kernels() -> bool:
@@ -165,6 +172,11 @@ def _require_arguments(function: Any, name: str, arguments: tuple[str, ...]) -> 
     found = tuple(inspect.signature(function).parameters)
     if found != arguments:
         raise _changed(name, f"it takes {', '.join(found)} and took {', '.join(arguments)}")
+
+
+def _require_calls(module: str) -> None:
+    for name, called in _CALLS[module].items():
+        _require_call(_found(module, name), f"{module}.{name}", called)
 
 
 def _require_call(function: Any, name: str, called: str) -> None:
@@ -271,11 +283,12 @@ def _unless_alone(collective: Any, output: torch.Tensor, given: torch.Tensor, *,
     return None
 
 
-def _put_kernels_in_place() -> None:
-    """Fill what Megatron-Core has for Apex's and Transformer Engine's kernels, and looks at if it is told to fuse."""
-    layers, rope = _module("tensor_parallel.layers"), _module("models.common.embeddings.rope_utils")
+def _do_without_apex() -> None:
+    """Fill what Megatron-Core has for Apex's kernel of weight gradients, where Apex is not installed."""
+    layers = _module("tensor_parallel.layers")
+    if layers._grad_accum_fusion_available:
+        return
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
         wgrad_gemm_accum_fp32=kernels.add_weight_gradient, wgrad_gemm_accum_fp16=kernels.add_weight_gradient
     )
     layers._grad_accum_fusion_available = True
-    rope.fused_apply_rotary_pos_emb_thd = kernels.rotate

@@ -157,6 +157,7 @@ class HeldModel:
         clip(self.optimizer, norm)
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         self.optimizer.step_with_ready_grads()
+        self.optimizer.zero_grad()  # it has gradients of its own, in float32, which engines may need the memory of
         self._schedule.step(1)
         self.num_steps += 1
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)

@@ -34,13 +34,15 @@ def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> lis
 def make_optimizer(chunks: Sequence[DistributedDataParallel], settings: Settings) -> ChainedOptimizer:
     """Return the optimizer of all chunks. After their weights have been loaded."""
     optimizer = get_megatron_optimizer(settings.optimizer, list(chunks), use_gloo_process_groups=False)
-    if not torch.cuda.is_available():
-        _fuse(optimizer)
+    _fuse(optimizer)
     return optimizer
 
 
 def _fuse(optimizer: ChainedOptimizer) -> None:
-    """Make torch's Adam take one pass over memory, which Megatron-Core does not ask it for."""
+    """Make torch's Adam take one pass over memory, which Megatron-Core does not ask it for.
+
+    Transformer Engine's and Apex's, which it takes where they are installed, do so by themselves.
+    """
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one
             for group in part.optimizer.param_groups:

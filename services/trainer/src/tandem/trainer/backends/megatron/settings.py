@@ -16,7 +16,7 @@ from tandem.config import Config, schema
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
-from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, has_kernels
+from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, adds_weight_gradients, has_kernels
 
 VOCABULARY_DIVISOR = 128
 """The vocabulary is padded to a multiple of this times the tensor parallel size, as Megatron-LM does."""
@@ -111,7 +111,7 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
     has_rotation = HAS_TRANSFORMER_ENGINE or (has_kernels() and not arguments.get("multi_latent_attention"))
     arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
-    arguments |= {"gradient_accumulation_fusion": has_kernels()}
+    arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
     arguments |= _with_types(megatron.forwarded)
     if has_kernels():  # feed-forward layers then look at what `layers_of` names, unless they are to fuse by themselves
         arguments["use_te_activation_func"] = not arguments["bias_activation_fusion"]
@@ -167,7 +167,8 @@ def _set_right(
             arguments["variable_seq_lengths"] = True
         arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # which is checked in dense models as well
     if not HAS_TRANSFORMER_ENGINE:
-        for key in sorted(_KERNELS - _OWN_KERNELS if has_kernels() else _KERNELS):
+        own = _OWN_KERNELS if has_kernels() else {"gradient_accumulation_fusion"}
+        for key in sorted(_KERNELS - own):
             if arguments.get(key):
                 set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
 

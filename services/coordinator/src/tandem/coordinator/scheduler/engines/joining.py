@@ -1,0 +1,239 @@
+"""Engines on their way into the table of engines: those that join while the run goes on, and those that come back.
+
+    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other
+                             └─────────── cannot: it is let go, and the run goes on without it
+
+Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. One
+that weights would have to be streamed to is let go, since the processes of a transfer group are fixed when the run
+begins, unless it comes in the place of an engine that has left.
+
+    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other
+    torn ──────────────────────────────────────────────────▲
+
+An engine comes back a bounded number of times; then the error that this leads to ends the run.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from tandem.common.errors import CommandFailed, DeadlineExceeded
+from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
+from tandem.coordinator.scheduler.agenda import Changed
+from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
+from tandem.coordinator.scheduler.events import Action, Dispatch, Replace
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+
+_STREAMED = (
+    "weights would have to be streamed to it, and who streams to whom is fixed when a run begins: start it on a host "
+    "of trainers, or interrupt the run and go on with --resume and more cluster.rollouts"
+)
+
+
+class Stage(enum.Enum):
+    """How far an engine is on its way into the table."""
+
+    WAITING = "joined"
+    BUILDING = "building"
+    BUILT = "waiting for its transfers to be planned"
+    PLANNING = "planning its transfers"
+    INSTALLING = "installing its transfer program"
+
+
+class Joining:
+    """The engines on their way."""
+
+    def __init__(self, requests: PendingRequests, transfers: Transfers, changed: Changed) -> None:
+        self._changed = changed
+        self._requests = requests
+        self._transfers = transfers
+        self._stages: dict[str, Stage] = {}
+        self._plan_request = 0
+        """The order to plan for those whose transfers are being planned."""
+        self.refused: dict[str, str] = {}
+        """Those that cannot join, and why, until they are let go."""
+        self.entered: list[str] = []
+        """Engines that are in the table now; its reader empties it."""
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stages
+
+    @property
+    def is_any(self) -> bool:
+        """Whether an engine has joined, and there is something to do for that."""
+        return bool(self._stages) or bool(self.entered)
+
+    def stages(self) -> dict[str, Stage]:
+        """Return how far each is."""
+        return dict(self._stages)
+
+    def is_planned_by(self, command_id: int) -> bool:
+        """Tell whether an order is the newest one to plan for some of them."""
+        return command_id == self._plan_request
+
+    def planned(self) -> list[str]:
+        """Return the engines whose layouts the refit service knows already."""
+        return self._having(Stage.INSTALLING)
+
+    def add(self, name: str) -> None:
+        """Take an engine that has joined."""
+        self._stages[name] = Stage.WAITING
+        self._changed()
+
+    def remove(self, name: str) -> None:
+        """Wait for one no longer: it is let go, or lost."""
+        del self._stages[name]
+        self.refused.pop(name, None)
+        self._requests.drop(name)
+        self._changed()
+
+    def go_on(self, trainers: Sequence[str], engines: Sequence[str], *, is_service_able: bool) -> list[Action]:
+        """Have those built that have joined, and transfers planned for those that are built."""
+        joined = self._having(Stage.WAITING)
+        self._stages |= dict.fromkeys(joined, Stage.BUILDING)
+        actions: list[Action] = [self._transfers.order_build(name) for name in joined]
+        built = self._having(Stage.BUILT)
+        if built and is_service_able:
+            order = self._transfers.order_plan(trainers, [*engines, *self.planned(), *built])
+            self._plan_request = order.order.command_id
+            self._stages |= dict.fromkeys(built, Stage.PLANNING)
+            actions.append(order)
+        return actions
+
+    def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
+        """Take what one of them has answered, or the plan for some; return also those that can enter the table."""
+        self._changed()
+        match reply:
+            case TransfersPlanned():
+                return self._take_plan(reply), []
+            case EngineBuilt(layouts=layouts):
+                self._transfers.enter(member, layouts)
+                self._stages[member] = Stage.BUILT
+                return [], []
+            case _:  # its program is installed
+                del self._stages[member]
+                return [], [member]
+
+    def enter(self, name: str) -> None:
+        """Take note that an engine is in the table."""
+        self.entered.append(name)
+        self._changed()
+
+    def refuse_planned(self, why: str) -> None:
+        """Take note that transfers cannot be planned for those that they were to be planned for."""
+        self.refused |= dict.fromkeys(self._having(Stage.PLANNING), why)
+        self._changed()
+
+    def plan_again(self) -> None:
+        """Take note that the refit service is lost: it plans nothing any more."""
+        self._stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
+        self._changed()
+
+    def stop(self) -> None:
+        """Wait for none any more: the run ends."""
+        if self._having(Stage.PLANNING):
+            self._requests.close(self._plan_request)
+        for name in [*self._stages]:
+            self.remove(name)
+
+    def _take_plan(self, plan: TransfersPlanned) -> list[Action]:
+        """Have engines install their programs that need no other process for it."""
+        actions: list[Action] = []
+        for name in self._having(Stage.PLANNING):
+            if self._transfers.extend(name, plan):
+                self._stages[name] = Stage.INSTALLING
+                actions += self._transfers.order_install([name])
+            else:
+                self.refused[name] = _STREAMED
+        return actions
+
+    def _having(self, stage: Stage) -> list[str]:
+        return [name for name, its in self._stages.items() if its is stage]
+
+
+MOST_FAILURES = 2
+"""Attempts at one version that may fail before the run does."""
+
+
+class Recovery:
+    """How often engines were lost or torn, and how far those are that come back."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        engines: EngineTable,
+        transfers: Transfers,
+        groups: TransferGroups,
+    ) -> None:
+        self._spec = spec
+        self._requests = requests
+        self._engines = engines
+        self._transfers = transfers
+        self._groups = groups
+
+    def count_failure(self, engine: Engine, doing: str, why: str) -> None:
+        """Raise `CommandFailed` if an engine that is torn has had its second attempt."""
+        engine.num_failures += 1
+        if engine.num_failures >= MOST_FAILURES:
+            raise CommandFailed(engine.name, doing, why)
+
+    def replace(self, engine: Engine, why: str) -> list[Action]:
+        """Ask for a process in the place of an engine that is lost."""
+        self.vacate(engine)
+        return [Replace(member=engine.name, why=why)]
+
+    def vacate(self, engine: Engine) -> None:
+        """Wait for a process in the place of an engine."""
+        self._engines.move(engine, Status.ABSENT, version=-1)
+        engine.awaited = set()
+        engine.is_awaited_by_hand = False
+        engine.replace_by = self._requests.now + self._spec.deadlines.join
+        self._engines.stay(engine)
+        self._groups.stop_connecting(engine.name)
+
+    def refit_again(self, engine: Engine) -> None:
+        """Have an engine that is torn refitted once more."""
+        self._engines.move(engine, Status.CONNECTING, version=-1)
+        engine.awaited = set()
+
+    def rebuild(self, name: str) -> list[Action]:
+        """Begin to bring a new process to where the others are."""
+        engine = self._engines[name]
+        self._engines.move(engine, Status.BUILDING)
+        return self._await(engine, [self._transfers.order_build(name)])
+
+    def go_on(self, engine: Engine) -> list[Action]:
+        """Take an engine one status further: all its requests were answered."""
+        match engine.status:
+            case Status.BUILDING:
+                self._engines.move(engine, Status.INSTALLING)
+                return self._await(engine, self._transfers.order_install([engine.name]))
+            case Status.INSTALLING:
+                self._engines.move(engine, Status.CONNECTING)
+                return []
+            case other:
+                raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
+
+    def is_overdue(self, engine: Engine) -> bool:
+        """Tell whether no process has come in the place of an engine in time."""
+        return engine.status is Status.ABSENT and self._requests.now > engine.replace_by
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """Return the error of a replacement that did not come in time."""
+        for name in self._engines.having(Status.ABSENT):
+            if self.is_overdue(self._engines[name]):
+                what = f"no process has taken its place within {self._spec.deadlines.join:g} s"
+                return DeadlineExceeded(name, Status.ABSENT.value, what)
+        return None
+
+    def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
+        """Have an engine wait for the answers to these orders."""
+        engine.awaited = {action.order.command_id for action in actions if isinstance(action, Dispatch)}
+        return actions

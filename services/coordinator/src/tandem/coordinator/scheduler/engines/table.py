@@ -1,0 +1,208 @@
+"""The table of engines: how far each is from serving tokens, and which weight version it holds.
+
+ABSENT ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ REFITTING ─▶ HOLDING(version)
+                                        ▲                     ▲            │
+                                        │                     └─ a newer version
+                                        └── its refit failed, or its digests differ ──┘
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+
+from tandem.coordinator.scheduler.agenda import Changed, Table
+
+
+class Status(enum.Enum):
+    """How far an engine is from serving tokens."""
+
+    ABSENT = "waiting for a replacement"
+    BUILDING = "building"
+    INSTALLING = "installing its transfer program"
+    CONNECTING = "waiting for its mesh to be connected"
+    READY = "ready for a version"
+    REFITTING = "refitting"
+    HOLDING = "holding a version"
+
+    __hash__ = object.__hash__  # as members are equal, and in C: tables are asked for a status at every event
+
+
+COMING_BACK = (Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
+"""What an engine that was lost or torn goes through before it can be refitted."""
+
+
+class Engine:
+    """What is known of one engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status = Status.READY
+        self.version = -1
+        """What it holds, or is being refitted to; -1 if that is nothing whole."""
+        self.is_attested = False
+        """Whether its digests of that version were equal to the trainers'."""
+        self.has_frozen = False
+        """Whether it has the weights that never change, which it got with an earlier version."""
+        self.awaited: set[int] = set()
+        """Requests that must be answered before its status changes."""
+        self.num_failures = 0
+        """To bring it to the current version."""
+        self.replace_by = 0.0
+        """When it must have been replaced; while it is absent."""
+        self.is_awaited_by_hand = False
+        """Whether its replacement is to be started by hand; while it is absent."""
+        self.leave_by: float | None = None
+        """When it must have left, if it was told to: it gets nothing more to generate."""
+        self.is_vacant = False
+        """Whether it has left, as the last of all: its place is there until another engine joins."""
+
+
+class EngineTable:
+    """All engines of the run, and which of them have which status."""
+
+    def __init__(self, departed: Iterable[str], changes: Callable[[Table], Changed]) -> None:
+        """`departed` have left before. `changes` returns what to call when a table has changed."""
+        self._changed = changes(Table.ENGINES)
+        self._changed_leaving = changes(Table.LEAVING)
+        self._changed_suspects = changes(Table.SUSPECTS)
+        self.suspects: list[str] = []
+        """Engines whose samples no longer count; its reader empties it."""
+        self._engines: dict[str, Engine] = {}
+        self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
+        self._leaving: dict[str, None] = {}
+        self.departed = {*departed}
+        """Engines that have left and were not replaced."""
+        self.num_attested = 0
+        """Engines whose version is attested."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def get(self, name: str) -> Engine | None:
+        """Return an engine; None if there is none of the name."""
+        return self._engines.get(name)
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Enter the engines of the run, each ready for a version."""
+        self._engines = {name: Engine(name) for name in names}
+        self.departed.difference_update(self._engines)
+        self._by_status = {status: {} for status in Status}
+        self._by_status[Status.READY] = dict.fromkeys(self._engines)
+        self._leaving = {}
+        self.num_attested = 0
+        self._changed()
+        self._changed_leaving()
+
+    def add(self, name: str) -> None:
+        """Enter one more engine, which may have to be connected; or take a place that is vacant."""
+        if name in self._engines:
+            self.remove(name)
+        self.departed.discard(name)
+        engines = {**self._engines, name: Engine(name)}
+        self._engines = {each: engines[each] for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2]))}
+        self._engines[name].status = Status.CONNECTING
+        self._by_status[Status.CONNECTING][name] = None
+        self._changed()
+        self._changed_leaving()
+
+    def remove(self, name: str) -> None:
+        """Take an engine out that has left."""
+        engine = self._engines.pop(name)
+        self.departed.add(name)
+        self.attest(engine, is_attested=False)
+        del self._by_status[engine.status][name]
+        self._leaving.pop(name, None)
+        self._changed()
+        self._changed_leaving()
+
+    def suspect(self, name: str) -> None:
+        """Take note that the samples of an engine no longer count: what it held is not what it should have been."""
+        self.suspects.append(name)
+        self._changed_suspects()
+
+    def trust(self, name: str) -> None:
+        """Take note that nothing is left to discard of what an engine made."""
+        self.suspects = [suspect for suspect in self.suspects if suspect != name]
+        self._changed_suspects()
+
+    def await_by_hand(self, name: str) -> None:
+        """Take note that no process is launched in the place of an engine that is lost."""
+        engine = self.get(name)
+        if engine is not None and engine.status is Status.ABSENT:
+            engine.is_awaited_by_hand = True
+
+    def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
+        """Take note that an engine was told to leave."""
+        engine.leave_by = leave_by
+        self._leaving[engine.name] = None
+        self._changed()
+        self._changed_leaving()
+
+    def stay(self, engine: Engine) -> None:
+        """Take note that the process in the place of an engine is not to leave."""
+        engine.leave_by = None
+        self._leaving.pop(engine.name, None)
+        self._changed()
+        self._changed_leaving()
+
+    def leave_vacant(self, engine: Engine) -> None:
+        """Keep the place of an engine that has left."""
+        self.begin_to_leave(engine, engine.replace_by)
+        engine.is_vacant = True
+        self._changed()
+        self._changed_leaving()
+
+    @property
+    def is_any_leaving(self) -> bool:
+        """Whether an engine was told to leave, or a place is vacant."""
+        return bool(self._leaving)
+
+    def leaving(self) -> list[str]:
+        """Return the engines that were told to leave, and a place that is vacant."""
+        return list(self._leaving)
+
+    def staying(self) -> list[str]:
+        """Return the others, in the order of their index."""
+        return [name for name in self._engines if name not in self._leaving]
+
+    def names(self) -> list[str]:
+        """Return all engines, in the order of their index."""
+        return list(self._engines)
+
+    def having(self, *statuses: Status) -> list[str]:
+        """Return the engines that have one of these statuses, in the order of their index."""
+        if self.num_having(*statuses) == 0:
+            return []
+        return [name for name in self._engines if self._engines[name].status in statuses]
+
+    def num_having(self, *statuses: Status) -> int:
+        """Return how many engines have one of these statuses."""
+        num = 0
+        for status in statuses:  # this is asked several times an event
+            num += len(self._by_status[status])
+        return num
+
+    def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
+        """Give an engine another status, and say which version it is about, if any; no version of it is attested."""
+        del self._by_status[engine.status][engine.name]
+        engine.status = status
+        self._by_status[status][engine.name] = None
+        if version is not None:
+            engine.version = version
+        self.attest(engine, is_attested=False)
+
+    def attest(self, engine: Engine, *, is_attested: bool) -> None:
+        """Note whether the version that an engine holds is attested."""
+        self.num_attested += is_attested - engine.is_attested
+        engine.is_attested = is_attested
+        self._changed()

@@ -1,0 +1,304 @@
+"""Planned transfers: the commands that set engines up, with layouts, transfer programs and transfer groups.
+
+Weights are streamed over a transfer group (a mesh, in the protocol). Engines that pass weights on to each other share
+one. Those of them that come back wait for each other, and then the group is connected anew and they are refitted
+together: no engine passes on what is torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tandem.common.errors import CommandFailed
+from tandem.common.messages import (
+    BuildEngine,
+    ConnectMesh,
+    EngineBuilt,
+    InstallProgram,
+    PlannedMesh,
+    PlanTransfers,
+    Refitted,
+    RendezvousOpened,
+    Reply,
+    TrainerBuilt,
+    TransfersPlanned,
+)
+from tandem.common.worker_shards import process_of, worker_shard_names
+from tandem.coordinator.scheduler.agenda import Changed
+from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+
+SERVICE = "refit-0"
+
+
+class Transfers:
+    """Layouts in, programs and transfer groups out. Raises `ServiceError` where the run cannot go on."""
+
+    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+        self._spec = spec
+        self._build_s = spec.deadlines.build
+        self._requests = requests
+        self._rendezvous = ("", 0)
+        self._layouts: dict[str, dict[str, bytes]] = {}
+        """Of each process, by part."""
+        self._planned: TransfersPlanned | None = None
+        self._programmed: dict[str, dict[str, bytes]] = {}
+        """The layouts that the plan's programs are for."""
+        self._epochs: dict[str, int] = {}
+        """How often each mesh was connected."""
+        self._newcomers: dict[int, tuple[str, ...]] = {}
+        """By the order of a refit that is yet to be answered: engines that get what never changes, too."""
+
+    @property
+    def plan(self) -> TransfersPlanned:
+        """The plan, once there is one."""
+        assert self._planned is not None, "transfers are planned before anything else"
+        return self._planned
+
+    def take(self, member: str, reply: Reply) -> None:
+        """Take what a reply says of layouts, the plan, or bytes that were counted."""
+        match reply:
+            case RendezvousOpened(host=host, port=port):
+                self._rendezvous = (host, port)
+            case TrainerBuilt(layout=layout):
+                self._layouts[member] = {member: layout}
+            case EngineBuilt(layouts=layouts):
+                self._take_layouts(member, by_part(member, layouts))
+            case TransfersPlanned() if self._planned is None:
+                self._planned, self._programmed = reply, dict(self._layouts)
+            case TransfersPlanned():
+                pass  # of a service in the place of one that is lost: what is installed stays
+            case Refitted():
+                self._check_bytes(member, reply)
+            case _:
+                pass
+
+    def note_refit(self, command_id: int, newcomers: tuple[str, ...]) -> None:
+        """Take note of which engines get what never changes with a refit, too."""
+        self._newcomers[command_id] = newcomers
+
+    def order_build(self, engine: str) -> Dispatch:
+        """Have an engine built, which answers with its layout."""
+        order = BuildEngine(
+            samples_folder=self._spec.samples_folder,
+            reward_server=self._spec.reward_server,
+            **self._requests.open(engine, Phase.BUILDING, self._build_s),
+        )
+        return Dispatch(member=engine, order=order)
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether the refit service is yet to answer that it knows all layouts."""
+        return self._requests.num_for(Phase.PLANNING) > 0
+
+    def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
+        """Have all transfers planned from the layouts that trainers and engines sent."""
+        order = PlanTransfers(
+            sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
+            destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
+            allow_alias=self._spec.allow_alias,
+            alias_frozen=self._spec.alias_frozen,
+            **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
+        )
+        return Dispatch(member=SERVICE, order=order)
+
+    def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
+        """Take the layouts of an engine that joins, for which nothing is planned yet."""
+        self._layouts[engine] = by_part(engine, layouts)
+
+    def extend(self, engine: str, plan: TransfersPlanned) -> bool:
+        """Take the programs of an engine that joins from a plan for all; False if others would have to take part.
+
+        Those of others stay what they are, also where the new plan has changed them. So does that of an engine that
+        has left, for one in its place that wants the same: all that others need for it is installed.
+        """
+        parts = self._layouts[engine]
+        if self._programmed.get(engine) == parts:
+            return True
+        if any(engine in processes_in(mesh) for mesh in plan.meshes):
+            return False
+        self._programmed[engine] = parts
+        links, frozen = (
+            {link: count for link, count in counts.items() if link.rpartition(">")[2] in parts}
+            for counts in (plan.num_bytes, plan.num_bytes_frozen)
+        )
+        self._planned = msgspec.structs.replace(
+            self.plan,
+            programs={**self.plan.programs, **{part: plan.programs[part] for part in parts}},
+            num_bytes={**self.plan.num_bytes, **links},
+            num_bytes_frozen={**self.plan.num_bytes_frozen, **frozen},
+            predicted_s=plan.predicted_s,
+            bound_s=plan.bound_s,
+        )
+        return True
+
+    def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
+        """Have programs bound: those of all processes, or of these."""
+        programs = self.plan.programs
+        every_process = dict.fromkeys(map(process_of, programs))
+        return [
+            Dispatch(
+                member=member,
+                order=InstallProgram(
+                    programs=tuple(programs[part] for part in self._layouts[member]),
+                    **self._requests.open(member, Phase.INSTALLING, self._build_s),
+                ),
+            )
+            for member in (every_process if members is None else members)
+        ]
+
+    def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
+        """Have a mesh connected, anew if it was before."""
+        epoch = self._epochs[mesh.name] = self._epochs.get(mesh.name, -1) + 1
+        host, port = self._rendezvous
+        return [
+            Dispatch(
+                member=member,
+                order=ConnectMesh(
+                    mesh=mesh.name,
+                    members=mesh.members,
+                    device_type=mesh.device_type,
+                    epoch=epoch,
+                    rendezvous_host=host,
+                    rendezvous_port=port,
+                    **self._requests.open(member, Phase.CONNECTING, self._build_s),
+                ),
+            )
+            for member in processes_in(mesh)
+        ]
+
+    def mesh_of(self, engine: str) -> PlannedMesh | None:
+        """Return the mesh over which weights stream to an engine, if any do."""
+        return next((mesh for mesh in self.plan.meshes if engine in processes_in(mesh)), None)
+
+    def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
+        if self._planned is not None and self._layouts[engine] != layouts:
+            what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
+            raise CommandFailed(engine, Phase.BUILDING.value, what)
+        self._layouts[engine] = layouts
+
+    def _check_bytes(self, member: str, reply: Refitted) -> None:
+        """Raise `CommandFailed` if a link carried more or less than planned: then the plan was not what was done."""
+        newcomers = self._newcomers.pop(reply.command_id, ())
+        for link, counted in reply.num_bytes.items():
+            planned = self._planned_bytes(link, newcomers)
+            if counted != planned:
+                what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
+                raise CommandFailed(member, Phase.REFITTING.value, what)
+
+    def _planned_bytes(self, link: str, newcomers: tuple[str, ...]) -> int | None:
+        """Return the bytes of one refit on a link; None if nothing was planned there."""
+        changing = self.plan.num_bytes.get(link)
+        if process_of(link.rpartition(">")[2]) not in newcomers:
+            return changing
+        frozen = self.plan.num_bytes_frozen.get(link)
+        return None if changing is None and frozen is None else (changing or 0) + (frozen or 0)
+
+
+def processes_in(mesh: PlannedMesh) -> list[str]:
+    """Return the processes that have parts in a mesh."""
+    return list(dict.fromkeys(map(process_of, mesh.members)))
+
+
+def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
+    """Return what a process sent for each of its parts, by their names."""
+    return dict(zip(worker_shard_names(member, len(sent)), sent, strict=True))
+
+
+_NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
+"""A mesh with such an engine is not connected: it is not there, or is busy with what is torn already."""
+
+
+class TransferGroups:
+    """The transfer groups of the plan. Their first connection, as a run is set up, is not seen here."""
+
+    def __init__(self, transfers: Transfers, engines: EngineTable, requests: PendingRequests, changed: Changed) -> None:
+        self._changed = changed
+        self._transfers = transfers
+        self._engines = engines
+        self._requests = requests
+        self._connecting: dict[str, set[int]] = {}
+        """Requests that must be answered before a mesh is connected again."""
+
+    def connect(self, *, may_join: bool) -> list[Action]:
+        """Connect engines anew that have all they need but a mesh, once those that they share it with have, too.
+
+        `may_join` says whether trainers can take part: a trainer in a step joins nothing before its end.
+        """
+        actions: list[Action] = []
+        for name in self._engines.having(Status.CONNECTING):
+            mesh = self._transfers.mesh_of(name)
+            if mesh is None:
+                self._engines.move(self._engines[name], Status.READY)
+                continue
+            if mesh.name in self._connecting or not may_join:
+                continue
+            if not {self._engines[other].status for other in self._engines_in(mesh)} & _NOT_TO_BE_CONNECTED:
+                orders = self._transfers.order_connect(mesh)
+                self._connecting[mesh.name] = {action.order.command_id for action in orders}
+                actions += orders
+        return actions
+
+    def take_reply(self, command_id: int) -> bool:
+        """Take what a member of a mesh answers; return whether the request was to connect one."""
+        for name, awaited in self._connecting.items():
+            if command_id in awaited:
+                awaited.discard(command_id)
+                if not awaited:
+                    self._connected(name)
+                return True
+        return False
+
+    def stop_connecting(self, engine: str) -> None:
+        """Wait no longer for the mesh of an engine, which is lost: it is connected when there is another."""
+        mesh = self._transfers.mesh_of(engine)
+        if mesh is not None:
+            self._stop_connecting(mesh.name)
+
+    def stop(self) -> None:
+        """Wait for no mesh any more."""
+        for mesh in [*self._connecting]:
+            self._stop_connecting(mesh)
+
+    def has_others(self, engine: str) -> bool:
+        """Tell whether an engine is in a mesh with others: which engine gets weights from which is fixed there."""
+        mesh = self._transfers.mesh_of(engine)
+        return mesh is not None and len(self._engines_in(mesh)) > 1
+
+    def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
+        """Leave out engines to which another of their mesh would pass on what is older, or torn, or nothing."""
+        if not self._transfers.plan.meshes:
+            return able
+        takers, chosen = [], set(able)
+        for name in able:
+            mesh = self._transfers.mesh_of(name)
+            others = self._engines_in(mesh) if mesh is not None else []
+            if all(other in chosen or _holds(self._engines[other], version) for other in others):
+                takers.append(name)
+        return takers
+
+    def _connected(self, name: str) -> None:
+        del self._connecting[name]
+        self._changed()
+        mesh = next(mesh for mesh in self._transfers.plan.meshes if mesh.name == name)
+        for engine in self._engines_in(mesh):
+            if self._engines[engine].status is Status.CONNECTING:
+                self._engines.move(self._engines[engine], Status.READY)
+
+    def _stop_connecting(self, mesh: str) -> None:
+        """Wait for a mesh no longer; its members do so in vain, until they are told of the next attempt."""
+        for command_id in self._connecting.pop(mesh, ()):
+            self._requests.close(command_id)
+        self._changed()
+
+    def _engines_in(self, mesh: PlannedMesh) -> list[str]:
+        return [name for name in processes_in(mesh) if name in self._engines]
+
+
+def _holds(engine: Engine, version: int) -> bool:
+    return engine.status is Status.HOLDING and engine.version == version

@@ -1,0 +1,303 @@
+"""The table of rollout groups: one prompt and its samples each, and how far they are.
+
+    WAITING ── assigned to an engine ──▶ IN_FLIGHT ── every sample is there ──▶ READY ── a step trains on it ──▶ TAKEN
+       ▲                                     │                                   │
+       └── its engine is lost, too slow, or did not hold the version it should ──┘
+       └── trainers cannot fetch its samples ─────────────────────────────────────────────────────┘
+
+A group's identity is its place in the data order: the step that trains on it, and its number there. So a group that is
+made again is the same group. Here, and nowhere else, a result that comes twice is told from one that comes first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+
+from tandem.common.messages import Purpose, SampleScored, SamplesFinished
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
+from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
+
+
+class GroupState(enum.Enum):
+    """How far a group is."""
+
+    WAITING = "waiting for an engine"
+    IN_FLIGHT = "being generated"
+    READY = "every sample is there"
+    TAKEN = "trained on, or counted"
+
+
+class Group:
+    """One prompt and its samples."""
+
+    __slots__ = ("engine", "number", "purpose", "request", "results", "size", "state", "step", "unfinished")
+
+    def __init__(self, step: int, purpose: Purpose, number: int, size: GroupSize) -> None:
+        self.step = step
+        self.purpose = purpose
+        self.number = number
+        """Among the groups of its step."""
+        self.size = size
+        self.state = GroupState.WAITING
+        self.engine: str | None = None
+        """Which generates it, or has; while it waits, the only one that may, if there is such."""
+        self.request = 0
+        """The `Generate` whose samples count."""
+        self.unfinished: set[int] = set()
+        """Samples that are in flight."""
+        self.results: dict[int, SampleScored] = {}
+        """By the sample's place in the group."""
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that any of its samples were made with."""
+        return min(sample.oldest_version for sample in self.results.values())
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that any of its samples were made with."""
+        return max(sample.newest_version for sample in self.results.values())
+
+    def records(self) -> list[SampleRecord]:
+        """Return what is known of the samples that are there, in order."""
+        assert self.engine is not None, "a result comes from an engine"
+        return [SampleRecord(self.results[sample], self.engine, self.request) for sample in sorted(self.results)]
+
+
+class StepGroups:
+    """The groups of one step, or of its validation, in the data order."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.num_batches = 0
+        """How often prompts were drawn."""
+        self.num_drawn = 0
+        """Groups that were asked for of the data, those included that are still to come."""
+        self.num_ready = 0
+        self.num_requests = 0
+        """`Generate` orders that are not answered."""
+        self.newest_versions: dict[str, int] = {}
+        """The newest weights that each engine has made any of the groups with that are ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every sample of every group is there, and every command to generate them is answered."""
+        return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
+
+    def records(self) -> list[SampleRecord]:
+        """Return what is known of every sample that is there, in the order of groups and samples."""
+        return [record for group in self.groups for record in group.records()]
+
+
+class GroupTable:
+    """All groups that are not done."""
+
+    def __init__(
+        self,
+        changed: Changed = no_agenda,
+        changed_ready: Changed = no_agenda,
+        changed_stored: Changed = no_agenda,
+    ) -> None:
+        self._changed = changed
+        """To be called when a group is in another state, not when one more of its samples is there."""
+        self._changed_ready = changed_ready
+        """To be called when all groups of a step are ready. That some are not any more has no rule fire."""
+        self._changed_stored = changed_stored
+        self._steps: dict[tuple[int, Purpose], StepGroups] = {}
+        self._of_request: dict[int, StepGroups] = {}
+        """By the command id of a `Generate` that is not answered."""
+        self._of_engine: dict[str, dict[Group, None]] = {}
+        """In flight or ready, in the order in which they were assigned."""
+        self._stored: dict[str, dict[int, int]] = {}
+        """Tokens that each rollout keeps of each training step; what no longer counts is released with the step."""
+        self._awaited: dict[str, int] = {}
+        """Tokens that each rollout may have to keep of what it is generating."""
+        self._num_in_flight: dict[Purpose, dict[str, int]] = {"train": {}, "validate": {}}
+        """Groups that each engine is generating; engines that generate none are not there."""
+
+    def __iter__(self) -> Iterator[Group]:
+        return (group for step in self._steps.values() for group in step.groups)
+
+    def of_step(self, step: int, purpose: Purpose) -> StepGroups | None:
+        """Return the groups of a step; None if it has not begun or is done."""
+        return self._steps.get((step, purpose))
+
+    def draw(self, step: int, purpose: Purpose, count: int) -> range:
+        """Make room for `count` more groups of a step; return their numbers."""
+        of_step = self._steps.setdefault((step, purpose), StepGroups())
+        first = of_step.num_drawn
+        of_step.num_batches += 1
+        of_step.num_drawn += count
+        return range(first, first + count)
+
+    def add(self, step: int, purpose: Purpose, sizes: Sequence[GroupSize]) -> list[Group]:
+        """Add the groups that were drawn, which wait from now on; none if the step is not wanted any more."""
+        of_step = self._steps.get((step, purpose))
+        if of_step is None:
+            return []
+        first = len(of_step.groups)
+        groups = [Group(step, purpose, first + i, size) for i, size in enumerate(sizes)]
+        of_step.groups += groups
+        if of_step.is_ready:  # no group was drawn
+            self._changed_ready()
+        return groups
+
+    def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
+        """Note that an engine was asked for groups that have waited; all are of one step."""
+        for group in groups:
+            if request not in self._of_request:
+                self._of_request[request] = self._steps[group.step, group.purpose]
+                self._of_request[request].num_requests += 1
+            group.state, group.engine, group.request = GroupState.IN_FLIGHT, engine, request
+            group.unfinished = set(range(group.size.num_samples))
+            self._await_tokens(group, group.size.num_samples)
+            self._count_in_flight(group, 1)
+            self._of_engine.setdefault(engine, {})[group] = None
+        self._changed()
+        self._changed_stored()
+
+    def close_request(self, request: int) -> None:
+        """Note that a `Generate` is answered, or given up; nothing if the request was another."""
+        of_step = self._of_request.pop(request, None)
+        if of_step is not None:
+            of_step.num_requests -= 1
+            if of_step.is_ready:
+                self._changed_ready()
+
+    def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
+        """Keep results; return of each group how many were new. What comes twice, or was given up, is no result."""
+        of_step = self._steps.get((finished.step, finished.purpose))
+        if of_step is None:
+            return []
+        news: dict[Group, int] = {}
+        for sample in finished.samples:
+            group = of_step.groups[sample.group] if sample.group < len(of_step.groups) else None
+            is_asked = group is not None and group.engine == engine and group.request == finished.command_id
+            if group is None or not is_asked or sample.sample not in group.unfinished:
+                continue
+            group.unfinished.discard(sample.sample)
+            group.results[sample.sample] = sample
+            self._await_tokens(group, -1)
+            if group.purpose == "train":
+                of_engine = self._stored.setdefault(engine, {})
+                of_engine[group.step] = of_engine.get(group.step, 0) + sample.num_tokens
+            news[group] = news.get(group, 0) + 1
+            if not group.unfinished:
+                self._count_in_flight(group, -1)
+                group.state = GroupState.READY
+                of_step.num_ready += 1
+                self._note_versions(of_step, group)
+                self._changed()
+                if of_step.is_ready:
+                    self._changed_ready()
+        self._changed_stored()
+        return list(news.items())
+
+    def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
+        """Return the groups of an engine in these states, in the order in which they were assigned."""
+        return [group for group in self._of_engine.get(engine, {}) if group.state in states]
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """Have groups wait again: what was made of them does not count."""
+        changed: dict[str, None] = {}
+        for group in groups:
+            of_step = self._steps[group.step, group.purpose]
+            of_step.num_ready -= group.state is GroupState.READY
+            assert group.engine is not None, "only what was assigned is put back"
+            del self._of_engine[group.engine][group]
+            self._await_tokens(group, -len(group.unfinished))
+            self._count_in_flight(group, -(group.state is GroupState.IN_FLIGHT))
+            group.state = GroupState.WAITING
+            group.unfinished, group.results = set(), {}
+            if of_step.newest_versions.pop(group.engine, None) is not None:
+                changed[group.engine] = None
+        for engine in changed:
+            for group in self.of_engine(engine, GroupState.READY):
+                self._note_versions(self._steps[group.step, group.purpose], group)
+        self._changed()
+        self._changed_stored()
+
+    def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
+        """Return how many groups an engine is generating, of some purposes or of any."""
+        return sum(self._num_in_flight[purpose].get(engine, 0) for purpose in purposes or self._num_in_flight)
+
+    @property
+    def num_generating(self) -> int:
+        """Engines that are generating."""
+        train, validate = self._num_in_flight["train"], self._num_in_flight["validate"]
+        return len(train) + (len(validate.keys() - train.keys()) if validate else 0)
+
+    def num_ready_after(self, step: int) -> int:
+        """Return how many groups are ready that later steps train on."""
+        return sum(
+            of.num_ready for (of_step, purpose), of in self._steps.items() if of_step > step and purpose == "train"
+        )
+
+    def num_tokens(self, engine: str) -> int:
+        """Return how many tokens a rollout keeps, or may have to, until the steps they are for are done."""
+        return sum(self._stored.get(engine, {}).values()) + self._awaited.get(engine, 0)
+
+    def forget_stored(self, engine: str) -> None:
+        """Note that a rollout is lost, and all that it kept."""
+        self._stored.pop(engine, None)
+        self._changed_stored()
+
+    def take(self, step: int, purpose: Purpose) -> None:
+        """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
+        for group in self._steps[step, purpose].groups:
+            group.state = GroupState.TAKEN
+            self._forget_engine(group)
+        self._changed()
+
+    def untake(self, step: int, purpose: Purpose) -> list[Group]:
+        """Note that a step's groups are yet to be trained on, after all; return them."""
+        groups = self._steps[step, purpose].groups
+        for group in groups:
+            group.state = GroupState.READY
+            self._of_engine.setdefault(str(group.engine), {})[group] = None
+        self._changed()
+        self._changed_ready()
+        return groups
+
+    def remove(self, step: int, purpose: Purpose) -> None:
+        """Forget the groups of a step that is done."""
+        of_step = self._steps.pop((step, purpose), None)
+        for group in of_step.groups if of_step is not None else []:
+            self._forget_engine(group)
+            self._await_tokens(group, -len(group.unfinished))
+        for of_engine in self._stored.values() if purpose == "train" else ():
+            of_engine.pop(step, None)
+        self._changed()
+        self._changed_stored()
+
+    def clear(self) -> None:
+        """Forget all groups but those that are trained on, or counted: the run ends."""
+        self._of_request.clear()
+        self._changed()
+        for step, purpose in [*self._steps]:
+            groups = self._steps[step, purpose].groups
+            if not any(group.state is GroupState.TAKEN for group in groups):
+                self.remove(step, purpose)
+
+    def _await_tokens(self, group: Group, num_samples: int) -> None:
+        if group.purpose == "train" and group.engine is not None:
+            awaited = self._awaited.get(group.engine, 0) + num_samples * group.size.num_tokens
+            self._awaited[group.engine] = awaited
+
+    def _count_in_flight(self, group: Group, change: int) -> None:
+        assert group.engine is not None, "only what was assigned is in flight"
+        counts = self._num_in_flight[group.purpose]
+        counts[group.engine] = counts.get(group.engine, 0) + change
+        if not counts[group.engine]:
+            del counts[group.engine]
+
+    def _note_versions(self, of_step: StepGroups, group: Group) -> None:
+        newest, engine = of_step.newest_versions, str(group.engine)
+        newest[engine] = max(newest.get(engine, -1), group.newest_version)
+
+    def _forget_engine(self, group: Group) -> None:
+        if group.engine is not None:
+            if group.state is GroupState.IN_FLIGHT:
+                self._count_in_flight(group, -1)
+            self._of_engine.get(group.engine, {}).pop(group, None)

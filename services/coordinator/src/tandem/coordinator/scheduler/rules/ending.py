@@ -1,0 +1,53 @@
+"""How a run ends: it is finished, was interrupted, or has failed."""
+
+from __future__ import annotations
+
+from tandem.common.errors import ServiceError
+from tandem.coordinator.scheduler.events import Action, Finish, Outcome, Say
+from tandem.coordinator.scheduler.phases import GENERATION, Phase
+from tandem.coordinator.scheduler.tables import Tables
+
+
+def finish(tables: Tables) -> list[Action] | None:
+    """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
+    if tables.error is not None:
+        return None if tables.saving.is_out else _end(tables, "failed", tables.error)
+    if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.weights.is_settled:
+        return None
+    return _end(tables, "interrupted" if tables.steps.is_interrupted else "finished")
+
+
+def interrupt(tables: Tables) -> list[Action]:
+    """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
+    if tables.error is not None:
+        return _end(tables, "failed", tables.error)
+    if tables.steps.is_interrupted or tables.stage is not None:
+        return _end(tables, "interrupted")
+    tables.steps.is_interrupted = True
+    if tables.phase in GENERATION:
+        tables.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
+    tables.requests.drop_all(*GENERATION)  # also beside training
+    tables.stop_generating()
+    tables.progress.is_validated |= tables.progress.is_validating
+    tables.progress.is_validating = False
+    if tables.steps.has_started and not tables.progress.is_trained and not tables.progress.is_training:
+        tables.abandon_step()
+    return []
+
+
+def fail(tables: Tables, error: ServiceError) -> list[Action]:
+    """End the run, at once unless a checkpoint is being written that can still be whole."""
+    if tables.error is None and tables.saving.is_out:
+        tables.error = error
+        tables.requests.drop_all_but(Phase.WRITING)
+        tables.stop_generating()
+        is_replaced = not error.is_final and tables.replacements.are_left(tables.requests.now)
+        what = "it is replaced as soon as the" if is_replaced else "the run ends as soon as its"
+        return [Say(text=f"{error}; {what} last checkpoint is written")]
+    return _end(tables, "failed", tables.error or error)
+
+
+def _end(tables: Tables, outcome: Outcome, error: ServiceError | None = None) -> list[Action]:
+    tables.requests.drop_all_but()
+    tables.finish = Finish(outcome=outcome, error=error)
+    return [tables.finish]

@@ -1,0 +1,181 @@
+"""Generation: groups are drawn for the steps to come, and assigned to engines that may make them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tandem.common.errors import SamplingExhausted
+from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
+from tandem.coordinator.scheduler.events import (
+    Action,
+    Dispatch,
+    DispatchPrompts,
+    DrawPrompts,
+    PromptsDrawn,
+    Say,
+)
+from tandem.coordinator.scheduler.groups.table import Group, GroupState, StepGroups
+from tandem.coordinator.scheduler.phases import GENERATION, Phase
+from tandem.coordinator.scheduler.rules import regeneration
+from tandem.coordinator.scheduler.tables import Tables
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def draw(tables: Tables) -> list[Action] | None:
+    """Draw the groups of the next step that may be generated for; or more, where too few are informative."""
+    spec = tables.spec
+    num_groups = spec.num_groups if spec.dynamic_sampling is None else spec.dynamic_sampling.num_groups
+    if tables.steps.drawn < tables.newest_step:
+        tables.steps.drawn += 1
+        return draw_groups(tables, "train", tables.steps.drawn, num_groups)
+    of_step = tables.groups.of_step(tables.step, "train")
+    if of_step is None or not is_complete(tables, of_step) or not lacks_groups(tables, of_step):
+        return None
+    return draw_groups(tables, "train", tables.step, num_groups)
+
+
+def assign(tables: Tables) -> list[Action] | None:
+    """Have engines generate what waits, as far as they hold weights that are young enough, and have room."""
+    full: dict[str, None] = {}
+    chosen: dict[str, int] = {}
+
+    def can_generate(engine: str, group: Group) -> bool:
+        if not _holds_young_weights(tables, engine, group):
+            return False
+        if group.purpose == "train" and not _has_room(tables, engine, group, chosen.get(engine, 0)):
+            full[engine] = None
+            return False
+        chosen[engine] = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
+        return True
+
+    chosen_groups = tables.assignment.choose(can_generate, tables.requests.now)
+    actions = _say_who_is_full(tables, full)
+    if not chosen_groups:
+        return actions or None
+    dropped = regeneration.drop_kept(tables, [group for groups in chosen_groups.values() for group in groups])
+    for engine, groups in chosen_groups.items():
+        while groups:
+            first = groups[0]
+            together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
+            groups = [g for g in groups if g not in together]
+            actions += _dispatch_groups(tables, engine, together)
+    return [*dropped, *actions]
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
+    """Take the groups that were drawn: they wait for an engine."""
+    groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
+    engines = tables.engines
+    tables.assignment.add(groups, engines.staying() or engines.names())
+
+
+def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list[Action]:
+    """Take samples that are finished; have groups made again that came with weights too old for their step."""
+    news = tables.groups.take_results(member, finished)
+    for group, num_samples in news:
+        tables.assignment.finished(member, group, num_samples)
+    ready = [group for group, _ in news if group.state is GroupState.READY]
+    return regeneration.drop_too_old(tables, ready) if ready else []
+
+
+# --- the groups of a step --------------------------------------------------------------------------------------------
+
+
+def draw_groups(tables: Tables, purpose: Purpose, step: int, count: int) -> list[Action]:
+    """Ask for so many more groups of a step."""
+    return [DrawPrompts(step=step, purpose=purpose, groups=tables.groups.draw(step, purpose, count))]
+
+
+def is_complete(tables: Tables, of_step: StepGroups) -> bool:
+    """Tell whether all groups that were drawn are ready, and every version in them is attested."""
+    return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
+
+
+def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
+    """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` if it must not go on."""
+    dynamic, needed = tables.spec.dynamic_sampling, tables.spec.num_groups
+    if dynamic is None:
+        return False
+    found = sum(tables.is_informative([record.scored for record in group.records()]) for group in of_step.groups)
+    if found >= needed:
+        return False
+    if of_step.num_batches == dynamic.max_batches:
+        raise SamplingExhausted(
+            "coordinator",
+            Phase.GENERATING.value,
+            f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {found} groups whose "
+            f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
+            "grpo.dynamic_sampling_max_gen_batches too low",
+        )
+    return True
+
+
+# --- assigning -------------------------------------------------------------------------------------------------------
+
+
+def _holds_young_weights(tables: Tables, engine: str, group: Group) -> bool:
+    """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
+    if group.purpose == "validate":
+        return tables.weights.can_generate(engine, group.step, group.step)
+    return tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1)
+
+
+def _has_room(tables: Tables, engine: str, group: Group, num_chosen: int) -> bool:
+    """Tell whether a rollout can keep the samples of one more group until they are trained on."""
+    most, num_tokens = tables.spec.max_stored_tokens, group.size.num_samples * group.size.num_tokens
+    return most is None or tables.groups.num_tokens(engine) + num_chosen + num_tokens <= most
+
+
+def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
+    """Say of each engine once a step that its samples hold up new ones."""
+    new = [engine for engine in full if engine not in tables.full]
+    tables.full = full
+    most = tables.spec.max_stored_tokens
+    return [
+        Say(
+            text=f"{engine} generates no more before samples are trained on: it keeps up to {most} tokens "
+            "(policy.generation.max_stored_tokens)"
+        )
+        for engine in new
+    ]
+
+
+def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
+    """Have an engine generate groups of one step, and take those that were before from disk."""
+    kept = [group for group in groups if tables.restored.has(group)]
+    made = [group for group in groups if not tables.restored.has(group)]
+    actions = [_dispatch_prompts(tables, engine, made)] if made else []
+    if kept:
+        fields = tables.open(engine, Phase.GENERATING)
+        order = RestoreSamples(
+            step=kept[0].step,
+            files=tables.restored.files(kept, fields["command_id"]),
+            num_samples=kept[0].size.num_samples,
+            **fields,
+        )
+        tables.groups.assign(kept, engine, order.command_id)
+        actions.append(Dispatch(member=engine, order=order))
+    return actions
+
+
+def _dispatch_prompts(tables: Tables, engine: str, groups: Sequence[Group]) -> Action:
+    """Ask an engine for groups of one step, beside what it was asked for before."""
+    step, purpose = groups[0].step, groups[0].purpose
+    # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
+    num_ahead = step - tables.step if purpose == "train" else tables.spec.max_trajectory_age_steps
+    fields = tables.open(engine, Phase.GENERATING if purpose == "train" else Phase.VALIDATING, 1 + num_ahead)
+    oldest = next(tables.requests.of(engine, *GENERATION))
+    tables.groups.assign(groups, engine, fields["command_id"])
+    return DispatchPrompts(
+        member=engine,
+        step=step,
+        purpose=purpose,
+        groups=tuple(group.number for group in groups),
+        cancel_before=oldest.command_id,
+        **fields,
+    )

@@ -1,0 +1,179 @@
+"""Engines that were told to leave: each gets nothing more, and goes once nothing of its is needed.
+
+    told ─▶ it finishes what it generates ─▶ its samples are trained on, and in the record ─▶ it is let go
+       └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
+
+It counts as no loss, and is not replaced. One that was lost, and was not replaced in time, has left as
+well, where others are there to go on; at once if it was started by hand, and there are enough others. After the last
+engine the run waits for another to join: the place of the one that has left is vacant until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.coordinator.scheduler.engines.table import Engine, Status
+from tandem.coordinator.scheduler.events import Action, LetGo, Say
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
+from tandem.coordinator.scheduler.rules import recovery, regeneration
+from tandem.coordinator.scheduler.tables import Tables
+
+_STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
+
+
+def take_leaving(tables: Tables, member: str) -> list[Action]:
+    """Give an engine nothing more that was told to leave. One that is not in the table yet goes at once."""
+    engines = tables.engines
+    if tables.error is not None or tables.steps.is_interrupted:
+        return []  # it is let go at the end, which is near
+    if member in tables.joining:
+        return turn_away(tables, member, "it was told to")
+    if tables.stage is not None:
+        tables.told_to_leave[member] = None
+        return []
+    engine = engines.get(member)
+    if engine is None or engine.leave_by is not None or engine.status is Status.ABSENT:
+        return []
+    if tables.is_last and engines.staying() == [member]:
+        if member in tables.told_to_leave:
+            return []
+        tables.told_to_leave[member] = None
+        return [Say(text=f"{member} {_STAYS}")]
+    engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
+    num_groups = len(_needed(tables, engine.name))
+    when = f"when {num_groups} rollout groups of its are trained on" if num_groups else "at once"
+    return [Say(text=f"{member} was told to leave: it gets nothing more, and goes {when}")]
+
+
+def let_go(tables: Tables) -> list[Action] | None:
+    """Let an engine go that was told to leave, once it can; have what waits for it wait for others."""
+    engines = tables.engines
+    for name in engines.leaving():
+        actions = _go_on(tables, engines[name])
+        if actions is not None:
+            return actions
+    return None
+
+
+def check(tables: Tables) -> list[Action]:
+    """Let engines go that were told to leave long enough ago, and do without those that were not replaced in time."""
+    engines, actions = tables.engines, list[Action]()
+    for name in engines.leaving():
+        engine = engines[name]
+        if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
+            actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
+    while (lost := recovery.dispensable(tables)) is not None:
+        actions += depart(tables, *lost)
+    return actions
+
+
+def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
+    """Let an engine go now; what of its has not been trained on is made again."""
+    name, engines = engine.name, tables.engines
+    groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
+    regeneration.drop_generation(tables, name)
+    tables.groups.forget_stored(name)
+    tables.recording.take_loss(name)
+    is_last = not _others(tables, name)
+    recovery.do_without(tables, engine, is_last=is_last)
+    tables.members.remove(name)
+    discarded = regeneration.put_back(tables, groups)
+    if name in engines:  # for the process that comes in its place
+        tables.assignment.withdraw(name)
+    else:
+        tables.assignment.move(name, engines.staying() or engines.names())
+        tables.assignment.forget(name)
+    again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
+    is_awaited = name in engines
+    return [*discarded, LetGo(member=name, why=why + again, is_awaited=is_awaited)]
+
+
+def welcome(tables: Tables) -> list[Action] | None:
+    """Have engines built, and planned for, that have joined later than the others; turn away those that cannot join."""
+    joining = tables.joining
+    while joining.entered:
+        tables.assignment.withdraw(joining.entered.pop())
+    if not len(joining):
+        return None
+    if tables.steps.is_interrupted or (tables.is_last and tables.progress.is_committed):
+        joining.stop()
+        return []
+    if joining.refused:
+        return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
+    engines, is_service_able = tables.engines.names(), tables.service.is_able
+    return joining.go_on(tables.weights.trainers, engines, is_service_able=is_service_able) or None
+
+
+def turn_away(tables: Tables, member: str, why: str) -> list[Action]:
+    """Do without an engine that has joined, and is not ready yet."""
+    tables.recording.take_loss(member)
+    tables.joining.remove(member)
+    tables.members.remove(member)
+    engines = tables.engines
+    is_awaited = any(engines[name].is_vacant for name in engines.leaving())
+    return [LetGo(member=member, why=why, is_awaited=is_awaited)]
+
+
+def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
+    name = engine.name
+    others = _others(tables, name)
+    staying = tables.engines.staying()
+    if staying and tables.assignment.move(name, staying):
+        return []
+    if engine.is_vacant:
+        if not others:
+            return None
+        tables.engines.remove(name)
+        return []
+    if not staying and (stuck := _cannot_be_trained(tables, name)):
+        return _hand_back(tables, name, stuck)
+    if not others and tables.is_last and tables.progress.is_trained:
+        return _stay(tables, engine)
+    return depart(tables, engine, "it was told to") if _may_go(tables, engine) else None
+
+
+def _stay(tables: Tables, engine: Engine) -> list[Action]:
+    """Have the last engine validate what the last step has trained, and prove it: the run is about to end."""
+    tables.engines.stay(engine)
+    tables.assignment.withdraw(engine.name)
+    tables.told_to_leave[engine.name] = None
+    return [Say(text=f"{engine.name} {_STAYS}")]
+
+
+def _others(tables: Tables, name: str) -> list[str]:
+    """Return the engines beside one, also those that leave."""
+    engines = tables.engines
+    return [other for other in engines if other != name and not engines[other].is_vacant]
+
+
+def _may_go(tables: Tables, engine: Engine) -> bool:
+    """Tell whether nothing is needed of an engine any more: no sample, no part of the record, no weights."""
+    is_busy = engine.status is Status.REFITTING or tables.recording.is_awaited_from(engine.name)
+    return not is_busy and not _needed(tables, engine.name)
+
+
+def _needed(tables: Tables, name: str) -> list[Group]:
+    """Return the groups of an engine that are generated, or ready, or that trainers may be fetching."""
+    groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
+    if tables.progress.is_training:
+        of_step = tables.groups.of_step(tables.step, "train")
+        groups += [group for group in ([] if of_step is None else of_step.groups) if group.engine == name]
+    return groups
+
+
+def _cannot_be_trained(tables: Tables, name: str) -> list[Group]:
+    """Return the groups of an engine for steps that cannot become complete before another engine joins."""
+    incomplete = [group.step for group in tables.groups if group.state is GroupState.WAITING]
+    if not incomplete:
+        return []
+    groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
+    return [group for group in groups if group.step >= min(incomplete)]
+
+
+def _hand_back(tables: Tables, name: str, groups: Sequence[Group]) -> list[Action]:
+    """Have groups of an engine wait again; it gives up all that it generates."""
+    in_flight = tables.groups.of_engine(name, GroupState.IN_FLIGHT)
+    actions = [regeneration.stop(tables, name)] if in_flight else []
+    regeneration.drop_generation(tables, name)
+    tables.assignment.withdraw(name)
+    return [*actions, *regeneration.put_back(tables, [*dict.fromkeys([*groups, *in_flight])])]

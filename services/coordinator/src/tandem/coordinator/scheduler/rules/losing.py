@@ -1,0 +1,226 @@
+"""Processes that join, are lost, fail, or are late: what becomes of the run then.
+
+`Membership` (`engines.members`) says which are there. Here is decided, for each kind of process, what its loss means:
+
+| lost | then |
+|---|---|
+| rollout | it is replaced: its groups wait again, others go on |
+| refit service | it is replaced: another gets the layouts, and weights go on moving meanwhile |
+| rollout that was told to leave, or is not ready yet that has joined later | nothing but that: others go on |
+| rollout or refit service, of a run that was interrupted | nothing: it is asked for nothing more |
+| trainer, or any before everything is set up | this schedule ends, once its last checkpoint is written |
+
+A process that could not carry out an order for a reason of its own (`Failed.expected`), or whose samples trainers could
+not use several times in a row, is lost like one that died: it is shut out, and another takes its place. Where that one
+fails alike, so would all, and the run ends.
+
+So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
+(`tandem.coordinator.loop.terms`): trainers are started again, and there is a new one.
+
+What an order leads to that its process could not carry out depends on what it was for (`take_failure`). An error that
+is raised here ends the run (`ending.fail`).
+
+What is late is given up, or ends the run with an error that names it (`check`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost, Standstill
+from tandem.common.messages import Failed, ServiceKind
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE
+from tandem.coordinator.scheduler.events import Action, Say
+from tandem.coordinator.scheduler.groups.table import GroupState
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
+from tandem.coordinator.scheduler.tables import Tables
+
+_MOST_UNUSABLE = 3
+"""Times in a row that trainers cannot use an engine's samples before it is lost."""
+
+
+def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
+    """Take note of a process; one in the place of an engine that was lost is brought to where the others are."""
+    tables.members.add(member, kind)
+    engines = tables.engines
+    if tables.error is not None:
+        return []
+    if member in engines and not engines[member].is_vacant:
+        return tables.recovery.rebuild(member)
+    if kind == "rollout" and tables.stage is not Phase.JOINING:
+        tables.joining.add(member)
+        return [Say(text=f"{member} joins the run, beside those that it began with")]
+    return recovery.take_service(tables) if tables.service.is_absent and kind == "refit" else []
+
+
+def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
+    """Go on without a process, as far as the run can. Raises `ServiceLost` if it cannot."""
+    tables.recording.take_loss(member)
+    if tables.stage is None and tables.members.kind(member) is None:
+        return []  # it was let go
+    if tables.saving.is_awaited_from(member):
+        tables.saving.give_up()
+    elif tables.error is not None:
+        return []
+    engine = tables.engines.get(member)
+    if member in tables.joining:
+        return leaving.turn_away(tables, member, why)
+    if engine is not None and engine.leave_by is not None:
+        return leaving.depart(tables, engine, why)
+    match tables.members.kind(member):
+        case "rollout" | "refit" if tables.steps.is_interrupted:
+            tables.requests.drop(member)
+            return []
+        case "rollout" if member in tables.engines:
+            return _replace_engine(tables, member, why)
+        case "refit" if tables.stage is None:
+            return recovery.replace_service(tables, tables.phase.value, why)
+        case _:
+            raise ServiceLost(member, tables.phase.value, why)
+
+
+def is_replaceable(tables: Tables, member: str) -> bool:
+    """Tell whether a process would be replaced, or done without, if it was lost now."""
+    engines = tables.engines
+    engine = engines.get(member)
+    if member in tables.joining or (engine is not None and engine.leave_by is not None):
+        return True
+    if tables.stage is not None or tables.error is not None or tables.steps.is_interrupted:
+        return False
+    return tables.replacements.are_left(tables.requests.now) and (member in engines or member == SERVICE)
+
+
+def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
+    """Do without what a process could not do, or have it done again. Raises `CommandFailed` if the run cannot."""
+    request = tables.requests.close(failed.command_id)
+    if request is None:
+        return []
+    if request.phase is Phase.RECORDING:
+        return tables.recording.take_failure(failed.command_id, failed.error)
+    if member in tables.joining:
+        return leaving.turn_away(tables, member, failed.error)
+    if tables.joining.is_planned_by(failed.command_id):
+        tables.joining.refuse_planned(failed.error)
+        return []
+    if tables.restored.is_restored(failed.command_id):
+        return regeneration.make_instead(tables, member, failed)
+    is_engine = tables.members.kind(member) == "rollout"
+    if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
+        recovery.take_failure(tables, member, failed, request.phase)
+        return []
+    if request.phase is Phase.WRITING:
+        tables.saving.give_up()
+    tables.groups.close_request(failed.command_id)
+    is_its_own = not failed.expected
+    if is_its_own and is_replaceable(tables, member) and tables.failures.is_new(member, tables.step, failed.error):
+        return take_loss(tables, member, f"it failed while {failed.phase}: {failed.error}")
+    raise CommandFailed(member, failed.phase, failed.account, is_its_own=is_its_own)
+
+
+def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
+    """Do without engines whose samples trainers could not use several times in a row; `missing` says why not.
+
+    Raises `ServiceError` if it is all engines of several for the same reason, which is not theirs then, and
+    `ServiceLost` if the run cannot do without one.
+    """
+    engines, unusable = tables.engines, tables.unusable
+    there = [name for name in engines if engines[name].status is not Status.ABSENT]
+    for engine in missing:
+        if engine in there:
+            unusable[engine] = unusable.get(engine, 0) + 1
+    lost = [engine for engine in missing if unusable.get(engine, 0) == _MOST_UNUSABLE]
+    if len(lost) == len(there) > 1 and len({*missing.values()}) == 1:
+        what = f"samples of all engines could not be used {_MOST_UNUSABLE} times in a row: {missing[lost[0]]}"
+        raise ServiceError("coordinator", f"training step {tables.step}", what)
+    actions = list[Action]()
+    for engine in lost:
+        del unusable[engine]
+        why = f"its samples could not be used {_MOST_UNUSABLE} times in a row: {missing[engine]}"
+        actions += take_loss(tables, engine, why)
+    return actions
+
+
+def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:
+    """Get a process in the place of an engine; what it had kept and was generating is made again."""
+    regeneration.drop_generation(tables, engine)
+    tables.groups.forget_stored(engine)
+    return recovery.replace_engine(tables, engine, tables.phase.value, why)
+
+
+_STANDSTILL_S = 10.0
+"""How long the run may have no request pending before it fails."""
+
+
+def check(tables: Tables) -> list[Action]:
+    """Give up what is late and not needed. Raise `DeadlineExceeded` for the first other request, or process."""
+    allowed_s = tables.spec.deadlines.join
+    if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
+        what = f"{tables.members.missing()} did not join within {allowed_s:g} s"
+        raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
+    given_up = [*_check_requests(tables), *leaving.check(tables)]
+    if tables.full and _is_stuck(tables):
+        raise ServiceError(
+            next(iter(tables.full)),
+            Phase.GENERATING.value,
+            f"it can keep {tables.spec.max_stored_tokens} tokens, and a step needs more before it can be trained on: "
+            "raise policy.generation.max_stored_tokens, or have more engines",
+        )
+    not_replaced = recovery.overdue(tables)
+    if not_replaced is not None:
+        raise not_replaced
+    _check_standstill(tables)
+    return given_up
+
+
+def _check_requests(tables: Tables) -> list[Action]:
+    """Give up parts of the record that are late, and processes that can be replaced: such a one hangs.
+
+    Raise `DeadlineExceeded` for the first other request.
+    """
+    given_up = tables.recording.give_up_late()
+    while (late := tables.requests.overdue()) is not None:
+        no_answer = f"no answer within {late.allowed_s:g} s"
+        if late.phase is Phase.RECORDING:
+            tables.requests.close(late.command_id)
+            given_up += tables.recording.take_failure(late.command_id, no_answer)
+        elif is_replaceable(tables, late.member):
+            given_up += take_loss(tables, late.member, f"{no_answer} ({late.phase.value})")
+        else:
+            if late.phase is Phase.WRITING:
+                tables.saving.give_up()
+            raise DeadlineExceeded(late.member, late.phase.value, no_answer)
+    return given_up
+
+
+def _is_stuck(tables: Tables) -> bool:
+    """Tell whether nothing is going on that could make room."""
+    progress, engines = tables.progress, tables.engines
+    is_trained_on = progress.is_training or progress.is_trained
+    return (
+        not is_trained_on
+        and not tables.requests.num_for(Phase.GENERATING)
+        and tables.weights.is_settled
+        and engines.num_having(Status.HOLDING) == len(engines) > 0
+    )
+
+
+def _check_standstill(tables: Tables) -> None:
+    """Raise `Standstill` if no request has been pending for a while: no event would ever come."""
+    now = tables.requests.now
+    is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
+    is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
+    if is_awaited or tables.stage is not None:
+        tables.still_since = math.inf
+        return
+    tables.still_since = min(tables.still_since, now)
+    if now - tables.still_since > _STANDSTILL_S:
+        waiting = sum(group.state is GroupState.WAITING for group in tables.groups)
+        raise Standstill(
+            "coordinator",
+            f"step {tables.step}, {tables.phase.value}",
+            f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "
+            "Tandem's, which the journal in the run folder helps to find; --resume goes on",
+        )

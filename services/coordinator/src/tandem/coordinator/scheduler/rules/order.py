@@ -1,0 +1,175 @@
+"""The rules: each fires when its condition over the tables holds, and they run until none does.
+
+| rule | fires when | and then |
+|---|---|---|
+| set up | every process has done what the stage before asked for | build, plan, install, connect |
+| let go | nothing is needed any more of an engine that was told to leave | it goes |
+| welcome | an engine has joined that the run had not waited for | build it, plan for it |
+| publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
+| discard | an engine is lost or torn, or has made samples of what was not proven | its groups wait again |
+| record | a step has trained | rollouts write its samples to the record, beside what follows |
+| start | the weights to start from have reached the engines | the first step begins |
+| offer | every rank has trained, no engine reads the last version, it is attested | trainers hold, or copy, a new one |
+| validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
+| publish checkpoint | a checkpoint is written, and the record has its steps | it gets its name |
+| save | it is due, and no checkpoint is being written | copy; write beside what follows |
+| commit | trained, validated, copied | the step is in the journal |
+| advance | the step in progress is committed | the next one begins |
+| draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
+| assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
+| train | the step's groups are ready, every version in them is attested, no engine reads weights | every rank trains |
+| finish | the last step is committed, and nothing is pending | the run ends |
+
+A rule is a function of the tables. It returns None where it does not fire, and else its actions. These may be none:
+then it has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked
+only if a table that it reads has changed since it was asked last (`agenda`): each says here which ones it reads.
+
+Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
+published. An algorithm over a data set has no engines, and the rules that need them do not fire.
+"""
+
+from __future__ import annotations
+
+from tandem.coordinator.scheduler.agenda import Mode, Rule, Table
+from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.rules.ending import finish
+from tandem.coordinator.scheduler.rules.generation import assign, draw
+from tandem.coordinator.scheduler.rules.leaving import let_go, welcome
+from tandem.coordinator.scheduler.rules.publishing import publish
+from tandem.coordinator.scheduler.rules.regeneration import discard
+from tandem.coordinator.scheduler.rules.setting_up import set_up, start
+from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, publish_checkpoint, save, train, validate
+from tandem.coordinator.scheduler.tables import Tables
+
+_WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
+"""What says how far a version is on its way, and whether the step waits for that."""
+
+
+def record(tables: Tables) -> list[Action] | None:
+    """Have samples of steps that are done written to the record."""
+    return tables.recording.run_rule() or None
+
+
+SET_UP = Rule(
+    fire=set_up,
+    opens_with=(),
+    is_open=lambda tables: True,
+    reads=(Table.MEMBERS, Table.REQUESTS),
+)
+LET_GO = Rule(
+    fire=let_go,
+    opens_with=(Table.LEAVING,),
+    is_open=lambda tables: tables.engines.is_any_leaving,
+    reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
+)
+WELCOME = Rule(
+    fire=welcome,
+    opens_with=(Table.JOINING,),
+    is_open=lambda tables: tables.joining.is_any,
+    reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
+)
+PUBLISH = Rule(
+    fire=publish,
+    opens_with=(Table.WEIGHTS, Table.ENGINES),
+    is_open=lambda tables: not tables.weights.is_done,
+    reads=(Table.GROUPS, Table.REQUESTS),
+)
+DISCARD = Rule(
+    fire=discard,
+    opens_with=(Table.SUSPECTS,),
+    is_open=lambda tables: bool(tables.engines.suspects),
+)
+RECORD = Rule(
+    fire=record,
+    opens_with=(Table.RECORDING,),
+    is_open=lambda tables: tables.recording.is_waiting,
+)
+START = Rule(
+    fire=start,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: not tables.steps.has_started,
+    reads=_WEIGHTS,
+)
+OFFER = Rule(
+    fire=offer,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_training,
+    reads=_WEIGHTS,
+)
+VALIDATE = Rule(
+    fire=validate,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_validate,
+    reads=(*_WEIGHTS, Table.READY),
+)
+PUBLISH_CHECKPOINT = Rule(
+    fire=publish_checkpoint,
+    opens_with=(Table.SAVING,),
+    is_open=lambda tables: tables.saving.whole is not None,
+    reads=(Table.RECORDING,),
+)
+SAVE = Rule(
+    fire=save,
+    opens_with=(Table.STEPS, Table.SAVING),
+    is_open=lambda tables: tables.saving.is_copied or (tables.must_save and not tables.saving.is_out),
+    reads=_WEIGHTS,
+)
+COMMIT = Rule(
+    fire=commit,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_trained and not tables.progress.is_committed,
+    reads=(*_WEIGHTS, Table.SAVING),
+)
+ADVANCE = Rule(
+    fire=advance,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.progress.is_committed,
+)
+DRAW = Rule(
+    fire=draw,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_draw,
+    reads=(Table.READY, Table.ENGINES),
+)
+ASSIGN = Rule(
+    fire=assign,
+    opens_with=(Table.WAITING,),
+    is_open=lambda tables: tables.assignment.is_waiting or bool(tables.full),
+    reads=(Table.ENGINES, Table.WEIGHTS, Table.STORED),
+)
+TRAIN = Rule(
+    fire=train,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.may_train,
+    reads=(Table.READY, Table.ENGINES, Table.WEIGHTS),
+)
+FINISH = Rule(
+    fire=finish,
+    opens_with=(Table.STEPS,),
+    is_open=lambda tables: tables.is_at_end,
+    reads=(*_WEIGHTS, Table.RECORDING, Table.SAVING),
+)
+
+RULES: dict[Mode, tuple[Rule[Tables], ...]] = {
+    Mode.SETTING_UP: (SET_UP,),
+    Mode.GOING_ON: (
+        LET_GO,
+        WELCOME,
+        PUBLISH,
+        DISCARD,
+        RECORD,
+        START,
+        OFFER,
+        VALIDATE,
+        PUBLISH_CHECKPOINT,
+        SAVE,
+        COMMIT,
+        ADVANCE,
+        DRAW,
+        ASSIGN,
+        TRAIN,
+        FINISH,
+    ),
+    Mode.FAILING: (PUBLISH_CHECKPOINT, FINISH),
+}
+"""The rules of each mode, in the order in which they are asked."""

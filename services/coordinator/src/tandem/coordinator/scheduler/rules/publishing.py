@@ -1,0 +1,131 @@
+"""Publishing: bring the version that trainers hold to engines that may take it, and have it verified.
+
+`publish` is one rule (`rules.order`), made of what can be done at any time, in this order: connect transfer groups
+anew, record what is verified, refit engines, ask for digests, have them compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.common.messages import Refit
+from tandem.coordinator.scheduler.engines.table import COMING_BACK, Status
+from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.weights.version import Weights
+
+_SHARE_OF_TRANSFER = 0.8
+"""Of a refit's deadline. The rest is for whoever gives up then to say so: that names the peer and the tensor."""
+
+
+def publish(tables: Tables) -> list[Action] | None:
+    """Do what can be done now for the version to reach engines, and to be attested."""
+    weights = tables.weights
+    actions = [
+        *weights.transfer_groups.connect(may_join=weights.is_readable),
+        *_finish_record(weights),
+        *_refit_engines(weights, tables.is_free),
+        *_begin_attesting(weights),
+        *_compare(weights, is_service_able=tables.service.is_able),
+    ]
+    return actions or None
+
+
+def _refit_engines(weights: Weights, is_free: Callable[[str], bool]) -> list[Action]:
+    """Bring engines to the version that trainers hold: all together, or those that come later by themselves.
+
+    `is_free` tells whether an engine that holds an older version may take this one now.
+    """
+    if not weights.is_readable:
+        return []
+    if weights.is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
+        return []
+    if not weights.is_begun and weights.spec.is_synchronous and weights.engines.num_having(*COMING_BACK):
+        return []  # no engine could go on without them
+    able = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(weights, name, is_free)]
+    takers = weights.transfer_groups.who_get_it_whole(able, weights.version)
+    if not takers:
+        return []
+    now = weights.requests.now
+    if weights.is_begun:
+        weights.record.deadline = max(weights.record.deadline, now + weights.spec.deadlines.refit)
+        return _refit(weights, takers, everybody=False)
+    weights.is_begun = True
+    quarantined = weights.record.quarantined  # of the version before, and in no record
+    weights.begin_record(now + weights.spec.deadlines.refit)
+    weights.record.quarantined = quarantined
+    return _refit(weights, takers, everybody=_is_for_all(weights, takers))
+
+
+def _may_take(weights: Weights, name: str, is_free: Callable[[str], bool]) -> bool:
+    """Tell whether an engine can be refitted: it lacks the version, and what it holds is done with and attested."""
+    engine = weights.engines[name]
+    if engine.status is Status.READY:
+        return True
+    return engine.version < weights.version and engine.is_attested and is_free(name)
+
+
+def _is_for_all(weights: Weights, takers: list[str]) -> bool:
+    """Tell whether a refit is for all that were planned for."""
+    return weights.may_address_all and len(takers) == len(weights.engines)
+
+
+def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Action]:
+    """Order engines to receive the version, and others to send what they need for it."""
+    if not takers:
+        return []
+    senders = weights.transfers.plan.senders
+    if not everybody:
+        meshes = [mesh for mesh in map(weights.transfers.mesh_of, takers) if mesh is not None]
+        senders = tuple(member for member in senders if any(member in mesh.members for mesh in meshes))
+    newcomers: tuple[str, ...] = ()
+    if weights.transfers.plan.num_bytes_frozen:
+        newcomers = tuple(name for name in takers if not weights.engines[name].has_frozen)
+    actions: list[Action] = []
+    for member in dict.fromkeys([*senders, *takers]):
+        fields = weights.requests.open(member, Phase.REFITTING, weights.remaining_s())
+        if member in takers:
+            weights.num_behind -= weights.is_behind(weights.engines[member])
+            weights.engines.move(weights.engines[member], Status.REFITTING, version=weights.version)
+            weights.engines[member].awaited = {fields["command_id"]}
+        fields["deadline_s"] *= _SHARE_OF_TRANSFER
+        only = () if everybody else tuple(takers)
+        weights.transfers.note_refit(fields["command_id"], newcomers)
+        order = Refit(version=weights.version, only=only, newcomers=newcomers, **fields)
+        actions.append(Dispatch(member=member, order=order))
+    return actions
+
+
+def _begin_attesting(weights: Weights) -> list[Action]:
+    """Have digests taken of a version that has reached every engine it was begun with, beside what follows."""
+    if not weights.is_begun or weights.is_transferred or weights.engines.num_having(Status.REFITTING):
+        return []
+    if weights.spec.is_synchronous and weights.engines.num_having(Status.READY, *COMING_BACK):
+        return []
+    weights.is_transferred = True
+    weights.record.transferred(weights.requests.now)
+    holders = [
+        name for name in weights.engines.having(Status.HOLDING) if weights.engines[name].version == weights.version
+    ]
+    return weights.attest(holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
+
+
+def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
+    """Have the engines attested whose digests are all here, unless others are still computing theirs."""
+    if not weights.is_transferred or not weights.verification.may_compare or not is_service_able:
+        return []
+    weights.record.attested(weights.requests.now)
+    return weights.verification.compare(
+        weights.trainers, weights.version, weights.remaining_s(), has_update=weights.has_update
+    )
+
+
+def _finish_record(weights: Weights) -> list[Action]:
+    """Have it recorded where the version is and proven, once digests were compared for it and no other is open."""
+    is_known = weights.record.digest is not None and weights.record.engines
+    if not is_known or weights.is_attesting or not weights.is_everything_attested():
+        return []
+    done = weights.record
+    weights.begin_record(done.deadline)
+    return [done.committed(weights.version, weights.transfers.plan, weights.requests.now)]

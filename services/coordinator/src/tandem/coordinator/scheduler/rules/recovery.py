@@ -1,0 +1,181 @@
+"""Recovery: engines that are lost or torn, the refit service when it is lost, and what weights need of replies.
+
+An engine is torn when its part of a refit fails, or when its digests differ from the trainers': it is refitted once
+more, and if that fails too, the run ends. One that is lost is replaced, and the new process is built, gets its transfer
+program, and is brought to the current version while trainers and other engines go on.
+"""
+
+from __future__ import annotations
+
+from tandem.common.errors import CommandFailed, DeadlineExceeded
+from tandem.common.messages import Attested, Failed, Reply, TransfersPlanned, VersionCommitted, WeightsCopied
+from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
+from tandem.coordinator.scheduler.engines.table import Engine, Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE
+from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.tables import Tables
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
+    """Take a reply that answers a pending request of the weight plane or of its set-up."""
+    if member in tables.joining or tables.joining.is_planned_by(reply.command_id):
+        actions, entering = tables.joining.take_reply(member, reply)
+        for name in entering:
+            _enter(tables, name)
+        return actions
+    weights = tables.weights
+    tables.transfers.take(member, reply)
+    match reply:
+        case Attested(digests=digests):
+            weights.verification.take_digests(member, digests)
+        case WeightsCopied(digests=digests):
+            weights.take_copied(member, digests)
+        case VersionCommitted():
+            _take_committed(tables, reply)
+        case TransfersPlanned() if weights.version >= 0:  # from one in the place of a refit service that is lost
+            weights.take_service()
+        case _:
+            return _take_answer(tables, member, reply)
+    return []
+
+
+def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> None:
+    """Take the failure of a process's part in a refit, or of an engine's verification: `phase` says which.
+
+    Has the engine refitted once more, or raises `CommandFailed`.
+    """
+    engines = tables.engines
+    if not len(engines):
+        return
+    engine = engines.get(member)
+    # Of a refit, an engine that only passes weights on fails like any sender.
+    if engine is not None and (phase is Phase.ATTESTING or failed.command_id in engine.awaited):
+        quarantine(tables, engine, failed.phase, failed.account)
+        return
+    # A sender fails when its receiver does, which then says so itself or is lost; what matters is who holds what.
+    times = tables.weights.record.num_failures_to_send
+    times[member] = times.get(member, 0) + 1
+    if times[member] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
+        raise CommandFailed(member, failed.phase, failed.account)
+
+
+def _take_answer(tables: Tables, member: str, reply: Reply) -> list[Action]:
+    """Take an engine one status further if nothing more is awaited of it."""
+    engine = tables.engines.get(member)
+    is_of_group = tables.weights.transfer_groups.take_reply(reply.command_id)
+    if is_of_group or engine is None or reply.command_id not in engine.awaited:
+        return []
+    engine.awaited.discard(reply.command_id)
+    if engine.awaited:
+        return []
+    if engine.status is not Status.REFITTING:
+        return tables.recovery.go_on(engine)
+    tables.engines.move(engine, Status.HOLDING)
+    engine.has_frozen = True
+    return tables.weights.attest([engine.name]) if tables.weights.is_transferred else []
+
+
+def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
+    """Take what the refit service has found: these engines are verified, others differ."""
+    record = tables.weights.record
+    attested, differing = tables.weights.verification.take_compared(reply)
+    record.engines += [engine.name for engine in attested]
+    for engine in differing:
+        what = f"it does not hold version {reply.version}: {reply.differing[engine.name]}"
+        quarantine(tables, engine, Phase.ATTESTING.value, what)
+    record.digest = reply.digest
+
+
+def _enter(tables: Tables, name: str) -> None:
+    """Have an engine that has joined brought to where the others are."""
+    tables.engines.add(name)
+    tables.joining.enter(name)
+    if tables.weights.is_transferred:
+        tables.weights.expect_one()
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Action]:
+    """Ask for a replacement of an engine that is lost. Raises `ServiceLost` if too many were lost."""
+    engine = tables.engines[name]
+    tables.replacements.count(tables.requests.now, name, doing, why)
+    tables.requests.drop(name)
+    tables.weights.forget(engine)
+    tables.weights.expect_one()
+    return tables.recovery.replace(engine, why)
+
+
+def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
+    """Do without an engine that leaves. Where none is left, or others got weights from it, another must come."""
+    name, weights = engine.name, tables.weights
+    tables.requests.drop(name)
+    weights.transfer_groups.stop_connecting(name)
+    weights.forget(engine)
+    tables.engines.trust(name)
+    weights.may_address_all = False
+    if not is_last and not weights.transfer_groups.has_others(name):
+        tables.engines.remove(name)
+        return
+    tables.recovery.vacate(engine)
+    if is_last:
+        tables.engines.leave_vacant(engine)
+
+
+def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
+    """Have an engine refitted once more. Raises `CommandFailed` if it has had its second attempt."""
+    tables.recovery.count_failure(engine, doing, why)
+    tables.weights.record.quarantined[engine.name] = why
+    tables.requests.drop(engine.name, Phase.REFITTING, Phase.ATTESTING)
+    tables.weights.forget(engine)
+    tables.recovery.refit_again(engine)
+
+
+def overdue(tables: Tables) -> DeadlineExceeded | None:
+    """Return the error of a replacement that did not come in time."""
+    engines = tables.engines
+    for name in engines.leaving() if len(tables.joining) else ():  # it is not waited for: another joins
+        engines[name].replace_by = tables.requests.now + tables.spec.deadlines.join
+    return tables.recovery.overdue() or tables.service.overdue()
+
+
+def dispensable(tables: Tables) -> tuple[Engine, str] | None:
+    """Return an engine that is lost and without which the others can go on, and why none is to replace it.
+
+    Its replacement is overdue; or it was started by hand, and enough others were, such as that which was started
+    again before it was known to be lost.
+    """
+    engines = tables.engines
+    absent = engines.having(Status.ABSENT)
+    num_there = len({*engines.staying()} - {*absent})
+    if not num_there:  # as in a run over a data set, which expects none
+        return None
+    is_enough = num_there >= tables.spec.expected["rollout"]
+    for name in absent:
+        engine = engines[name]
+        if engine.is_vacant or tables.weights.transfer_groups.has_others(name):
+            continue
+        if engine.is_awaited_by_hand and is_enough:
+            return engine, "it was lost, and as many others are there as the run began with"
+        if tables.recovery.is_overdue(engine):
+            return engine, f"it was lost, and no process has taken its place within {tables.spec.deadlines.join:g} s"
+    return None
+
+
+# --- the refit service -----------------------------------------------------------------------------------------------
+
+
+def replace_service(tables: Tables, doing: str, why: str) -> list[Action]:
+    """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
+    tables.replacements.count(tables.requests.now, SERVICE, doing, why)
+    tables.joining.plan_again()
+    return tables.service.replace(why)
+
+
+def take_service(tables: Tables) -> list[Action]:
+    """Tell a process in the place of the refit service what it has to know."""
+    return tables.service.take_joined(tables.weights.trainers, [*tables.engines.names(), *tables.joining.planned()])

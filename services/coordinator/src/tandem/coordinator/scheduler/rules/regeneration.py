@@ -1,0 +1,120 @@
+"""Have groups generated again whose samples do not count, or cannot be read, or take too long.
+
+A group that waits again is the same group, with the same seeds. What was made of it is discarded, also in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.messages import Failed, Purpose
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropKept, Say
+from tandem.coordinator.scheduler.groups.table import Group, GroupState
+from tandem.coordinator.scheduler.phases import GENERATION
+from tandem.coordinator.scheduler.tables import Tables
+
+
+def discard(tables: Tables) -> list[Action] | None:
+    """Discard what engines made that does not count any more."""
+    suspects = tables.engines.suspects
+    actions: list[Action] = []
+    while suspects:
+        engine = suspects.pop(0)
+        groups = tables.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
+        if tables.groups.num_in_flight(engine) and tables.engines[engine].status is not Status.ABSENT:
+            actions.append(stop(tables, engine))
+        drop_generation(tables, engine)
+        tables.assignment.withdraw(engine)
+        actions += put_back(tables, groups)
+    return actions
+
+
+def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+    """Have groups made again that were begun with weights too old for their step."""
+    old = [g for g in groups if g.purpose == "train" and g.oldest_version < tables.spec.oldest_version(g.step)]
+    if not old:
+        return []
+    tables.num_too_old += len(old)
+    return put_back(tables, old)
+
+
+def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+    """Drop what was made before the run was resumed with weights that come of groups made now, which may differ."""
+    kept = tables.restored
+    made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
+    dropped = kept.drop_from(min(made)) if made else set()
+    if not dropped:
+        return []
+    restored = [
+        group
+        for group in tables.groups
+        if (group.step, group.number) in dropped
+        and group.state in (GroupState.IN_FLIGHT, GroupState.READY)
+        and kept.is_restored(group.request)
+    ]
+    return [DropKept(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
+
+
+def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:
+    """Have groups generated that could not be taken from disk."""
+    tables.groups.close_request(failed.command_id)
+    groups = tables.groups.of_engine(member, GroupState.IN_FLIGHT)
+    lost = [group for group in groups if group.request == failed.command_id]
+    tables.restored.lose(lost)
+    return [Say(text=f"{failed.error}; they are generated again"), *_take_back(tables, lost)]
+
+
+def move_from_slow_engines(tables: Tables) -> list[Action]:
+    """Have groups wait again that an engine holds too long while another has nothing to do."""
+    stops: list[Action] = []
+    moved: list[Group] = []
+    for engine in tables.assignment.overstayed(tables.requests.now):
+        moved += tables.groups.of_engine(engine, GroupState.IN_FLIGHT)
+        stops.append(stop(tables, engine))
+        drop_generation(tables, engine)
+    return [*stops, *put_back(tables, moved)]
+
+
+def drop_generation(tables: Tables, engine: str) -> None:
+    """Wait no longer for what an engine was asked to generate."""
+    for request in [*tables.requests.of(engine, *GENERATION)]:
+        tables.requests.close(request.command_id)
+        tables.groups.close_request(request.command_id)
+
+
+def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+    """Have groups wait again; discard what was made of them."""
+    numbers: dict[tuple[int, Purpose], list[int]] = {}
+    for group in groups:
+        numbers.setdefault((group.step, group.purpose), []).append(group.number)
+    tables.groups.put_back(groups)
+    tables.assignment.put_back(groups)
+    engines = tables.engines
+    for engine in {str(group.engine) for group in groups if str(group.engine) not in engines}:  # it has left
+        tables.assignment.move(engine, engines.staying() or engines.names())
+    return [
+        DiscardSamples(step=step, purpose=purpose, groups=tuple(discarded))
+        for (step, purpose), discarded in numbers.items()
+    ]
+
+
+def stop(tables: Tables, engine: str) -> Action:
+    """Have an engine give up what it generates."""
+    group = tables.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
+    fields = tables.requests.notice(tables.spec.deadlines.generate)
+    return DispatchPrompts(
+        member=engine,
+        step=group.step,
+        purpose=group.purpose,
+        groups=(),
+        cancel_before=fields["command_id"],
+        **fields,
+    )
+
+
+def _take_back(tables: Tables, restored: Sequence[Group]) -> list[Action]:
+    """Have groups wait again that were to come from disk, or did."""
+    for group in restored:
+        tables.assignment.finished(str(group.engine), group, len(group.unfinished))
+    return put_back(tables, restored)

@@ -1,0 +1,78 @@
+"""Set a run up: processes are built, transfers planned, and engines get the first weights."""
+
+from __future__ import annotations
+
+from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
+from tandem.coordinator.scheduler.events import Action, Dispatch, FindKept
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import leaving
+from tandem.coordinator.scheduler.tables import Tables
+
+
+def set_up(tables: Tables) -> list[Action] | None:
+    """Go on once every process has done what the stage asks for."""
+    assert tables.stage is not None, "a rule of the time before everything is set up"
+    if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
+        return None
+    trainers, engines = tables.senders, tables.engines_to_begin
+    transfers = tables.transfers
+    match tables.stage:
+        case Phase.JOINING:
+            tables.stage = Phase.BUILDING
+            engines = tables.engines_to_begin = tables.members.all("rollout")
+            builds: list[Action] = [transfers.order_build(engine) for engine in engines]
+            return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
+        case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
+            return [_have_trainers_meet(tables)]
+        case Phase.BUILDING if tables.spec.has_engines:
+            tables.stage = Phase.PLANNING
+            return [FindKept(), transfers.order_plan(trainers, engines)]
+        case Phase.PLANNING:
+            tables.stage = Phase.INSTALLING
+            return transfers.order_install()
+        case Phase.INSTALLING:
+            tables.stage = Phase.CONNECTING
+            return [order for mesh in transfers.plan.meshes for order in transfers.order_connect(mesh)]
+        case _:
+            tables.stage = None
+            said = tables.weights.begin(trainers, engines)
+            for engine in tables.told_to_leave:
+                said += leaving.take_leaving(tables, engine)
+            return [*said, *tables.weights.offer(tables.step, has_update=False)]
+
+
+def _have_trainers_meet(tables: Tables) -> Action:
+    """Have trainers be built: they are told where they meet once that is known."""
+    tables.trainers_meet = True
+    return Dispatch(member="trainer-0", order=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
+
+
+def start(tables: Tables) -> list[Action] | None:
+    """Begin with the first step: all hold the weights to start from, which are validated if asked for."""
+    if tables.is_refitting or tables.weights.is_transferring:
+        return None
+    tables.steps.has_started = True
+    tables.watch.begin_step(tables.requests.now)  # what came before was no step
+    is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.steps.is_interrupted
+    tables.progress.is_committed = not is_validated
+    return []
+
+
+def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
+    """Have every rank built, now that it is known where they meet."""
+    ranks = tables.members.all("trainer")
+    return [
+        Dispatch(
+            member=rank,
+            order=BuildTrainer(
+                rendezvous_host=opened.host,
+                rendezvous_port=opened.port,
+                world_size=len(ranks),
+                version=tables.step,
+                checkpoint=tables.spec.resume_from,
+                samples_folder=tables.spec.samples_folder,
+                **tables.open(rank, Phase.BUILDING),
+            ),
+        )
+        for rank in ranks
+    ]

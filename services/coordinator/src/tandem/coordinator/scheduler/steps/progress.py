@@ -1,0 +1,51 @@
+"""The table of steps: how far the step in progress is, and how far the run."""
+
+from __future__ import annotations
+
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
+
+
+class StepProgress(Tracked):
+    """How far the step in progress is; all but its groups."""
+
+    def __init__(self, number: int, changed: Changed, *, is_trained: bool = False, is_committed: bool = False) -> None:
+        super().__init__(changed)
+        self.number = number
+        self.is_training = False
+        self.missing: dict[str, str] = {}
+        """Engines that trainers could not fetch samples from, and why; while ranks are still to say so."""
+        self.num_fetches = 0
+        """How often trainers were to fetch the step's samples."""
+        self.is_trained = is_trained
+        """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
+        self.has_update = False
+        """Whether that must have changed the weights."""
+        self.is_validating = False
+        """Whether validation has begun, and is not done."""
+        self.is_validated = False
+        """Whether it is done, or given up."""
+        self.is_committed = is_committed
+        """Whether the step is in the journal."""
+
+
+class Steps(Tracked):
+    """The step in progress, and how far the run is."""
+
+    def __init__(self, first_step: int, changed: Changed) -> None:
+        super().__init__(changed)
+        self.progress = StepProgress(first_step - 1, changed, is_trained=True)
+        self.has_started = False
+        """Whether the weights to start from have reached the engines."""
+        self.drawn = first_step - 1
+        """The newest step whose groups were drawn."""
+        self.saved = first_step - 1
+        """The newest step of which trainers have a copy, or the run began with one."""
+        self.is_interrupted = False
+
+    def begin(self, number: int) -> None:
+        """Begin a step."""
+        self.progress = StepProgress(number, self._changed)
+
+    def go_back(self) -> None:
+        """Go back to the end of the step before, which was done."""
+        self.progress = StepProgress(self.progress.number - 1, self._changed, is_trained=True, is_committed=True)

@@ -1,0 +1,139 @@
+"""Recording: the samples of steps that are done, on their way to the record, by rollout.
+
+A part is best written by the rollout whose samples they are. They are on disk since they finished, so that any other
+can do it where that one is lost. The run waits for it with two things only: a checkpoint is not published before the
+record has the steps that it is made of, and the run does not end before the record is whole. A part that cannot be
+written, or takes too long, is given up: that is said, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.common.messages import Purpose, SamplesRecorded
+from tandem.coordinator.scheduler.agenda import Changed
+from tandem.coordinator.scheduler.events import Action, DispatchRecord, Say, StepRecorded
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a step had of one rollout."""
+
+    step: int
+    purpose: Purpose
+    rollout: str
+
+
+class Recording:
+    """Parts of the record that are not written yet. Does nothing where no record is kept."""
+
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+        self._changed = changed
+        self._is_on = bool(spec.samples_folder)
+        self._allowed_s = spec.deadlines.save
+        self._requests = requests
+        self._waiting: dict[Part, float] = {}
+        """Parts that no rollout was asked for, and until when they may wait."""
+        self._asked: dict[int, Part] = {}
+        """By the order that they were asked for with."""
+        self._num_bytes: dict[tuple[int, Purpose], int] = {}
+        """Written so far of each step that is not whole, or of its validation."""
+        self._rollouts: dict[tuple[int, Purpose], list[str]] = {}
+        """Whose parts are written of it."""
+        self._able: dict[str, None] = {}
+        """Rollouts that can be asked."""
+        self._said: set[str] = set()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a part waits for a rollout to write it."""
+        return bool(self._waiting)
+
+    def is_pending(self, up_to: int) -> bool:
+        """Tell whether a part of a step, or of one before it, is yet to be written."""
+        return any(step <= up_to for step, _ in self._num_bytes)
+
+    def is_awaited_from(self, rollout: str) -> bool:
+        """Tell whether a part of what a rollout has made is yet to be written, or another that it was asked for."""
+        parts = [*self._waiting, *self._asked.values()]
+        return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, Phase.RECORDING))
+
+    def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
+        """Have all recorded that a step had of these rollouts, on which it has trained, or by which it was validated.
+
+        Return whether it will be.
+        """
+        if self._is_on and rollouts:
+            until = self._requests.now + self._allowed_s
+            self._waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
+            self._changed()
+        return self._is_on and bool(rollouts)
+
+    def run_rule(self) -> list[Action]:
+        """Ask for what waits, as far as there is a rollout to ask."""
+        actions: list[Action] = []
+        for part in [*self._waiting] if self._able else []:
+            member = part.rollout if part.rollout in self._able else next(iter(self._able))
+            fields = self._requests.open(member, Phase.RECORDING, self._allowed_s)
+            del self._waiting[part]
+            self._asked[fields["command_id"]] = part
+            of_part = msgspec.structs.asdict(part)
+            actions.append(DispatchRecord(member=member, **of_part, **fields))
+            self._changed()
+        return actions
+
+    def take_built(self, rollout: str) -> None:
+        """Take note that a rollout can be asked."""
+        self._able[rollout] = None
+        self._changed()
+
+    def take_loss(self, rollout: str) -> None:
+        """Take note that a rollout is lost: what it was asked for waits again."""
+        self._able.pop(rollout, None)
+        for request in [*self._requests.of(rollout, Phase.RECORDING)]:
+            self._requests.close(request.command_id)
+            self._waiting[self._asked.pop(request.command_id)] = request.deadline
+        self._changed()
+
+    def take_recorded(self, reply: SamplesRecorded) -> list[Action]:
+        """Take note that a part is written; with the last one, its step is."""
+        part = self._asked.pop(reply.command_id)
+        missing = f"{reply.num_missing} samples of {part.rollout} were not written when they finished"
+        said = self._say(part, missing) if reply.num_missing else []
+        self._rollouts[part.step, part.purpose].append(part.rollout)
+        return [*said, *self._close(part, reply.num_bytes)]
+
+    def take_failure(self, command_id: int, why: str) -> list[Action]:
+        """Give up a part that could not be written."""
+        part = self._asked.pop(command_id)
+        return [*self._say(part, f"those of {part.rollout}: {why}"), *self._close(part)]
+
+    def give_up_late(self) -> list[Action]:
+        """Give up what has waited too long for a rollout to write it."""
+        late = [part for part, until in self._waiting.items() if self._requests.now > until]
+        actions: list[Action] = []
+        for part in late:
+            del self._waiting[part]
+            actions += [*self._say(part, f"those of {part.rollout}: no rollout is there"), *self._close(part)]
+        return actions
+
+    def _close(self, part: Part, num_bytes: int = 0) -> list[Action]:
+        key = part.step, part.purpose
+        self._num_bytes[key] += num_bytes
+        self._changed()
+        if any((other.step, other.purpose) == key for other in [*self._waiting, *self._asked.values()]):
+            return []
+        rollouts, num_bytes = self._rollouts.pop(key), self._num_bytes.pop(key)
+        recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
+        return [recorded]
+
+    def _say(self, part: Part, what: str) -> list[Action]:
+        """Say what is missing in the record, once for each reason."""
+        if what in self._said:
+            return []
+        self._said.add(what)
+        kind = "samples" if part.purpose == "train" else "validation samples"
+        return [Say(text=f"{kind} of step {part.step} are missing in the record: {what}")]

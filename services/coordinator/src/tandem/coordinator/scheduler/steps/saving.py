@@ -1,0 +1,89 @@
+"""Saving: the checkpoint that trainers write while the run goes on.
+
+A save has two parts. Trainers copy what a checkpoint is made of, and the run waits for that; then each writes its copy
+to disk, and the run goes on. A copy takes memory, so there is one at a time: a step that is to be saved while the one
+before is still being written waits for that. To copy later is impossible, since the next step changes the weights, and
+to leave out a checkpoint that was asked for would be no kindness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.messages import AwaitCheckpoint, SaveCheckpoint
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
+from tandem.coordinator.scheduler.events import Action, Dispatch, PublishCheckpoint
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+
+
+class Saving(Tracked):
+    """At most one checkpoint on its way to the disk."""
+
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+        super().__init__(changed)
+        self._spec = spec
+        self._requests = requests
+        self._copied: int | None = None
+        """The step that trainers copy, or have copied."""
+        self._written: int | None = None
+        """The step whose copies they write."""
+        self._awaited: set[str] = set()
+        """Trainers that have not written all of their part."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies were ordered that are not being written yet."""
+        return self._copied is not None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._written is not None
+
+    def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
+        """Have trainers copy what they hold, which is the state after `step`; nothing is being written."""
+        self._copied = step
+        folder = self._spec.checkpoint_folder.format(step=step)
+        return [
+            Dispatch(member=rank, order=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
+            for rank in trainers
+        ]
+
+    def write(self, trainers: Sequence[str]) -> list[Action]:
+        """Have trainers say when what they have copied is on disk."""
+        assert self._copied is not None, "copies come first"
+        step, self._copied = self._copied, None
+        self._written, self._awaited = step, set(trainers)
+        return [
+            Dispatch(member=rank, order=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
+            for rank in trainers
+        ]
+
+    def take_written(self, member: str) -> None:
+        """Take note that a trainer's part is on disk; with the last part, the checkpoint is whole."""
+        self._awaited = self._awaited - {member}
+
+    @property
+    def whole(self) -> int | None:
+        """The step whose checkpoint is whole and can be published; None if there is none."""
+        return None if self._awaited else self._written
+
+    def publish(self) -> list[Action]:
+        """Have the checkpoint that is whole get its final name."""
+        assert self._written is not None, "asked when it is whole"
+        publish = PublishCheckpoint(step=self._written)
+        self._written = None
+        return [publish]
+
+    def is_awaited_from(self, member: str) -> bool:
+        """Whether the checkpoint cannot become whole without this process."""
+        return self.is_out and member in self._awaited
+
+    def give_up(self) -> None:
+        """A part is not going to be written."""
+        self._written = None
+
+    def _fields(self, rank: str, phase: Phase) -> CommandFields:
+        return self._requests.open(rank, phase, self._spec.deadlines.save)

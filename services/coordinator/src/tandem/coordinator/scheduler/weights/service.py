@@ -1,0 +1,67 @@
+"""The refit service, when it is lost: what its successor is told, and what waits for it meanwhile.
+
+lost ─▶ a process takes its place ─▶ it is told the layouts that members still have ─▶ the version is proven once more
+
+Weights go on moving, by the programs that are installed. Only what was to be compared waits, and is compared anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.errors import DeadlineExceeded
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
+from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
+from tandem.coordinator.scheduler.events import Action, Replace
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.coordinator.scheduler.weights.verification import Verification
+
+
+class RefitService(Tracked):
+    """Whether the refit service is there, and how far one is that has taken its place."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        transfers: Transfers,
+        verification: Verification,
+        changed: Changed,
+    ) -> None:
+        super().__init__(changed)
+        self._join_s = spec.deadlines.join
+        self._requests = requests
+        self._transfers = transfers
+        self._verification = verification
+        self._replace_by: float | None = None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether a process is waited for to take its place."""
+        return self._replace_by is not None
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it knows all layouts, and can compare digests."""
+        return not self.is_absent and not self._transfers.is_planning
+
+    def replace(self, why: str) -> list[Action]:
+        """Ask for a process in its place."""
+        self._requests.drop(SERVICE)
+        self._verification.forget_comparison()
+        self._replace_by = self._requests.now + self._join_s
+        return [Replace(member=SERVICE, why=why)]
+
+    def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
+        """Tell a process that has taken its place what members hold and want."""
+        self._replace_by = None
+        return [self._transfers.order_plan(trainers, engines)]
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """Return the error of a replacement that did not come in time."""
+        if self._replace_by is None or self._requests.now <= self._replace_by:
+            return None
+        what = f"no process has taken its place within {self._join_s:g} s"
+        return DeadlineExceeded(SERVICE, Status.ABSENT.value, what)

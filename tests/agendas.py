@@ -1,0 +1,123 @@
+"""Agendas that ask every rule each time, as a check of the one that asks those that are due (`scheduler.agenda`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tandem.coordinator.scheduler.agenda import Agenda, Entry, Table
+from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.tables import Tables
+
+
+class AskEverything(Agenda[Tables]):
+    """Asks all rules from the first one on, whatever has changed, until one fires; and then again."""
+
+    def run(self, tables: Tables) -> list[Action]:
+        actions: list[Action] = []
+        while (fired := self._fire_first(tables)) is not None:
+            actions += fired
+        return actions
+
+    def _fire_first(self, tables: Tables) -> list[Action] | None:
+        in_force = self._rules_of(tables.mode)
+        for bit, entry in self._entries.items():
+            if bit & in_force and (fired := self._ask(entry, tables)) is not None:
+                return fired
+        return None
+
+
+class Checked(AskEverything):
+    """Asks all rules, and asserts of each that it would have been due when it fires, and reads only what it declares.
+
+    A rule is a function of the tables that it has read when it returns None: until one of these changes it may be left
+    out. What it reads when it fires does not matter, since it is asked again then.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[Table | str] = set()
+        """What was read since a rule was asked: tables, or the name of what no rule can declare."""
+        self._watched: Tables | None = None
+
+    def run(self, tables: Tables) -> list[Action]:
+        if self._watched is not tables:
+            self._watched = tables
+            self._watch_all(tables)
+        return super().run(tables)
+
+    def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
+        rule, is_due = entry.rule, bool(self._due & entry.bit)
+        self.read.clear()
+        is_open = rule.is_open(tables)
+        self._assert_declared(rule.name, "opens with", rule.opens_with)
+        if is_due:
+            fired = super()._ask(entry, tables)
+        else:
+            fired = rule.fire(tables) if is_open else None
+            assert fired is None, f"the rule {rule.name!r} fires, and no table that it reads has changed"
+        if fired is None:
+            self._assert_declared(rule.name, "reads", (*rule.opens_with, *rule.reads))
+        return fired
+
+    def _assert_declared(self, name: str, what: str, declared: Iterable[Table]) -> None:
+        undeclared = self.read.difference(declared)
+        assert not undeclared, f"the rule {name!r} {what} {undeclared}, and does not declare it"
+
+    # --- hearing what is read ----------------------------------------------------------------------------------------
+
+    def _watch_all(self, tables: Tables) -> None:
+        weights = tables.weights
+        watched: list[tuple[object, Table | str, dict[str, Table]]] = [
+            (tables.members, Table.MEMBERS, {}),
+            (tables.requests, Table.REQUESTS, {}),
+            (tables.groups, Table.GROUPS, {"_steps": Table.READY, "_stored": Table.STORED, "_awaited": Table.STORED}),
+            (tables.assignment, Table.WAITING, {}),
+            (tables.engines, Table.ENGINES, {"_leaving": Table.LEAVING, "suspects": Table.SUSPECTS}),
+            (tables.joining, Table.JOINING, {}),
+            (weights, Table.WEIGHTS, {}),
+            (weights.verification, Table.WEIGHTS, {}),
+            (weights.transfer_groups, Table.WEIGHTS, {}),
+            (tables.service, Table.WEIGHTS, {}),
+            (tables.steps, Table.STEPS, {}),
+            (tables.saving, Table.SAVING, {}),
+            (tables.recording, Table.RECORDING, {}),
+            (tables.restored, "restored groups", {}),
+            (tables, "what belongs to no table", {"full": Table.WAITING}),
+        ]
+        by_itself = {id(table) for table, _, _ in watched}
+        for table, name, others in watched:
+            self._watch(table, name, others, by_itself)
+
+    def _watch(self, table: Any, name: Table | str, others: dict[str, Table], by_itself: set[int]) -> None:
+        """Have noted when an attribute of a table is read; `others` are of another table.
+
+        Free to read are tables that are watched `by_itself`, and what never changes.
+        """
+        plain, read = type(table), self.read
+        attributes = {
+            attribute: others.get(attribute, name)
+            for attribute, value in vars(table).items()
+            if not (id(value) in by_itself or callable(value) or attribute in NEVER_CHANGES)
+        }
+
+        def hear(watched: Any, attribute: str) -> Any:
+            if attribute in attributes:
+                read.add(attributes[attribute])
+            return plain.__getattribute__(watched, attribute)
+
+        object.__setattr__(table, "__class__", type(plain.__name__, (plain,), {"__getattribute__": hear}))
+
+
+NEVER_CHANGES = {
+    "spec",
+    "_spec",
+    "transfers",  # the plan changes for engines that join, which then enter the table of engines
+    "_transfers",
+    "now",  # what a rule does may depend on the time, but not whether it fires
+    "trainers",  # since the run was set up
+    "_is_verified",
+    "stage",  # says, with the next two, which rules are in force at all
+    "error",
+    "finish",
+}

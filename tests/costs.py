@@ -1,0 +1,177 @@
+"""What tests cost: seconds, processor seconds of all processes they start, and how many they start, each to a file.
+
+``pytest -p tests.costs --costs costs.jsonl tests/unit`` writes a line for each test and each fixture that is made;
+``python -m tests.costs costs*.jsonl`` adds them up by file, by fixture and by test. Processes beside each other each
+write a file of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOST = 25
+"""Rows of each table."""
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a test, or the making of a fixture, took."""
+
+    kind: Literal["test", "fixture"]
+    name: str
+    file: str
+    seconds: float
+    cpu_s: float
+    """Of this process and of all below it, also those that have ended."""
+    commands: int = 0
+    """Services started: `coordinator`, `trainer`, `rollout`, `refit`, as a user starts them."""
+    ranks: int = 0
+    """Processes that functions of tests ran in."""
+    programs: int = 0
+    """Other programs."""
+
+
+class _Costs:
+    """Writes costs while tests run."""
+
+    def __init__(self, path: Path) -> None:
+        self._out = path.open("w")
+        self._counts: Counter[str] = Counter()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            self._counts["programs"] += 1
+
+    @contextlib.contextmanager
+    def measured(self, kind: Literal["test", "fixture"], name: str, file: str) -> Iterator[None]:
+        """Write what is done inside."""
+        began, cpu, counts = time.monotonic(), _cpu_s(), self._counts.copy()
+        try:
+            yield
+        finally:
+            cost = Cost(
+                kind=kind,
+                name=name,
+                file=file,
+                seconds=time.monotonic() - began,
+                cpu_s=_cpu_s() - cpu,
+                **(self._counts - counts),
+            )
+            self._out.write(msgspec.json.encode(cost).decode() + "\n")
+            self._out.flush()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        with self.measured("test", item.nodeid, item.nodeid.partition("::")[0]):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope == "function":
+            return (yield)
+        file = request.node.nodeid.partition("::")[0]
+        with self.measured("fixture", f"{fixturedef.argname} ({fixturedef.scope})", file):
+            return (yield)
+
+    def count_starts(self) -> None:
+        """Count what is forked, and not only what is executed."""
+        from multiprocessing.process import BaseProcess
+
+        from tandem.launch.fork_server import ForkServer
+
+        start_command, start_rank = ForkServer.start, BaseProcess.start
+
+        def start(server: ForkServer, *args: Any, **kwargs: Any) -> Any:
+            self._counts["commands"] += 1
+            return start_command(server, *args, **kwargs)
+
+        def start_process(process: BaseProcess) -> None:
+            self._counts["ranks"] += 1
+            start_rank(process)
+
+        ForkServer.start = start  # type: ignore[method-assign]
+        BaseProcess.start = start_process  # type: ignore[method-assign]
+
+
+def _cpu_s() -> float:
+    """Return the processor seconds of this process and of all below it, those that have ended included."""
+    parents, ticks = {}, {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(name)] = int(words[1])
+        ticks[int(name)] = sum(map(int, words[11:15]))
+    children = defaultdict(list)
+    for child, parent in parents.items():
+        children[parent].append(child)
+    found, left = 0, [os.getpid()]
+    while left:
+        found += ticks.get(pid := left.pop(), 0)
+        left += children[pid]
+    return found / _TICKS_PER_S
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, metavar="FILE", help="what each test and fixture costs, a line each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--costs")
+    if path is None:
+        return
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    costs = _Costs(path.with_stem(f"{path.stem}{worker and '-'}{worker}"))
+    costs.count_starts()
+    config.pluginmanager.register(costs, "costs of tests")
+
+
+def table(costs: list[Cost], by: str) -> str:
+    """Return the most expensive, most processor time first."""
+    sums: dict[str, list[Cost]] = defaultdict(list)
+    for cost in costs:
+        sums[getattr(cost, by)].append(cost)
+    rows = [f"{'cpu s':>8} {'seconds':>8} {'number':>7} {'commands':>8} {'ranks':>6} {'programs':>8}  {by}"]
+
+    def total(name: str, attribute: str) -> float:
+        return sum(getattr(cost, attribute) for cost in sums[name])
+
+    for name in sorted(sums, key=lambda name: -total(name, "cpu_s"))[:_MOST]:
+        counts = [int(total(name, each)) for each in ("commands", "ranks", "programs")]
+        rows.append(
+            f"{total(name, 'cpu_s'):8.1f} {total(name, 'seconds'):8.1f} {len(sums[name]):7} "
+            f"{counts[0]:8} {counts[1]:6} {counts[2]:8}  {name}"
+        )
+    return "\n".join(rows)
+
+
+def main(paths: list[str]) -> None:
+    """Print the tables."""
+    lines = [line for path in paths for line in Path(path).read_text().splitlines()]
+    costs = [msgspec.convert(json.loads(line), Cost) for line in lines]
+    tests = [cost for cost in costs if cost.kind == "test"]
+    whole = [msgspec.structs.replace(cost, file="all") for cost in tests]
+    for title, rows, by in (
+        ("All", whole, "file"),
+        ("By file", tests, "file"),
+        ("Fixtures that tests share", [cost for cost in costs if cost.kind == "fixture"], "name"),
+        ("By test", tests, "name"),
+    ):
+        print(f"\n{title}\n{table(rows, by)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

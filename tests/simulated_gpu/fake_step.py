@@ -1,0 +1,209 @@
+"""Build a trainer as a plan describes it and take two steps of one of its ranks, under fake tensors.
+
+No memory is taken and nothing is computed: torch goes through the operators, and what a GPU's allocator would hold is
+added up. The other ranks are those of torch's fake process group. What decides shapes, masks and positions, is real.
+
+usage: python -m tests.simulated_gpu.fake_step PLAN; prints a JSON object of gigabytes: `at_optimizer`, what there is
+when the optimizer begins its second step, `peak` of that step, and what is `kept` after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tandem.config import Config, load_config
+from tandem.refit.layout import Box
+from tandem.samples.batch import TrainingBatch
+from tandem.trainer import checkpoints
+from tandem.trainer.backends import dtensor, make_backend
+from tandem.trainer.backends.megatron import cpu
+from tandem.trainer.backends.sharding import Ranks
+from tests.integration.trainer_harness import train_on
+
+MICRO_BATCHES = 2
+"""Of each rank: gradients of the first are there while the second is computed."""
+LENGTH = [0]
+"""Of all sequences."""
+_GB, _ALIGNED = 1e9, 512
+
+
+class Shapes(FakeTensorMode):
+    """Fake tensors, of which whatever is asked is one, or true; what is made of real ones alone is real."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        is_fake = any(isinstance(each, FakeTensor) for each in tensors)
+        if is_fake and func is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if is_fake and func in (aten.allclose.default, aten.equal.default):
+            return True
+        if tensors and not is_fake and func.namespace != "c10d" and not any(each.is_meta for each in tensors):
+            return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = args[0], [part for index in args[1] for part in _places(index)]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+    return [*index.nonzero(as_tuple=True)] if index is not None and is_mask else [index]
+
+
+class Meter(TorchDispatchMode):
+    """Adds up the storages on GPUs that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor) and local.is_cuda:
+                storage = local.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = 0
+                    weakref.finalize(storage, self._forget, storage._cdata)
+                self.resized(storage)
+        return made
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if (before := self._sizes.get(storage._cdata)) is None:
+            return
+        num_bytes = -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        self._sizes[storage._cdata] = num_bytes
+        self.current += num_bytes - before
+        self.peak = max(self.peak, self.current)
+
+    def _forget(self, key: int) -> None:
+        self.current -= self._sizes.pop(key)
+
+
+def batch_of(config: Config) -> TrainingBatch:
+    """Return the longest sequences that the plan allows, the second half of each generated."""
+    num, length = config.policy.train_global_batch_size, config.policy.max_total_sequence_length
+    is_counted_T = np.tile(np.arange(length) >= length // 2, num)
+    return TrainingBatch(
+        lengths_S=np.full(num, length, np.int32),
+        token_ids_T=np.ones(num * length, np.int32),
+        loss_mask_T=is_counted_T,
+        generation_logprobs_T=np.where(is_counted_T, -3.0, 0.0).astype(np.float32),
+        advantages_S=np.linspace(-1, 1, num, dtype=np.float32),
+        rewards_S=np.linspace(0, 1, num, dtype=np.float32),
+    )
+
+
+def follow(meter: Meter) -> None:
+    """Do by other means what fake tensors do not follow."""
+    resize, shard = torch.UntypedStorage.resize_, Ranks.shard
+
+    def resized(self: torch.UntypedStorage, num_bytes: int) -> Any:
+        made = resize(self, num_bytes)
+        meter.resized(self)
+        return made
+
+    def moved(self: Ranks, model: torch.nn.Module, settings: Any) -> None:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    there = parameter.detach().to(self.device)
+                    module._parameters[name] = torch.nn.Parameter(there, parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        shard(self, model, settings)
+
+    def numpy(self: FakeTensor) -> np.ndarray[Any, Any]:
+        return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+    Ranks.shard = moved  # type: ignore[method-assign]
+    FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
+    checkpoints._tell = lambda message: [message]
+    for allow in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        allow(True)  # whose memory is asked for, not what they compute
+
+
+class _Nothing:
+    """Tensors of a checkpoint that has none."""
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        return torch.zeros(box.shape, dtype=torch.bfloat16, device="cuda")
+
+
+def follow_megatron() -> None:
+    """Do the same for Megatron-Core."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from tandem.trainer.backends.megatron import held
+
+    def gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
+        found[:] = [own] * len(found)
+
+    @contextlib.contextmanager
+    def apart(*_: Any, **__: Any) -> Iterator[Any]:
+        yield types.SimpleNamespace(wait=lambda: None)
+
+    def shapes(self: Any, *_: Any) -> tuple[list[int], list[int]]:
+        shape = [LENGTH[0], 1, self.config.hidden_size]
+        return shape, shape
+
+    held.open_tensors = lambda *_: _Nothing()  # type: ignore[assignment, return-value]
+    dist.all_gather_object = gather_objects  # type: ignore[assignment]
+    param_and_grad_buffer._coalescing_manager = apart
+    clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
+    P2PCommunicator._communicate_shapes = shapes
+    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment, return-value]
+
+
+def main(plan: str) -> None:
+    config = load_config(plan, to_run=False)
+    is_megatron = config.policy.megatron_cfg.enabled
+    LENGTH[0] = config.policy.max_total_sequence_length
+    num = config.data_parallel_size * MICRO_BATCHES * config.policy.megatron_cfg.pipeline_model_parallel_size
+    overrides = [f"policy.train_global_batch_size={num}"]
+    if not is_megatron:  # there are no weights to read
+        overrides += ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
+    config = load_config(plan, overrides, to_run=False)
+    dist.init_process_group("fake", rank=0, world_size=config.cluster.trainers, store=FakeStore())
+    if not is_megatron:
+        ranks = dtensor._arranged(config, config.declaration.holds(config), torch.device("cuda", 0))
+        dtensor._arranged = lambda *_: ranks
+    meter, at_optimizer = Meter(), list[int]()
+    follow(meter)
+    if is_megatron:
+        cpu.prepare()
+        follow_megatron()
+    register_optimizer_step_pre_hook(lambda *_: at_optimizer.append(meter.current))
+    with Shapes(allow_non_fake_inputs=True), meter:
+        backend = make_backend(config, checkpoint=None)
+        for _ in range(2):
+            meter.peak = meter.current
+            train_on(backend, batch_of(config), config)
+    found = {"at_optimizer": at_optimizer[1], "peak": meter.peak, "kept": meter.current}
+    print(json.dumps({name: num_bytes / _GB for name, num_bytes in found.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,34 @@
+"""The list of defects is true: each can be made in one place, and names a test that there is."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("defects", ROOT / "scripts" / "defects.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_defect_can_be_made_in_one_place(script: ModuleType) -> None:
+    texts = {path: path.read_text() for path in script.sources()}
+    found = {defect.name: len(script.places(defect, texts)) for defect in script.DEFECTS}
+    assert found == dict.fromkeys(found, 1)
+    assert len(found) == len(script.DEFECTS), "two of one name"
+
+
+def test_each_defect_names_a_test(script: ModuleType) -> None:
+    for defect in script.DEFECTS:
+        file, _, function = defect.test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), defect.name
