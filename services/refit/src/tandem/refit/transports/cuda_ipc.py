@@ -154,7 +154,7 @@ def share(tensor: torch.Tensor) -> CudaMemory:
 
 
 def has_peers(device: torch.device) -> bool:
-    """Say whether all other GPUs that this process sees reach the memory of one; trainers see all of their host."""
+    """Return whether all other visible GPUs can access the memory of one; trainers see all GPUs of their host."""
     import torch
 
     own = torch.cuda.current_device() if device.index is None else device.index
