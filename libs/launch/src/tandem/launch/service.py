@@ -169,7 +169,7 @@ class Service(Protocol):
     """The interface that `run_service` drives."""
 
     def handle(self, order: Any, arrays: Arrays) -> None:
-        """Execute one command and reply through the member; exceptions become `Failed`."""
+        """Execute one command and reply through the `Member`; exceptions become `Failed`."""
         ...
 
     def work(self) -> bool:

@@ -77,7 +77,7 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
 
 
 class Proxy:
-    """Forwards requests to the rollouts of a run."""
+    """A forwarder of requests to the rollouts of a run."""
 
     def __init__(self, run: Path, token: str | None) -> None:
         self._run = run

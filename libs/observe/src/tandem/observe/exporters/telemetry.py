@@ -123,7 +123,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Runs on Weights & Biases."""
+    """A run's dashboard on Weights & Biases."""
 
     def __init__(self, folder: Path, run: WandbRun) -> None:
         """Start or continue the run; its local files go to ``wandb/`` in `folder`, which need not exist.
@@ -171,7 +171,7 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """Runs on an MLflow server, or in its files."""
+    """A run's dashboard on an MLflow server, or in MLflow's files."""
 
     _RUN_ID = "tandem.run_id"
     _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_VALUE = 1000, 100, 6000

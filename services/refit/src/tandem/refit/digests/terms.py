@@ -9,9 +9,9 @@ name, shape and element type. ``e`` reads an element's bytes, from the lowest, a
 
     e = b_0 + 256 * b_1 + 256**2 * b_2 + ...,    -128 <= b_j <= 127
 
-It differs for each bit pattern. A sum may be taken in any order and in any parts, so every sharding gives
-the same number. Each term depends on the place of its element, so swapped tensors, exchanged rows, a shifted shard or a
-stale tensor change the digest. So does any single flipped bit, because an odd number is invertible modulo 2**64.
+``e`` differs for each bit pattern. A sum may be taken in any order and in any parts, so every sharding gives the same
+number. Each term depends on the place of its element, so swapped tensors, exchanged rows, a shifted shard or a stale
+tensor change the digest. So does any single flipped bit, because an odd number is invertible modulo 2**64.
 
 ``e`` has at most 32 bits, the sum 64. Modulo 2**32, and also for two float32 read as one 64-bit word, the sign bit
 would be the top bit, where an even number of flips always cancels: a tensor with both halves negated would pass.
