@@ -148,7 +148,7 @@ def synchronous(run: Command) -> None:
         go_on()
         said = run.wait_for(r"rollout-1 leaves the run: it was told to; the run waits for another: rollout (.*)")[1]
         assert second.wait() == 0, second.output()
-        assert "rollout-1 was told to leave: it finishes what it has begun; told again" in second.output()
+        assert "rollout-1 was told to leave: it finishes its work; a second signal" in second.output()
     with Command("rollout", *said.split()) as third:
         assert run.wait() == 0, run.output()
         assert third.wait() == 0, third.output()
