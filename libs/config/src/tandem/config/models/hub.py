@@ -71,9 +71,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     sizes: dict[str, int] | None
     """Bytes by file; None if only the cache was read."""
     note: str = ""
-    """What the user should know of how it was found."""
+    """Note for the user about how the commit was found."""
     why_cached: str = ""
-    """Why only the cache was asked."""
+    """Reason that only the cache was read."""
 
 
 def reference_in(name: str) -> Reference | None:
