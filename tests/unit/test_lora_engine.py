@@ -14,7 +14,7 @@ from lora_harness import RANK, SCALE, mark
 
 from tandem.refit.planner import Plan, plan
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer.backends import shards
+from tandem.trainer import shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 

@@ -89,7 +89,7 @@ class Backend(Protocol):
     def save(self, folder: Path) -> Writing:
         """Copy every model that is trained, and its optimizer, and begin to write them under `folder`.
 
-        `tandem.trainer.checkpoints` has the names: ``policy/`` (Hugging Face format) and ``optimizer/``, and so on.
+        `tandem.trainer.files.checkpoints` has the names: ``policy/`` (Hugging Face format), ``optimizer/`` and so on.
 
         Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` for an optimizer
         whose state cannot be saved; the rest is said by what is returned.
