@@ -41,9 +41,9 @@ def assert_recorded(run: str | Path, config: Path) -> dict[int, list[RecordedSam
         prompts = {row.scored.group: row.prompt for row in rows}
         batch, metrics = training_batch(loaded, known, prompts)
         assert {name: step.metrics[name] for name in metrics} == metrics, step.step
-        columns = (batch.table.command_S, batch.table.group_S, batch.table.sample_S)
+        columns = (batch.command_S, batch.group_S, batch.sample_S)
         places = zip(*(column.tolist() for column in columns), strict=True)
-        expected = dict(zip(places, batch.table.advantages_S.tolist(), strict=True))
+        expected = dict(zip(places, batch.advantages_S.tolist(), strict=True))
         found = {(row.command_id, row.scored.group, row.scored.sample): row.advantage for row in rows}
         assert {place: value for place, value in found.items() if value is not None} == expected
         for row in rows:
