@@ -28,19 +28,19 @@ class Table(enum.Enum):
     """The tables that rules read."""
 
     MEMBERS = "processes that have joined"
-    REQUESTS = "orders that are not answered"
+    REQUESTS = "commands without an answer"
     GROUPS = "rollout groups, and which engine each is at"
     READY = "steps whose groups are all ready"
     WAITING = "groups that wait for an engine, and the room that engines have"
     STORED = "tokens that rollouts keep"
     ENGINES = "engines, and what they hold"
     JOINING = "engines on their way into the table of engines"
-    LEAVING = "engines that were told to leave"
+    LEAVING = "draining engines"
     SUSPECTS = "engines whose samples no longer count"
     WEIGHTS = "the version that trainers hold, and how far it is"
     STEPS = "the step in progress, and how far the run is"
     SAVING = "the checkpoint that is being written"
-    RECORDING = "parts of the record that are not written"
+    RECORDING = "parts of the rollout log that are not written"
 
 
 class Mode(enum.Enum):

@@ -229,7 +229,7 @@ class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     purpose: Purpose = "train"
     rollouts: tuple[str, ...]
-    """The rollouts whose parts are written, without those that were given up."""
+    """The rollouts with written parts, without those that were given up."""
     num_bytes: int
 
 

@@ -115,7 +115,7 @@ class PendingRequests:
         self._close_all([request for request in self._by_id.values() if request.phase not in phases])
 
     def overdue(self) -> Request | None:
-        """Return a request whose deadline has passed."""
+        """Return a request that is past its deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._by_id:
             heapq.heappop(self._deadlines)
         if self._deadlines and self.now > self._deadlines[0][0]:

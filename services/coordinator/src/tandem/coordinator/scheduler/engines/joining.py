@@ -28,7 +28,7 @@ from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 _STREAMED = (
-    "weights would have to be streamed to it, and who streams to whom is fixed when a run begins: start it on a host "
+    "weights would have to be streamed to it, and the senders are fixed when a run begins: start it on a host "
     "of trainers, or interrupt the run and go on with --resume and more cluster.rollouts"
 )
 
@@ -78,7 +78,7 @@ class Joining:
         return command_id == self._plan_request
 
     def planned(self) -> list[str]:
-        """Return the engines whose layouts the refit service already knows."""
+        """Return the engines with layouts that the refit service already knows."""
         return self._having(Stage.INSTALLING)
 
     def add(self, name: str) -> None:

@@ -67,7 +67,7 @@ class EngineTable:
         self._changed_leaving = changes(Table.LEAVING)
         self._changed_suspects = changes(Table.SUSPECTS)
         self.suspects: list[str] = []
-        """The engines whose samples no longer count. The reader empties it."""
+        """The engines with samples that no longer count. The reader empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
         self._leaving: dict[str, None] = {}

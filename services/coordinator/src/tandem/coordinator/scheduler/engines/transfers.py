@@ -227,7 +227,7 @@ class TransferGroups:
         """The requests that must be answered before a transfer group is connected again."""
 
     def connect(self, *, may_join: bool) -> list[Action]:
-        """Reconnect each transfer group whose engines are all ready for it.
+        """Reconnect each transfer group when all of its engines are ready for it.
 
         `may_join` says whether trainers can take part. A trainer in a step cannot until the step ends.
         """
@@ -267,7 +267,7 @@ class TransferGroups:
             self._stop_connecting(mesh)
 
     def has_others(self, engine: str) -> bool:
-        """Tell whether an engine shares a transfer group with others, which fixes who sends weights to it."""
+        """Tell whether an engine shares a transfer group with others, which fixes the sender of its weights."""
         mesh = self._transfers.mesh_of(engine)
         return mesh is not None and len(self._engines_in(mesh)) > 1
 

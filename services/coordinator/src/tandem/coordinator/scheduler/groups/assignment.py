@@ -64,7 +64,7 @@ class Assignment(Protocol):
         ...
 
     def overstayed(self, now: float) -> list[str]:
-        """Return each engine whose groups are to move on, once; call `withdraw_slow` for each."""
+        """Return each engine with groups that are to move on, once; call `withdraw_slow` for each."""
         ...
 
     def clear(self) -> None:

@@ -43,7 +43,7 @@ class Group:
         self.engine: str | None = None
         """The engine that generates it, or did. While it waits, the only engine that may, if there is one."""
         self.request = 0
-        """The id of the `Generate` whose samples count."""
+        """The id of the `Generate` with the samples that count."""
         self.unfinished: set[int] = set()
         """The numbers of the samples in flight."""
         self.results: dict[int, SampleScored] = {}

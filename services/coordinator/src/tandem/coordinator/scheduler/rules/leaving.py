@@ -56,12 +56,12 @@ def let_go(tables: Tables) -> list[Action] | None:
 
 
 def check(tables: Tables) -> list[Action]:
-    """Let engines go whose time to leave is up, and do without those that were not replaced in time."""
+    """Let draining engines go when their time is up, and do without those that were not replaced in time."""
     engines, actions = tables.engines, list[Action]()
     for name in engines.leaving():
         engine = engines[name]
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
-            actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
+            actions += depart(tables, engine, f"it did not leave within {tables.spec.deadlines.leave:g} s")
     while (lost := recovery.dispensable(tables)) is not None:
         actions += depart(tables, *lost)
     return actions

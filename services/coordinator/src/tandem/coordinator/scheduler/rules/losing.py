@@ -221,6 +221,6 @@ def _check_standstill(tables: Tables) -> None:
         raise Standstill(
             "coordinator",
             f"step {tables.step}, {tables.phase.value}",
-            f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "
-            "Tandem's, which the journal in the run folder helps to find; --resume goes on",
+            f"no request is pending, {waiting} rollout groups wait, and no rule fires: a bug in Tandem, "
+            "which the journal in the run folder helps to find; --resume goes on",
         )

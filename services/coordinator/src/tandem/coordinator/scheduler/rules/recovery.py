@@ -55,7 +55,7 @@ def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> N
     if engine is not None and (phase is Phase.ATTESTING or failed.command_id in engine.awaited):
         quarantine(tables, engine, failed.phase, failed.account)
         return
-    # A sender fails when its receiver does. The receiver says so itself or is lost; only who holds what matters.
+    # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
     times = tables.weights.record.num_failures_to_send
     times[member] = times.get(member, 0) + 1
     if times[member] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):

@@ -1,4 +1,4 @@
-"""Regeneration of groups whose samples do not count, cannot be read, or take too long.
+"""Regeneration of groups with samples that do not count, cannot be read, or take too long.
 
 A group that waits again is the same group, with the same seeds. Its samples are discarded, also in the rollout log.
 """

@@ -189,7 +189,7 @@ def _make_again(tables: Tables) -> list[Action]:
 
 
 def _forget_unusable(tables: Tables) -> None:
-    """Reset the counts of unusable samples for engines whose samples could now be used."""
+    """Reset the counts of unusable samples for engines with samples that could now be used."""
     of_step = tables.groups.of_step(tables.step, "train")
     for group in () if of_step is None else of_step.groups:
         tables.unusable.pop(str(group.engine), None)

@@ -41,7 +41,7 @@ class Recording:
         self._num_bytes: dict[tuple[int, Purpose], int] = {}
         """Bytes written so far for each step that is not whole, or for its validation."""
         self._rollouts: dict[tuple[int, Purpose], list[str]] = {}
-        """The rollouts whose parts are written, by step."""
+        """The rollouts with written parts, by step."""
         self._able: dict[str, None] = {}
         """The rollouts that can be asked."""
         self._said: set[str] = set()

@@ -27,7 +27,7 @@ class Saving(Tracked):
         self._copied: int | None = None
         """The step that trainers copy, or have copied."""
         self._written: int | None = None
-        """The step whose copies they write."""
+        """The step of the copies that they write."""
         self._awaited: set[str] = set()
         """Trainers that have not written all of their part."""
 

@@ -32,9 +32,9 @@ class Verification:
         self._unattested: set[str] = set()
         """Processes that were asked for digests and have not sent them."""
         self._unattested_trainers: set[str] = set()
-        """The trainers among them, whose weights must not change before."""
+        """The trainers among them. Their weights must not change before."""
         self._comparing: list[str] | None = None
-        """Engines whose digests the refit service compares; None if it compares none."""
+        """Engines with digests that the refit service is comparing; None if it compares none."""
 
     @property
     def is_going_on(self) -> bool:

@@ -168,7 +168,7 @@ class Weights(Tracked):
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def begin(self, trainers: list[str], engines: list[str]) -> list[Action]:
-        """Enter the processes of the run, whose transfers are planned, installed and connected."""
+        """Enter the processes of the run, now that transfers are planned, installed and connected."""
         self.trainers = trainers
         self.engines.fill(engines)
         if not self.spec.keeps_copy or self._outlasts_step:
