@@ -4,8 +4,8 @@ A rule declares the tables that it reads, and is asked again only when one of th
 parts. Those in `Rule.opens_with` say whether it has anything to do at all. While it has not, a change of the others
 does not make it due. So a step in which no process joins, leaves, is lost or saves calls none of the rules about these.
 
-    table changes ─▶ its rules are due ─▶ the first of them is asked ─▶ fires: it is due again
-                                     ▲                             │           └─▶ does not: it waits for a change
+    table changes ─▶ its rules are due ─▶ the first of them is asked ─▶ fires: it is due again.
+                                     ▲                             │           └─▶ does not: it waits for a change.
                                      └─────────────────────────────┘
 
 Whenever something that a rule reads changes, the table calls the function from `Agenda.changes`. Two mistakes are

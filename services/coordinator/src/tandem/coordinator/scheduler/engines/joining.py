@@ -1,13 +1,13 @@
 """Engines on their way into the table of engines: new ones, and those that come back.
 
-    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other
-                             └─────────── cannot: it is let go, and the run goes on without it
+    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other.
+                             └─────────── cannot: it is let go, and the run goes on without it.
 
 Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. The
 processes of a transfer group are fixed when the run begins. So an engine that needs streamed weights can only take the
 place of an engine that has left; otherwise it is let go.
 
-    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other
+    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
     torn ──────────────────────────────────────────────────▲
 
 An engine comes back a bounded number of times. After that, its error ends the run.

@@ -1,7 +1,7 @@
 """Draining engines: each gets nothing more, and goes once nothing of its own is needed.
 
-    draining ─▶ finishes its groups ─▶ its samples are trained on, and logged ─▶ let go
-       └─ `leave` seconds later, or lost meanwhile ─▶ others generate again what is not trained on ─▶ let go
+    draining ─▶ finishes its groups ─▶ its samples are trained on, and logged ─▶ let go.
+       └─ `leave` seconds later, or lost meanwhile ─▶ others generate again what is not trained on ─▶ let go.
 
 It does not count as lost, and is not replaced. A lost engine that was not replaced in time has left as well, if there
 are others to go on. If it was started by hand, and there are enough others, it has left at once. After the last engine
