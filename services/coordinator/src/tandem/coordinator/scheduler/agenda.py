@@ -5,8 +5,8 @@ parts. Those in `Rule.opens_with` say whether it has anything to do at all. Whil
 does not make it due. So a step in which no process joins, leaves, is lost or saves calls none of the rules about these.
 
     table changes ─▶ its rules are due ─▶ the first of them is asked ─▶ fires: it is due again.
-                                     ▲                             │           └─▶ does not: it waits for a change.
-                                     └─────────────────────────────┘
+                          ▲                             │           └─▶ does not: it waits for a change.
+                          └─────────────────────────────┘
 
 Whenever something that a rule reads changes, the table calls the function from `Agenda.changes`. Two mistakes are
 possible: a rule reads a table that it does not declare, or a table changes and does not say so. The agendas in

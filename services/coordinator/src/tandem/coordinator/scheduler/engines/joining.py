@@ -1,6 +1,6 @@
 """Engines on their way into the table of engines: new ones, and those that come back.
 
-    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other.
+    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted as any other.
                              └─────────── cannot: it is let go, and the run goes on without it.
 
 Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. The
