@@ -9,7 +9,7 @@ from processes import EndpointService
 
 from tandem.launch.service import Member
 from tandem.refit.endpoint import Endpoint
-from tandem.trainer.backends.shards import weights_of
+from tandem.trainer.shards import weights_of
 
 
 class Trainer(EndpointService):

@@ -21,8 +21,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE
 
 from tandem.config import Config
-from tandem.trainer import checkpoints, step
+from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.files import checkpoints
 
 NUM_ROUNDS = 7
 AT_ONCE, ASIDE = "written at once", "written aside"

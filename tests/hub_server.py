@@ -60,6 +60,8 @@ class HubServer(ThreadingHTTPServer):
         """Of each large file that was sent: its name, and the first and last byte."""
         self.cuts: dict[str, list[int]] = {}
         """By name of a large file, after how many bytes the next answers break off."""
+        self.is_broken = False
+        """Whether every question is answered with error 503."""
         self.hold: threading.Event | None = None
         """Large files stop in the middle until this is set."""
         self.is_held: Callable[[str], bool] = lambda _: True
@@ -124,6 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._path()
         if path in ("", "/"):
             return self._json({"hub": "loopback"})
+        if self.server.is_broken:
+            return self._error(503, "Unavailable")
         if found := re.fullmatch(r"/large/(?P<digest>[0-9a-f]{64})/(?P<name>.+)", path):
             return self._large(found["digest"], found["name"])
         api = rf"/api/(?P<kind>models|datasets)/{_REPO}"

@@ -30,12 +30,12 @@ class Products(vf.Task[Data]):
 
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
-        """The last reply is the answer."""
+        """Check that the last reply is the answer."""
         return float(trace.last_reply.strip() == self.data.answer)
 
     @vf.metric
     async def called(self, trace: vf.Trace) -> float:
-        """The calculator was called."""
+        """Check that the calculator was called."""
         return float(trace.num_turns > 1)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from tandem.common.messages import Train
 from tandem.common.wire import Arrays
 from tandem.samples.batch import Batch
-from tandem.trainer import checkpoints, cli
+from tandem.trainer import cli
+from tandem.trainer.files import checkpoints
 from tandem.trainer.service import TrainerService
 
 NO_MEMORY = Path("no_memory")

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from tandem.common.errors import CheckpointError
 from tandem.config import Config
 from tandem.refit.layout import Box
-from tandem.trainer import checkpoints
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.box_files import BoxFiles, Part
+from tandem.trainer.files import checkpoints
+from tandem.trainer.files.box_files import BoxFiles, Part
 from tests.integration.checkpoint_harness import no_pickle
 from tests.integration.trainer_harness import (
     ARCHITECTURES,

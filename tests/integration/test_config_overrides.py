@@ -16,7 +16,7 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer.backends.shards import weights_of
+from tandem.trainer.shards import weights_of
 from tests.integration.megatron_harness import config_for, make
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
 from tests.integration.trainer_harness import make_batch, make_config, make_model

@@ -14,8 +14,8 @@ import transformers
 from tandem.config import Config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded
+from tandem.trainer.shards import local_of
 from tests.integration.reference import (
     assert_same_steps,
     assert_same_weights,

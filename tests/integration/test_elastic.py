@@ -28,7 +28,7 @@ from tests.integration.harness import (
 )
 
 NUM_STEPS = 24
-HELD_S = 3.0
+HELD_S = 8.0
 """How soon an engine has something that waits, if it has anything."""
 HELD = """
 import contextlib
@@ -38,11 +38,16 @@ from pathlib import Path
 from tandem.rollout.environments import Score
 
 class Held:
-    '''Scores nothing while the folder `hold` is there, and says in it who waits; digits are worth something.'''
+    '''Scores nothing while the folder `hold` is there, and notes in it which engine waits; digits are worth something.
+
+    The folder `seen` keeps which engines have scored at all.
+    '''
 
     runs_in = "threads"
 
     def score(self, problem, response):
+        Path("seen").mkdir(exist_ok=True)
+        Path("seen", str(os.getpid())).touch()
         while Path("hold").exists():
             with contextlib.suppress(FileNotFoundError):
                 Path("hold", str(os.getpid())).touch()
@@ -107,6 +112,11 @@ def await_engine(name: str) -> None:
     wait_until(lambda: generates(name), lambda: f"{name} to generate: {engines()}")
 
 
+def await_samples(engine: Engine) -> None:
+    """Wait until an engine has generated something, however soon the run goes on after that."""
+    wait_until(Path("seen", str(engine.pid)).exists, lambda: f"{engine.pid} to score: {engines()}")
+
+
 def hold_with(engine: Engine) -> None:
     """Hold everything while an engine generates: of a step it may be done with its groups when others are not."""
     deadline = time.monotonic() + TIMEOUT_S
@@ -129,7 +139,7 @@ def synchronous(run: Command) -> None:
         run.wait_for("rollout-1 joins the run")
         wait_until(lambda: version_of("rollout-1", "rollout-0") >= 1, lambda: "it to be refitted")
         go_on()
-        await_engine("rollout-1")
+        await_samples(second.process)
         first = process_of(run, "rollout")
         hold_with(first)
         first.send_signal(signal.SIGTERM)
@@ -148,7 +158,7 @@ def synchronous(run: Command) -> None:
         go_on()
         said = run.wait_for(r"rollout-1 leaves the run: it was told to; the run waits for another: rollout (.*)")[1]
         assert second.wait() == 0, second.output()
-        assert "rollout-1 was told to leave: it finishes what it has begun; told again" in second.output()
+        assert "rollout-1 was told to leave: it finishes its work; a second signal" in second.output()
     with Command("rollout", *said.split()) as third:
         assert run.wait() == 0, run.output()
         assert third.wait() == 0, third.output()
@@ -186,7 +196,7 @@ def test_asynchronous_runs_go_on_whoever_comes_and_goes(tmp_path: Path, monkeypa
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         run.wait_for(r"step 1/")
         with Command("rollout", *joins(address)) as added:
-            await_engine("rollout-2")
+            await_samples(added.process)
             with Command("rollout", *joins(address), "--join-timeout", "5") as refused:
                 assert refused.wait() == 75
                 assert "the run has its 3 rollout processes (cluster.max_rollouts) already" in refused.output()

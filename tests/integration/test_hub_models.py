@@ -122,6 +122,10 @@ def _one_step() -> dict[str, Any]:
     return {"grpo": {"max_num_steps": 1}, "checkpointing": {"save_period": 1}}
 
 
+def _one_step_words() -> tuple[str, ...]:
+    return ("grpo.max_num_steps=1", "checkpointing.save_period=1")
+
+
 def _two_steps() -> tuple[str, ...]:
     return ("grpo.max_num_steps=2", "checkpointing.save_period=1")
 
@@ -192,6 +196,21 @@ def test_what_is_wrong_is_one_line(hub: HubServer, model: Path, monkeypatch: pyt
     unreachable = check("tiny/other")
     assert "http://127.0.0.1:9 cannot be reached" in unreachable
     assert unreachable.count("\n") == 1
+
+
+def test_a_hub_that_is_broken_leaves_the_cache(hub: HubServer, model: Path) -> None:
+    hub.add(NAME, files_in(model))
+    config = str(write_config(FROM_HUB))
+    hub.is_broken = True
+    assert f"{NAME!r} is not in the cache of the Hub" in (said := refused("check", config))
+    assert f"{hub.url} answers with error 503" in said
+    hub.is_broken = False
+    up(Path(config), *_one_step_words())
+    hub.is_broken = True
+    checked = typed("coordinator", "check", config, "logger.log_dir=other")
+    assert checked.returncode == 0, checked.stderr
+    assert f"{NAME} is taken from the cache, at " in checked.stderr
+    assert f"{hub.url} answers with error 503" in checked.stderr
 
 
 def test_a_disk_that_is_full_is_one_line(hub: HubServer, model: Path) -> None:

@@ -147,9 +147,9 @@ def test_who_is_not_admitted_in_time_fails(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("node", "over", "error"),
     [
-        ("2", {}, "node 2: beside the first, which has the coordinator, cluster.num_nodes makes nodes 1"),
-        ("0", {}, "node 0: beside the first, which has the coordinator, cluster.num_nodes makes nodes 1"),
-        ("1", {"cluster": {"num_nodes": 1, "launch": "all"}}, "cluster.num_nodes makes no other node"),
+        ("2", {}, "node 2: beside the first node, which runs the coordinator, cluster.num_nodes gives nodes 1"),
+        ("0", {}, "node 0: beside the first node, which runs the coordinator, cluster.num_nodes gives nodes 1"),
+        ("1", {"cluster": {"num_nodes": 1, "launch": "all"}}, "cluster.num_nodes gives no other node"),
         ("1", {"cluster": {"num_nodes": 1}}, "cluster.launch: 1 of the 2 trainers are launched"),
         ("1", {"cluster": {"launch": "none"}}, "cluster.launch.refit: false, but the first node"),
     ],

@@ -171,7 +171,7 @@ def test_a_client_a_rollout_and_the_run_leave_in_mid_stream() -> None:
 def test_a_run_that_answers_nobody_says_what_to_switch_on() -> None:
     with running_quietly() as run:
         with Command("coordinator", "serve", RUN, "--port", "0") as server:
-            server.wait_for("note: the run in run goes on, and its newest checkpoint is served; policy.generation.")
+            server.wait_for("note: the run in run is live, but its newest checkpoint is served; policy.generation.")
             server.wait_for(r"serving run-step_\d+ at")
         run.signal(signal.SIGINT)
         run.signal(signal.SIGINT)

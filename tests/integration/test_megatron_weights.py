@@ -17,9 +17,9 @@ from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.checks import check
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
-from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.files import checkpoints
 from tests.integration.megatron_harness import (
     EP2,
     PLAIN,

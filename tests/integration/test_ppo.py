@@ -21,8 +21,8 @@ from tandem.samples.batch import Batch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded
+from tandem.trainer.shards import local_of
 from tests.integration.megatron_harness import CP2, PP2, SP, TP2
 from tests.integration.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
 from tests.integration.reference import sequences_of

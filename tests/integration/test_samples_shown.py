@@ -73,14 +73,14 @@ def test_a_run_records_what_it_was_validated_by_and_what_its_trainers_say_of_eac
     assert [float(line.split()[0]) for line in worst] == sorted(row.scored.reward for row in record[3])[:5]
     shown = coordinator("samples", "run", "--validation", "--step", "2", "--limit", "1")
     assert "step 2, group 0, sample 0" in shown.stdout
-    assert shown.stdout.endswith("8 validation samples of step 2, 7 of them not shown: --limit says how many are\n")
+    assert shown.stdout.endswith("8 validation samples of step 2, 7 of them not shown: see --limit\n")
     shown = coordinator("samples", "run", "--tokens", "--limit", "1")
     lines = shown.stdout.splitlines()
     first = lines.index("tokens") + 2
     row = record[3][0]
     assert len(lines[first : lines.index("", first) - 1]) == row.scored.response_length
     assert lines[first].split()[1:3] == [str(row.arrays.token_ids_T[row.scored.prompt_length]), "2"]
-    assert "gap        engine less trainer, of log-probabilities: 0.000" in shown.stdout
+    assert "gap        engine minus trainer, log-probabilities: mean absolute gap 0.000" in shown.stdout
 
 
 def test_nothing_of_it_is_recorded_where_no_samples_are() -> None:

@@ -32,11 +32,12 @@ from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
 from tandem.samples.batch import Batch
 from tandem.samples.tokenizer import write_new_model
-from tandem.trainer import box_files, policy_files, step
+from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.exchange import Exchange, meet, moved
+from tandem.trainer.files import box_files, policy_files
 from tandem.trainer.micro_batches import unpad_into
 
 VOCABULARY = 24

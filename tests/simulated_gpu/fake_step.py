@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 from tandem.config import Config, load_config
 from tandem.refit.layout import Box
 from tandem.samples.batch import TrainingBatch
-from tandem.trainer import checkpoints
 from tandem.trainer.backends import dtensor, make_backend
 from tandem.trainer.backends.megatron import cpu
 from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.files import checkpoints
 from tests.integration.trainer_harness import train_on
 
 MICRO_BATCHES = 2

@@ -280,7 +280,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Megatron(tp=16).layout(model, 0, "here")
     with pytest.raises(RefitError, match="4 ranks cannot be split in etp 1 × ep 8 × pp 1"):
         Megatron(dp=4, ep=8).layout(from_config(QWEN3_MOE), 0, "here")
-    with pytest.raises(RefitError, match="has to name tp, cp, ep, dp and pp once each, not 'tp-dp'"):
+    with pytest.raises(RefitError, match="must name tp, cp, ep, dp and pp once each, not 'tp-dp'"):
         Megatron(tp=2, order="tp-dp").layout(model, 0, "here")
     with pytest.raises(RefitError, match="let the order end in pp"):
         Megatron(tp=2, dp=2, pp=2, ep=2, etp=1, order="tp-pp-dp-ep-cp").layouts(from_config(QWEN3_MOE), Hosts("here"))
@@ -291,5 +291,5 @@ def test_a_checkpoint_that_fuses_layers_is_cut_as_one_that_does_not() -> None:
 
 
 def test_an_architecture_whose_shards_are_not_known_is_refused() -> None:
-    with pytest.raises(RefitError, match="nothing is known of how Megatron-Core cuts a gemma3_text, only of llama, "):
+    with pytest.raises(RefitError, match="it is unknown how Megatron-Core shards a gemma3_text; known are llama, "):
         Megatron().layout(model_of(GEMMA3), 0, "here")

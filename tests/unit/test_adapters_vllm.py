@@ -306,5 +306,5 @@ def test_a_checkpoint_that_fuses_layers_is_cut_as_one_that_does_not() -> None:
 
 
 def test_an_architecture_whose_shards_are_not_known_is_refused() -> None:
-    with pytest.raises(RefitError, match=r"nothing is known of how vLLM cuts a gpt_oss, only of llama, .*glm4_moe, "):
+    with pytest.raises(RefitError, match=r"it is unknown how vLLM shards a gpt_oss; known are llama, .*glm4_moe, "):
         Vllm().layout(model_of(GPT_OSS), 0, "here")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box, whole
-from tandem.trainer.box_files import BoxFiles, Part, boxes_of_range, snapshot, write
+from tandem.trainer.files.box_files import BoxFiles, Part, boxes_of_range, snapshot, write
 
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 

@@ -78,7 +78,7 @@ def test_each_process_is_launched_by_the_node_whose_gpu_it_takes(settings: list[
         (["trainers=2", "launch={trainers: 1, rollouts: 1, refit: true}"], "cluster.num_nodes is 1"),
         (
             ["num_nodes=2", "gpus_per_node=2", *VLLM, "launch={trainers: 1, rollouts: 1, refit: true}"],
-            "the coordinator launches 1 trainers, but GPUs of the first node are those of 2",
+            "the coordinator launches 1 trainers, but the first node has GPUs for 2",
         ),
         (
             ["num_nodes=3", "gpus_per_node=0", "trainers=1", "rollouts=1"],

@@ -321,7 +321,7 @@ def test_a_rank_is_slow_if_it_is_nearly_always_the_slowest_and_costs_something()
     stages = {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 2}, "optimizer": None}
     piped = config_of(policy=stages, cluster={"trainers": 4})
     assert (
-        "unequal shares of the layers"
+        "unequal numbers of layers"
         in found_in(evidence_of({}, *[another] * 3, config=piped))["slow trainer rank"].look_at
     )
 

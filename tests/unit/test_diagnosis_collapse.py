@@ -46,7 +46,7 @@ def test_what_is_said_of_truncation_agrees_with_its_figures() -> None:
     truncated = found_in(evidence_of(*COLLAPSE))["truncated responses"]
     assert "truncated_fraction went from 0 to 1 in step 2; 0.5 is the threshold" in truncated.evidence
     assert truncated.since == 2
-    assert "from the beginning on" not in truncated.what
+    assert "from the start" not in truncated.what
 
 
 def test_a_rate_is_judged_by_what_a_model_of_this_size_bears() -> None:

@@ -238,7 +238,7 @@ def test_an_import_that_kills_is_named() -> None:
 
     with ForkServer(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
         born(made, "tell")
-    assert "while starting family.member: it ended again and again, at last with code -11" in str(caught.value)
+    assert "while starting family.member: it ended repeatedly, last with code -11" in str(caught.value)
 
 
 def test_nothing_holds_what_its_owner_held() -> None:

@@ -14,7 +14,7 @@ from lora_harness import RANK, SCALE, mark
 
 from tandem.refit.planner import Plan, plan
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer.backends import shards
+from tandem.trainer import shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -85,7 +85,7 @@ def test_live_weights_have_the_bits_of_pefts_merge(served: Served) -> None:
         train(served.model)
         served.engine.apply(version, 60.0, newcomers=())
         served.assert_has_bits_of_merge_and_unload()
-        served.engine.digest_task(None).results()  # raises where what is held is not the merge
+        served.engine.digest_task(None).results()  # raises if the weights held are not the merge
 
 
 def test_log_probabilities_are_those_of_the_trainers_unmerged_model(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_damage_is_told() -> None:
     engine = refit.engines["rollout-1"]
     live = refit.live["rollout-1"][f"{layer}.weight"]
     live[17] ^= 1  # the lowest bit of a merged weight
-    with pytest.raises(RefitError, match=rf"{layer}.weight: what is held is not the merge"):
+    with pytest.raises(RefitError, match=rf"{layer}.weight: the weights held are not the merge"):
         refit.digests(engine)
     live[17] ^= 1
     assert refit.verdict().differences == ()
@@ -143,7 +143,7 @@ def test_merging_twice_would_be_told() -> None:
     live = refit.live["rollout-0"][f"{layer}.weight"].view(torch.float32)
     a, b = (refit.adapters[f"{layer}.lora_{kind}.weight"] for kind in "AB")
     live += (b @ a).flatten() * 8.0
-    with pytest.raises(RefitError, match=f"{layer}.weight: what is held is not the merge"):
+    with pytest.raises(RefitError, match=f"{layer}.weight: the weights held are not the merge"):
         refit.verdict()
 
 

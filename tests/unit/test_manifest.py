@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tandem.common.errors import DamagedCheckpoint
 from tandem.samples import manifest
-from tandem.trainer.box_files import digests_of
+from tandem.trainer.files.box_files import digests_of
 from tests.damage import digests_in, first_tensor, flip_bit
 
 TENSORS = {

@@ -137,7 +137,7 @@ def test_digests_of_something_else_are_refused() -> None:
     service.plan()
     values = {tensor.name: 1 for tensor in MODEL.tensors}
     digests = {"trainer-0": shares(service.source, values), "rollout-0": shares(service.wanted["rollout-0/0"], values)}
-    with pytest.raises(RefitError, match="digests came of rollout-0, for which nothing was planned"):
+    with pytest.raises(RefitError, match="digests came from rollout-0, which has no plan"):
         service.commit(digests)
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_one_line_with_the_name_of_the_part() -> None:
     service.plan()
     for digests, what in (
         ({"trainer-0": bytes(9)}, "trainer-0: 9 bytes are not digests of 8 bytes each"),
-        ({"rollout-0/0": bytes(16)}, "no digests came of trainer-0, which has sent the weights"),
+        ({"rollout-0/0": bytes(16)}, "no digests came from trainer-0, which has sent the weights"),
     ):
         commit = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=digests, has_update=False)
         with pytest.raises(RefitError, match=f"^{what}$"):

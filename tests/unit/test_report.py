@@ -119,7 +119,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_links_to_nothing() -> None:
     assert "default-src &" not in text
     assert "default-src 'none'; style-src 'unsafe-inline'" in shown.attributes["content"]
     assert "&lt;script&gt;alert(" in text, "what a model made is text"
-    for said in ("What was reached", "finished", "0.55 → 0.8", "Where the time went", "1.000 s (50%)", "5.600"):
+    for said in ("Results", "finished", "0.55 → 0.8", "Where the time went", "1.000 s (50%)", "5.600"):
         assert said in text, said
 
 
@@ -187,7 +187,7 @@ def test_runs_are_compared_with_what_differs_between_their_configurations(capsys
     text = Path("both/report.html").read_text()
     shown = Page(text)
     assert shown.charts == 8
-    assert "How their configurations differ" in text
+    assert "Differences in configuration" in text
     assert "<th>policy.optimizer.kwargs.lr</th>" in text
     assert "log_dir" not in text, "it differs between any two"
     assert "b/run: share cut off (right)" in text

@@ -176,7 +176,7 @@ def test_a_page_of_samples_says_how_many_are_left(capsys: pytest.CaptureFixture[
     _, out, _ = shown("run", "--worst", "--limit", "2", capsys=capsys)
     heads = [line for line in out.splitlines() if line.startswith("━━")]
     assert heads == ["━━ step 3, group 0, sample 0", "━━ step 3, group 3, sample 1"]
-    assert out.splitlines()[-1] == "8 samples of step 3, 6 of them not shown: --limit says how many are"
+    assert out.splitlines()[-1] == "8 samples of step 3, 6 of them not shown: see --limit"
     _, out, _ = shown("run", "--contains", "answer 2", capsys=capsys)
     assert out.splitlines()[-1] == "2 chosen of the 8 samples of step 3"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_CHARACTERS = 100
+MOST_FILES = 25
+"""Of a folder: more would be two folders."""
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +35,8 @@ def test_every_file_has_a_caption_of_one_line(script: ModuleType) -> None:
     for part in script.PARTS:
         for name, caption in script.captions(part).items():
             assert 0 < len(caption) <= MOST_CHARACTERS, f"{part}: {name}: {caption}"
+
+
+def test_no_folder_has_more_files_than_can_be_held_in_mind(script: ModuleType) -> None:
+    sizes = Counter(path.parent for part in script.PARTS for path in script.folder(part).rglob("*.py"))
+    assert {str(folder.relative_to(ROOT)): size for folder, size in sizes.items() if size > MOST_FILES} == {}

@@ -213,4 +213,4 @@ def test_a_collector_that_is_gone_is_said_once(raises: str, monkeypatch: pytest.
     for step in range(2000):
         tracing.send([msgspec.structs.replace(STEPS[0], step=step)])
     tracing.close()
-    assert notes == ["logger.opentelemetry.endpoint: http://nowhere does not take spans; the run goes on without"]
+    assert notes == ["logger.opentelemetry.endpoint: http://nowhere takes no spans; the run goes on without it"]

@@ -164,7 +164,7 @@ class RewardError(TandemError):
 
 
 class HelperLost(TandemError):
-    """What a process has started to help it was killed from outside, again and again: another may have more luck."""
+    """A helper of a process was killed from outside, again and again. Another process may have more luck."""
 
     is_final = False
 

@@ -25,7 +25,7 @@ MAX_PATH_SHOWN = 200
 """Most characters of a path in an error."""
 
 Plain = dict[str, Any]
-"""What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
+"""Parsed YAML: nested dictionaries, lists and scalars, with interpolations unresolved."""
 _TOO_DEEP = "mappings or lists are nested too deeply"
 
 

@@ -1,1 +1,1 @@
-"""Start the processes of a run, on this host and on a cluster, and keep them running"""
+"""Launching: start a run's processes on this host or a cluster, and keep them running"""

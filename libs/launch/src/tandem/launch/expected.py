@@ -1,4 +1,4 @@
-"""Which processes make a run complete, and which of them the coordinator launches itself."""
+"""The processes that make a run complete, and those that the coordinator launches itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
 
 def expected_processes(config: Config) -> dict[ServiceKind, int]:
-    """Return how many processes of each kind make the run complete; only what generates needs engines and a weight
-    plane."""
+    """Return how many processes of each kind make the run complete; engines and a weight plane only if it generates."""
     if not config.generates:
         return {"trainer": config.num_trainers}
     return {"refit": 1, "trainer": config.num_trainers, "rollout": config.cluster.rollouts}

@@ -1,8 +1,8 @@
-"""The fork server: a process that has imported what services need, and forks them.
+"""The fork server: a process that has imported the services' modules, and forks the services.
 
-Importing torch and transformers takes seconds of a core in every process. Done once, in a process that does nothing
-else, it is done by the time the first service is wanted: each then starts in milliseconds, one in the place of a lost
-one too, and what was imported is in memory once.
+Importing torch and transformers takes each process seconds of a core. The fork server imports them once, ahead of the
+first service, and all services share the imported memory. Each service then starts in milliseconds, replacements
+included.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from tandem.common.process_lifetime import die_with, reaper
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
 _FORK_S = 5.0
-"""How long a fork may take once all is imported: who takes longer hangs, and another takes its place."""
+"""Longest time of a fork once all is imported; a fork server that takes longer hangs, and is replaced."""
 _POLL_S = 0.1
 _KILLED_S = 10.0
-"""How long the kernel may take to end a process that was killed."""
+"""Longest time that the kernel takes to end a killed process."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Compute threads sleep while they have nothing to do: training and generation take turns on the same cores, and
-threads that spin would take them from whoever is at work. Read when torch is imported."""
+"""Environment of compute threads: they sleep when idle. Training and generation take turns on the same cores, and
+spinning threads would take those from the one at work. Read when torch is imported."""
 _WHILE_IMPORTING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Whoever asks torch for a GPU would otherwise begin to use it, and what is forked afterwards could not."""
+"""Environment while importing: otherwise a question to torch about GPUs would start using one, and forks could not."""
 _GPU_MEMORY = "/dev/nvidia-uvm"
-"""What CUDA opens when a process begins to use it."""
+"""Device file that CUDA opens when a process starts to use a GPU."""
 
 
 class Birth(msgspec.Struct, frozen=True, kw_only=True):
-    """What a forked process is to be, as if it had been started by a command."""
+    """The spawn spec of a forked process, as if it were started by a command."""
 
     module: str
-    """Its ``main`` is given the arguments, and returns the exit code."""
+    """Name of the module; its ``main`` gets the arguments, and returns the exit code."""
     arguments: tuple[str, ...]
     folder: str
     environment: dict[str, str]
     parent: int
-    """Whose child it is: the owner of the fork server, or a process above that, which adopts orphans."""
+    """Process id of its parent: the owner of the fork server, or a process above that, which adopts orphans."""
     heeds_signals: bool
-    """Whether it ends when it is asked to, by SIGTERM or Ctrl-C, from its first moment on."""
+    """Whether SIGTERM or Ctrl-C ends it, from the start."""
 
 
 class Child:
-    """A forked process, with what `subprocess.Popen` has for one that was started by a command."""
+    """A forked process, with the interface of `subprocess.Popen` where needed."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """Negative: the signal that ended it."""
+        """Exit code; negative: the signal that ended it."""
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -77,7 +77,7 @@ class Child:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end; return the exit code. Raises `subprocess.TimeoutExpired`."""
+        """Wait until it ends; return the exit code. Raises `subprocess.TimeoutExpired`."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -91,30 +91,30 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """The process that services are forked from; it ends with this one. What it forks are children of this process.
+    """The process that services are forked from; it ends with this one. Forked services are children of this process.
 
-    Or they are children of one above it, where that adopts orphans. The first is best made before this process has
-    threads and much memory: what it is then, all that it forks are.
+    Or they are children of a process above, if that adopts orphans. Create the server before this process has threads
+    and much memory, because all forked services inherit both.
     """
 
     def __init__(self, preload: Callable[[], None], deadline_s: float) -> None:
-        """Fork it. It calls `preload`; whatever that raises is left to the process that needs what is missing.
+        """Fork it and have it call `preload`; an exception there is left to the process that needs the missing module.
 
         Args:
-            preload: imports modules, and does nothing that has threads or touches a device.
-            deadline_s: how long a start may take, of the first of which importing may be a part.
+            preload: imports modules; must not start threads or touch a device.
+            deadline_s: longest time of a start, which for the first one includes importing.
 
         """
         self._preload = preload
         self._deadline_s = deadline_s
         self._meanwhile: Callable[[], object] = lambda: None
         self._has_answered = False
-        """Whether what forks now has done so before, which means that it has imported all."""
+        """Whether the current server has answered before, and so has imported all."""
         self._process, self._orders = self._begin()
 
     def __enter__(self) -> ForkServer:
@@ -125,7 +125,7 @@ class ForkServer:
 
     @contextlib.contextmanager
     def meanwhile(self, do: Callable[[], object]) -> Iterator[None]:
-        """Within the block, `do` something again and again while a start is waited for: it may have to import first."""
+        """Call `do` again and again within the block while waiting for a start, which may have to import first."""
         self._meanwhile = do
         try:
             yield
@@ -145,14 +145,14 @@ class ForkServer:
     ) -> Child:
         """Run the ``main`` of a module in a new process, with this one's folder and environment.
 
-        It is a child of this process, or of `parent`, which is one above it that adopts orphans.
+        It is a child of this process, or of `parent`, a process above this one that adopts orphans.
 
-        Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so. `keys`, where there are
-        some, it finds in a descriptor that nobody else has, the number of which follows its arguments: ``--key-fd N``.
+        Without `heeds_signals`, signals do not end it unless `main` handles them. If there are `keys`, it gets them in
+        a private descriptor; its number follows the arguments: ``--key-fd N``.
 
         Raises:
-            ServiceLost: the process that forks has ended.
-            DeadlineExceeded: it did not answer in time.
+            ServiceLost: the fork server has ended.
+            DeadlineExceeded: the fork server did not answer in time.
 
         """
         birth = Birth(
@@ -167,17 +167,17 @@ class ForkServer:
         for _ in range(_ATTEMPTS):
             if (pid := self._ask_for(birth, out, errors or out, keys)) is not None:
                 return Child(pid)
-            code = self._end()  # if someone killed or stopped it, that is no reason not to start anything
+            code = self._end()  # a user may have killed or stopped it, which must not prevent starts
             self._has_answered = False
             self._process, self._orders = self._begin()
-        raise ServiceLost(_NAME, f"starting {module}", f"it ended again and again, at last with code {code}")
+        raise ServiceLost(_NAME, f"starting {module}", f"it ended repeatedly, last with code {code}")
 
     def close(self) -> None:
-        """End it; what it has forked lives on."""
+        """End it; forked services live on."""
         self._end()
 
     def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
-        """Return the id of the process that was born, None if there is nobody to ask any more, or who hangs."""
+        """Return the id of the new process; None if the fork server is gone or hangs."""
         with (
             contextlib.suppress(OSError),
             reaper() if birth.parent == os.getpid() else contextlib.nullcontext(),
@@ -197,7 +197,7 @@ class ForkServer:
         return None
 
     def _answers_within(self, patience_s: float) -> bool:
-        """Wait for an answer; say if there is one, or the end of whoever was to give it."""
+        """Wait for an answer; return whether there is one, or the end of the fork server."""
         deadline = time.monotonic() + patience_s
         while not select.select([self._orders], [], [], min(_POLL_S, patience_s))[0]:
             self._meanwhile()
@@ -213,7 +213,7 @@ class ForkServer:
     def _begin(self) -> tuple[Child | subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner = os.getpid()
-        for stream in (sys.stdout, sys.stderr):  # or what they have not written yet would be written twice
+        for stream in (sys.stdout, sys.stderr):  # unwritten output would be written twice
             stream.flush()
         pid = os.fork()
         if pid:
@@ -226,7 +226,7 @@ class ForkServer:
 
 
 def _in_memory(name: str, text: bytes) -> IO[bytes]:
-    """Return a file that only whoever has a descriptor of it can read."""
+    """Return a file that only processes with its descriptor can read."""
     file = os.fdopen(os.memfd_create(name), "w+b")
     file.write(text)
     file.seek(0)
@@ -234,18 +234,18 @@ def _in_memory(name: str, text: bytes) -> IO[bytes]:
 
 
 def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
-    """Be the process that forks what the owner orders, until that ends or closes its socket."""
-    gc.freeze()  # what the owner no longer needs is not this process's to collect: files would be closed, say
+    """Fork processes on the owner's command, until it ends or closes its socket."""
+    gc.freeze()  # leave the owner's garbage alone: collecting it here would close files, for example
     die_with(owner)
     _forget_owner(orders_fd)
     setproctitle("coordinator: forks services")
     os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
     with gc_tuning.paused(), contextlib.suppress(Exception):
         preload()
-    if _uses_a_gpu():  # a library did so while it was imported; begin anew without, and let each service import
+    if _uses_a_gpu():  # a library used a GPU during import; start again without, and let each service import
         os.set_inheritable(orders_fd, True)
         os.execv(sys.executable, [sys.executable, "-m", "tandem.launch.fork_server", str(orders_fd), str(owner)])
-    gc.freeze()  # or looking for garbage would make each child copy what was imported
+    gc.freeze()  # otherwise garbage collection would make each child copy the imported memory
     orders = socket.socket(fileno=orders_fd)
     while True:
         word, descriptors, *_ = socket.recv_fds(orders, 1, 4)
@@ -256,7 +256,7 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
             between = os.getpid()
             if os.fork() == 0:
                 _become(orders, between, *descriptors)
-            os._exit(0)  # which makes its child one of the process's that asked for orphans
+            os._exit(0)  # then its child becomes that of the process that adopts orphans
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -267,11 +267,11 @@ def _uses_a_gpu() -> bool:
 
 
 def _forget_owner(keep_fd: int) -> None:
-    """Give up what came with the fork: files and sockets, the terminal, and how signals are handled."""
+    """Release what came with the fork: files, sockets, the terminal, and signal handlers."""
     os.closerange(3, keep_fd)
     os.closerange(keep_fd + 1, os.sysconf("SC_OPEN_MAX"))
     signal.set_wakeup_fd(-1)
-    signals.leave_to_coordinator()  # Ctrl-C in a terminal reaches all that was started there
+    signals.leave_to_coordinator()  # Ctrl-C in a terminal reaches all processes started there
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
@@ -281,14 +281,14 @@ def _forget_owner(keep_fd: int) -> None:
 def _become(
     orders: socket.socket, between: int, order: int, out: int, errors: int, keys: int | None = None
 ) -> NoReturn:
-    """Be the process that was ordered, to its end."""
+    """Run the requested process to its end."""
     code = 1
     try:
         with os.fdopen(order, "rb") as file:
             birth = msgspec.json.decode(file.read(), type=Birth)
         while (parent := os.getppid()) == between:
             time.sleep(0.0005)
-        if parent != birth.parent:  # which has ended
+        if parent != birth.parent:  # the parent has ended
             os._exit(1)
         if keys is not None:
             birth = msgspec.structs.replace(birth, arguments=(*birth.arguments, "--key-fd", str(keys)))
@@ -312,7 +312,7 @@ def _run(birth: Birth) -> int:
     os.environ.clear()
     os.environ.update({**_ENVIRONMENT, **birth.environment})
     paths = birth.environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [path for path in paths if path and path not in sys.path]  # before installed packages, as ever
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]  # before installed packages, as usual
     command = birth.module.split(".")[1]
     sys.argv = [command, *birth.arguments]
     setproctitle(" ".join(sys.argv))
@@ -323,7 +323,7 @@ def _run(birth: Birth) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as an interpreter does, but for taking itself apart: the stack below is the owner's."""
+    """End like an interpreter, except for its teardown: the stack below is the owner's."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,7 +1,7 @@
-"""Launch one node's share of a run whose coordinator is on another, and stay until it has ended.
+"""One node's processes of a run with its coordinator on another node, watched until they end.
 
-Services do not know of this process: each joins the coordinator by itself, under the number that is its own, and is
-started again here when it dies. They die with this process, kill -9 included.
+Services do not know this process. Each registers with the coordinator by itself, under its own number, and is restarted
+here when it dies. They die with this process, even after kill -9.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from tandem.launch.restarts import within
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
-"""Pause before a process is started again that was not admitted: the place of a lost one is not yet free, say."""
+"""Pause before restarting a process that was not admitted: a lost one's place may not be free yet, for example."""
 
 
 class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
-    """How services join another node's coordinator: each asks for its number, and proves the run's key file."""
+    """Credentials for another node's coordinator: each service asks for its number, and proves the run's key file."""
 
     coordinator: str
     key_file: Path
     timeout_s: float
 
     def __call__(self, number: int) -> Credentials:
-        """Return those of one process."""
+        """Return the credentials of one process."""
         words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
         return Credentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """When to give up."""
+    """Limits after which a node gives up."""
 
     admission_s: float
-    """How long a process may go without being admitted, since it was lost or first started."""
+    """Longest time that a process may go without admission, since it was lost or first started."""
     max_replacements: int
-    """Of the run; the coordinator counts what all nodes lose together, and this node gives up when it alone has lost
-    more within `replacement_window_s`."""
+    """Limit of the run; the coordinator counts the losses of all nodes. This node gives up when it alone has lost more
+    within `replacement_window_s`."""
     replacement_window_s: float
     grace_s: float
-    """How long services may go on after this process was asked to end: the coordinator finishes a step, and saves."""
+    """Time for services after this process was asked to end: the coordinator finishes a step, and saves."""
 
 
 class NodeProcesses:
@@ -59,16 +59,16 @@ class NodeProcesses:
         self._say = say
         self._node = node
         self._losses: dict[str, list[float]] = {}
-        """When each process was lost."""
+        """Times of each process's losses."""
         self._asks_since: dict[str, float] = {}
-        """Since when a process has gone without being admitted, as far as is known here."""
+        """Since when each process has gone without admission, as far as this node knows."""
         self._again_at: dict[str, tuple[float, Launched]] = {}
         self._end_by: float | None = None
         self.failures: list[str] = []
-        """Processes that ended otherwise than because the run did, a line each."""
+        """Processes that ended before the run did, one line each."""
 
     def run(self) -> None:
-        """Start the services, and return when all have ended, and when one is lost for good."""
+        """Start the services, and return when all have ended, or one is lost for good."""
         with signals.heard(self._asked):
             for kind, number in self._node.processes:
                 launched = self._processes.start(kind, number)
@@ -83,7 +83,7 @@ class NodeProcesses:
                 time.sleep(_POLL_S)
 
     def _asked(self, number: int) -> None:
-        """Give services their time when first asked to end, and none when asked again."""
+        """Give services their time at the first signal to end, and none at the second."""
         now = time.monotonic()
         self._end_by = now + self._limits.grace_s if self._end_by is None else now
 
@@ -91,7 +91,7 @@ class NodeProcesses:
         return self._end_by is not None and time.monotonic() >= self._end_by
 
     def _stays_away(self, launched: Launched) -> bool:
-        """Decide what becomes of a process that has ended: True if it has no place in the run any more."""
+        """Decide what to do about an ended process; return True if it has no place in the run any more."""
         code, now = launched.process.wait(0.0), time.monotonic()
         if code == 0 or self._end_by is not None:
             return True
@@ -116,7 +116,7 @@ class NodeProcesses:
         return False
 
     def _num_lost(self, now: float) -> int:
-        """Return how many losses the run counts at least: trainers are started again together, which is one."""
+        """Return the least number of losses that the run counts: trainers restarted together count as one."""
         window_s = self._limits.replacement_window_s
         losses = {name: len(within(window_s, now, times)) for name, times in self._losses.items()}
         of_trainers = [count for name, count in losses.items() if name.startswith("trainer-")]

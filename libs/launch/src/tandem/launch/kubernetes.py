@@ -1,8 +1,8 @@
-"""Write the manifests by which Kubernetes runs a configuration: a JobSet with a pod for every node.
+"""Kubernetes manifests that run a configuration: a JobSet with a pod per node.
 
-The first pod has the coordinator, the others one ``coordinator join`` each, which launches that node's services; so
-processes of a node share its memory. Pods find each other by a headless service. When one fails the JobSet begins all
-of them again, and the run goes on from its newest checkpoint, which lies on a volume that all pods see.
+The first pod runs the coordinator. Each other pod runs ``coordinator join``, which launches its node's services, so
+processes of a node share memory. Pods find each other through a headless service. When a pod fails, the JobSet restarts
+all of them, and the run resumes from its newest checkpoint, on a volume that all pods mount.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 Manifest = dict[str, Any]
 
 PORT = 29400
-"""Where the coordinator listens within its pod."""
+"""Port of the coordinator within its pod."""
 _CONFIG = "/etc/tandem/config/config.yaml"
 _SECRET = "/etc/tandem/keys"
 _KEY_FILE = f"/tmp/{MEMBERS_FILE}"
 _USER = 1000
 _RESTARTS = 10
 _GRACE_S = 300
-"""A pod that is asked to end has so long to finish its step and to save."""
+"""Time for a pod that is asked to end, to finish its step and save."""
 
 
 class PodNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What every pod is made of, beside what its configuration says."""
+    """Properties of every pod that are not in the configuration."""
 
     name: str
-    """Of the JobSet, and the beginning of every other name."""
+    """Name of the JobSet, and prefix of every other name."""
     image: str
     claim: str
-    """A PersistentVolumeClaim that all pods can write to: where runs, models and data are."""
+    """A PersistentVolumeClaim that all pods can write to, for runs, models and data."""
     folder: str = "/workspace"
-    """Where the claim is mounted; relative paths of the configuration begin there."""
+    """Mount point of the claim; relative paths in the configuration start here."""
     cpus: str = "8"
     memory: str = "64Gi"
     shared_memory: str = "16Gi"
-    """Of /dev/shm, which counts as memory."""
+    """Size of /dev/shm, which counts towards the memory."""
 
 
 def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
-    """Return the objects in the order in which they are to be made.
+    """Return the objects in the order of their creation.
 
-    `keys` are the run's, by which its processes prove that they belong to it.
+    `keys` are the run's, with which its processes authenticate.
 
     Raises:
         ConfigError: some process would be launched by no node, or by two.
@@ -84,7 +84,7 @@ def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
             "kind": "JobSet",
             "metadata": _metadata(needs),
             "spec": {
-                "network": {"enableDNSHostnames": False},  # it would make a service of its own beside the one above
+                "network": {"enableDNSHostnames": False},  # it would create another service beside the one above
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": ["coordinator"]},
                 "failurePolicy": {"maxRestarts": _RESTARTS},
                 "replicatedJobs": _replicated_jobs(config, needs, nodes),
@@ -99,7 +99,7 @@ def to_yaml(objects: list[Manifest]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes a text of several lines as one would by hand."""
+    """YAML dumper that writes multi-line text as blocks."""
 
 
 def _text(dumper: Any, text: str) -> Any:
@@ -120,7 +120,7 @@ def _secret(needs: PodNeeds, part: str, files: dict[str, bytes]) -> Manifest:
 
 
 def _configurations(config: Config) -> dict[str, str]:
-    """Return the configuration, and those of runs that make its model, by the names of their files."""
+    """Return the configuration, and those of runs that produce its model, by file name."""
     files: dict[str, str] = {}
     name = PurePosixPath(_CONFIG)
     while (earlier := config.prerequisite) is not None:
@@ -143,11 +143,11 @@ def _replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[Node, ...]) -
     return jobs
 
 
-# Files of a secret can be read by a group, and keys are taken from no file that others can read: pods copy them.
+# Files of a secret are readable by a group, but keys are not read from files that others can read, so pods copy them.
 
 
 def _run_it(config: Config) -> str:
-    """Return the words of bash that begin the run, or go on with it."""
+    """Return the bash command that starts or resumes the run."""
     run = config.logger.log_dir
     keys, journal = shlex.quote(f"{run}/{FOLDER}"), shlex.quote(f"{run}/{JOURNAL_NAME}")
     return (
@@ -158,7 +158,7 @@ def _run_it(config: Config) -> str:
 
 
 def _join_it(needs: PodNeeds) -> str:
-    """Return the words of bash that launch a node's share of the run."""
+    """Return the bash command that launches a node's services."""
     address = f"tcp://{needs.name}-coordinator-0-0.{needs.name}:{PORT}"
     return (
         f"install -m 600 {_SECRET}/{MEMBERS_FILE} {_KEY_FILE} && "
@@ -172,16 +172,16 @@ def _job(name: str, num_pods: int, pod: Manifest) -> Manifest:
         "completionMode": "Indexed",
         "completions": num_pods,
         "parallelism": num_pods,
-        "backoffLimit": 0,  # the JobSet begins all pods again, not the job one of them
+        "backoffLimit": 0,  # the JobSet restarts all pods; the job must not restart single ones
         "template": {"spec": pod},
     }
     return {"name": name, "replicas": 1, "template": {"spec": spec}}
 
 
 def _probes() -> Manifest:
-    """Return how it is told that the coordinator lives: it takes connections.
+    """Return the probes that check whether the coordinator accepts connections.
 
-    Its first run of a configuration may make a model before it listens, and so may take long to begin.
+    Its first run of a configuration may have to create a model before it listens, so it may take long to start.
     """
     return {
         "startupProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 10, "failureThreshold": 720},
@@ -199,7 +199,7 @@ def _pod(config: Config, needs: PodNeeds, keys: str, command: str, more: Manifes
         "command": ["bash", "-c", command],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "PYTHONPATH", "value": needs.folder},  # classes that the configuration names by dotted path
+            {"name": "PYTHONPATH", "value": needs.folder},  # for classes that the configuration names by dotted path
         ],
         "resources": {
             "requests": {"cpu": needs.cpus, "memory": needs.memory},

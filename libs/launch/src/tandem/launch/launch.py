@@ -1,4 +1,4 @@
-"""Start, watch and end the processes that the coordinator launches on its own host."""
+"""The processes that the coordinator launches on its own host: starting, watching and ending them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tandem.launch.fork_server import Child, ForkServer
 from tandem.launch.supervision import Supervision
 
 _KILLED_S = 10.0
-"""How long the kernel may take to end a process that was killed, and a supervisor to say so."""
+"""Longest time that the kernel takes to end a killed process, and a supervisor to report it."""
 _LOG_TAIL_LINES = 3
 
 
 def make_importable(config_file: str | Path) -> None:
-    """Let this process, and those that it launches, import the user's own modules from beside a configuration file.
+    """Let this process, and those it launches, import the user's modules from the folder of a configuration file.
 
-    Python's own way to say so, `PYTHONPATH`, is also how services that are started by hand are told.
+    It sets `PYTHONPATH`, Python's own means, which also works for services started by hand.
     """
     folder = str(Path(config_file).resolve().parent)
     if folder not in sys.path:
@@ -38,17 +38,17 @@ def make_importable(config_file: str | Path) -> None:
 
 
 def preload(kinds: Iterable[ServiceKind], environment: Mapping[str, str] | None = None) -> None:
-    """Import what services of these kinds take long to import, with more in this process's `environment`."""
+    """Import the slow modules of services of these kinds, after adding `environment` to this process's."""
     os.environ.update(environment or {})
     for kind in kinds:
         importlib.import_module(f"tandem.{kind}.cli").preload()
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
-    """A process the coordinator started."""
+    """A process that the coordinator started."""
 
     public_key: str
-    """By which it is known when it joins, empty where this process is not the coordinator."""
+    """Key by which it authenticates when it registers; empty if this process is not the coordinator."""
     kind: ServiceKind
     number: int
     log: Path
@@ -56,11 +56,11 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name in the run, such as ``rollout-0``."""
+        """Name in the run, such as ``rollout-0``."""
         return f"{self.kind}-{self.number}"
 
     def describe_death(self) -> str:
-        """Say how it ended, with the last lines it wrote."""
+        """Describe how it ended, with the last lines of its log."""
         code = self.process.wait(0.0)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         lines = last_lines(self.log, _LOG_TAIL_LINES)
@@ -68,26 +68,26 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """By what one process joins a run."""
+    """Credentials with which one process registers with a run."""
 
     arguments: tuple[str, ...]
     keys: bytes = b""
-    """Given to it by a descriptor."""
+    """Keys, handed to the process in a descriptor."""
     public_key: str = ""
 
 
 class Admits:
-    """How the coordinator's own processes join: each has a key pair that was made for it."""
+    """Credentials of the coordinator's own processes: each gets a new key pair."""
 
     def __init__(self, coordinator: Listener, admitted: Admitted) -> None:
-        """`admitted` are the keys that the coordinator hears, to which those of these processes come."""
+        """Issue credentials; the keys of these processes are added to `admitted`, which the coordinator accepts."""
         self._coordinator = coordinator
         self._admitted = admitted
 
     def __call__(self, number: int) -> Credentials:
-        """Return those of one process."""
+        """Return the credentials of one process."""
         own = new_key_pair()
-        self._admitted.add(own.public)  # before there is anyone to prove it
+        self._admitted.add(own.public)  # before the process exists, so that it is never refused
         keys = MemberKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
         return Credentials(
             arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=own.public
@@ -95,9 +95,9 @@ class Admits:
 
 
 class LocalProcesses:
-    """The launched processes. They die with this one, whatever ends it: the kernel sees to that.
+    """The launched processes. The kernel ends them with this process, however that ends.
 
-    Where there is a supervisor, all but trainers die with that one instead.
+    With a supervisor, all but trainers end with the supervisor instead.
     """
 
     def __init__(
@@ -109,24 +109,25 @@ class LocalProcesses:
         *,
         are_kept: bool = False,
     ) -> None:
-        """`credentials` are those of the process with a number. With `are_kept` services outlive this process."""
+        """Launch nothing yet; `credentials` takes a process's number. With `are_kept`, services outlive this
+        process."""
         self._supervision = supervision
         self._are_kept = are_kept
         self._credentials = credentials
         self._fork_server = fork_server
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
-        """By their names."""
+        """Running processes by name."""
         self._launched: dict[str, ServiceKind] = {}
-        """Every process ever launched, by name; not those that were let go."""
+        """Every process ever launched, by name, except draining ones."""
         self._leaving: list[tuple[float, Launched]] = []
-        """Those that were let go, and when they must have ended."""
+        """Draining processes, and the times by which they must have ended."""
 
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         credentials = self._credentials(number)
         if self._supervision is not None:
-            self._supervision.rest()  # what forks may have to import everything first, and has a deadline of its own
+            self._supervision.rest()  # the fork server may have to import everything first, and has its own deadline
         supervision = self._supervision if self._are_kept and kind != "trainer" else None
         parent = os.getpid() if supervision is None else supervision.pid
         arguments = (*credentials.arguments, "--launched-by", str(parent))
@@ -139,13 +140,13 @@ class LocalProcesses:
         return self._note(kind, number, credentials.public_key, process)
 
     def take_up(self, name: str, public_key: str, process: Child) -> None:
-        """Take a process for one of ours that has outlived the coordinator which started it."""
+        """Adopt a process of ours that has outlived the coordinator that started it."""
         kind, _, number = name.rpartition("-")
         self._note(msgspec.convert(kind, ServiceKind), int(number), public_key, process)
 
     @staticmethod
     def end(process: Child) -> None:
-        """Kill a process that an earlier coordinator has started, and wait until it is gone."""
+        """Kill a process that an earlier coordinator started, and wait until it is gone."""
         process.kill()
         process.wait(_KILLED_S)
 
@@ -160,9 +161,9 @@ class LocalProcesses:
         return self._log_folder / f"{kind}-{number}.log"
 
     def restart(self, names: Collection[str]) -> list[Launched]:
-        """Start processes in the place of some that are lost, or hang, or cannot go on; not of those that are not ours.
+        """Replace processes that are lost, hang, or cannot go on; ignore those that were not launched here.
 
-        None is started before all that it takes the place of are gone.
+        All old processes are gone before the first new one starts.
         """
         gone = [self._running.pop(name) for name in names if name in self._running]
         for launched in gone:
@@ -173,18 +174,18 @@ class LocalProcesses:
         return [self.start(self._launched[name], int(name.rpartition("-")[2])) for name in ours]
 
     def has_launched(self, name: str) -> bool:
-        """Tell whether a process of the name was ever started here."""
+        """Return whether a process of this name was ever started here."""
         return name in self._launched
 
     def let_go(self, name: str, grace_s: float) -> None:
-        """Give a process so long to end that was told to go; that it ends is no loss."""
+        """Give a draining process this much time to end; its end is not a loss."""
         self._launched.pop(name, None)
         launched = self._running.pop(name, None)
         if launched is not None:
             self._leaving.append((time.monotonic() + grace_s, launched))
 
     def died(self) -> list[Launched]:
-        """Return the processes that ended since the last call, but for those that were let go."""
+        """Return the processes that ended since the last call, except draining ones."""
         self._end_leaving(time.monotonic())
         dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
         for launched in dead:
@@ -192,7 +193,7 @@ class LocalProcesses:
         return dead
 
     def stop(self, grace_s: float) -> None:
-        """Wait `grace_s` for the processes to end, then kill them: they leave other signals to this one."""
+        """Wait `grace_s` for the processes to end, then kill them: they leave all other signals to this process."""
         self._wait(grace_s)
         self._end_leaving(math.inf)
         for launched in self._running.values():
@@ -200,7 +201,7 @@ class LocalProcesses:
         self._wait(_KILLED_S)
 
     def _end_leaving(self, now: float) -> None:
-        """Kill those that were let go and have not ended in time."""
+        """Kill draining processes that have not ended in time."""
         self._leaving = [each for each in self._leaving if each[1].process.poll() is None]
         for until, launched in self._leaving:
             if now > until:

@@ -1,8 +1,8 @@
-"""Decide which trainers and rollouts each node of a cluster launches.
+"""The trainers and rollouts that each node of a cluster launches.
 
-The first node has the coordinator, which launches its own share (``cluster.launch``). Every other node runs
-``coordinator join``, which launches the rest: where there are GPUs, by the numbers that processes take
-(`tandem.config.placement`), and in equal parts where they run on CPUs.
+The coordinator runs on the first node and launches that node's processes (``cluster.launch``). Every other node runs
+``coordinator join``, which launches the rest: with GPUs, by the numbers that processes take
+(`tandem.config.placement`); on CPUs, in equal parts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tandem.launch.expected import expected_processes, launched_processes
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node launches, by the numbers that processes have in the run."""
+    """The processes that one node launches, by their numbers in the run."""
 
     number: int
-    """0: the first, where the coordinator is."""
+    """Number of the node; the coordinator is on node 0."""
     trainers: tuple[int, ...]
     rollouts: tuple[int, ...]
 
@@ -58,16 +58,18 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
 
 
 def node_of(config: Config, number: int) -> Node:
-    """Return one node other than the first. Raises `ConfigError` where there is no such node."""
+    """Return a node other than the first. Raises `ConfigError` if there is no such node."""
     nodes = nodes_of(config)
     if 1 <= number < len(nodes):
         return nodes[number]
     others = "no other node" if len(nodes) == 1 else "nodes 1" + (f" to {len(nodes) - 1}" if len(nodes) > 2 else "")
-    raise ConfigError(f"node {number}: beside the first, which has the coordinator, cluster.num_nodes makes {others}")
+    raise ConfigError(
+        f"node {number}: beside the first node, which runs the coordinator, cluster.num_nodes gives {others}"
+    )
 
 
 def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[int, ...]]:
-    """Deal the processes of one kind to the nodes; the first has those that the coordinator launches."""
+    """Deal the processes of one kind to the nodes; the first node gets those that the coordinator launches."""
     cluster = config.cluster
     if cluster.num_nodes == 1:
         if launched < total:
@@ -87,21 +89,21 @@ def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[i
         shares[node] += (index,)
     if len(shares[0]) != launched:
         raise ConfigError(
-            f"cluster.launch: the coordinator launches {launched} {key}, but GPUs of the first node are those of "
-            f"{len(shares[0])}; leave cluster.launch out to have as many"
+            f"cluster.launch: the coordinator launches {launched} {key}, but the first node has GPUs for "
+            f"{len(shares[0])}; leave cluster.launch out to launch as many"
         )
     return shares
 
 
 def _first_gpu(config: Config, key: str, index: int) -> int:
-    """Return the number of the first GPU that a process takes, counted through all nodes."""
+    """Return the number of the first GPU that a process takes, counted over all nodes."""
     if key == "trainers":
         return index
     return first_gpu_of_engines(config) + index * gpus_per_engine(config)
 
 
 def _evenly(first: int, total: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """Cut the numbers from `first` up to `total` into parts that differ by one at most."""
+    """Cut the numbers from `first` up to `total` into parts of equal sizes, give or take one."""
     count = total - first
     bounds = [first + count * node // num_nodes for node in range(num_nodes + 1)]
     return [tuple(range(start, end)) for start, end in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The page beside a run: a process that the coordinator starts, ends, and otherwise leaves to itself."""
+"""The page of a run: a process that the coordinator starts and ends, and otherwise leaves alone."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tandem.observe.page.address import END, listen, url_of
 
 _HOST = "127.0.0.1"
 _END_S = 2.0
-"""How long it may take to tell those who look how the run ended, before it is killed."""
+"""Time for it to show its viewers how the run ended, before it is killed."""
 _KILLED_S = 10.0
-"""How long the kernel may take to end a process that was killed."""
+"""Longest time that the kernel takes to end a killed process."""
 _TAIL_LINES = 2
 _MOST_STARTS, _WINDOW_S = 3, 600.0
-"""So often it is started again within so long, when it has died."""
+"""Most starts of the process within the window; then it stays dead."""
 
 
 def page_socket(page: Literal["auto", "off"] | int) -> socket.socket | None:
-    """Return what the page of a run listens with, as ``logger.page`` says; None if it is off.
+    """Return the socket of a run's page, as ``logger.page`` says; None if it is off.
 
-    Raises `ConfigError` if that is a port that it cannot have.
+    Raises `ConfigError` if that is a port that cannot be bound.
     """
     if page == "off":
         return None
@@ -37,15 +37,15 @@ def page_socket(page: Literal["auto", "off"] | int) -> socket.socket | None:
         return listen(_HOST, None if page == "auto" else page)
     except ConfigError as error:
         if page == "auto":
-            return None  # a machine without loopback
+            return None  # the machine has no loopback interface
         raise ConfigError(f"logger.page: {error}: choose another port, auto, or off") from error
 
 
 class PageProcess:
-    """The process. It has imported nothing of the coordinator's, and is not waited for, not even to begin."""
+    """The process of the page. It imports nothing of the coordinator's, and is never waited for, not even to start."""
 
     def __init__(self, run: Path, listener: socket.socket) -> None:
-        """Start it; the socket is its own from now on, and that of the process which may take its place."""
+        """Start the process; from now on the socket belongs to it and its replacements."""
         self.url = url_of(listener)
         self._run = run
         self._log = run / "logs" / "page.log"
@@ -68,7 +68,7 @@ class PageProcess:
             )
 
     def death(self) -> str:
-        """Return how it has died, and start it again; nothing while it lives, and once it has died too often."""
+        """Return how it died, and restart it; empty while it lives, and once it has died too often."""
         if self._process is None or (code := self._process.poll()) is None:
             return ""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -79,10 +79,10 @@ class PageProcess:
         self._process = None
         self._listener.close()
         lines = last_lines(self._log, _TAIL_LINES)
-        return f"the page {how}; the run goes on without. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
+        return f"the page {how}; the run goes on without it. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._listener.close()
         if self._process is not None:
             self._process.send_signal(END)

@@ -1,4 +1,4 @@
-"""How often something was started again lately."""
+"""Recent restarts, counted within a window."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from collections.abc import Iterable
 
 
 def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
-    """Return the times that lie at most `window_s` before `now`; all are of `time.monotonic`."""
+    """Return the times at most `window_s` before `now`; all are from `time.monotonic`."""
     return [at for at in times if now - at <= window_s]

@@ -1,8 +1,8 @@
-"""What trainer, rollout and refit processes share: joining, answering orders, failing, leaving.
+"""The common loop of trainer, rollout and refit processes: register, answer commands, fail, leave.
 
-A service is an object with `handle` (one order in, replies out) and `work` (a slice of what goes on between orders).
-`run_service` drives it: it consumes orders from the link, produces replies, and waits for nothing but the next order,
-which the coordinator's `Shutdown` or the heartbeat timeout always ends.
+A service is an object with `handle` (one command in, replies out) and `work` (a slice of work between commands).
+`run_service` drives it: it consumes commands from the link, produces replies, and waits only for the next command. The
+coordinator's `Shutdown`, or the heartbeat timeout, always ends that wait.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from tandem.config.model_names import fetch_models
 
 _IDLE_POLL_S = 1.0
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""What the system says that has no more descriptors, memory or processes to give."""
+"""Errors of a system that is out of descriptors, memory or processes."""
 _EXIT_INTERRUPTED = 130
 _REMEMBERED_COMMANDS = 16
 
 
 class Member:
-    """This process's place in the run and its voice: replies and the phase that heartbeats report."""
+    """This process's identity in the run, and its link: replies, and the phase that heartbeats report."""
 
     def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
         self._link = link
@@ -62,9 +62,9 @@ class Member:
         self.coordinator = coordinator
         """Address of the coordinator, as given on the command line."""
         self.keys = link.own
-        """By which other members know this process."""
+        """Keys by which other processes know this one."""
         self.trainers = link.trainers
-        """The keys by which it knows the run's trainers."""
+        """Keys of the run's trainers."""
         self.index = welcome.index
         self.run_id = welcome.run_id
         self.config: Config = _config_of(welcome)
@@ -78,7 +78,7 @@ class Member:
     def phase(self, name: str) -> Iterator[None]:
         """Name what the process does inside the block, for heartbeats and error messages.
 
-        When the block raises, the name stays, so that the failure report says where it happened.
+        If the block raises, the name stays, so that the failure report says where it happened.
         """
         outer = self._phase
         self._set_phase(name)
@@ -86,40 +86,40 @@ class Member:
         self._set_phase(outer)
 
     def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
-        """Answer a command, in parts or whole, from any thread; the answer is kept in case the command comes again."""
+        """Reply to a command, in parts or at once, from any thread; the reply is kept for a repeated command."""
         frames = encode(message, arrays)
         self._answered.setdefault(command_id, []).append(frames)
         self._link.send(frames)
 
     def leave(self) -> None:
-        """Take note that this process is to leave the run; in the handler of a signal."""
+        """Note, in a signal handler, that this process is to leave the run."""
         self._is_leaving = True
 
     def say_if_leaving(self) -> None:
-        """Ask the coordinator to be let go, if this process is to leave: at once, and again until it is."""
+        """Ask the coordinator, at once and repeatedly, to release this process if it is to leave."""
         now = time.monotonic()
         if not self._is_leaving or now < self._say_leaving_at:
             return
         if self._say_leaving_at == -math.inf:
-            how = "it finishes what it has begun; told again it ends at once"
+            how = "it finishes its work; a second signal ends it at once"
             print(f"{self.name} was told to leave: {how}", flush=True)
         self._say_leaving_at = now + self._heartbeat_s
         self._link.send(encode(Leaving()))
 
     def wake(self) -> None:
-        """Have `Service.work` called soon, from any thread."""
+        """Make `Service.work` run soon, from any thread."""
         self._link.wake()
 
     def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
-        """Report, from any thread, that a command could not be carried out.
+        """Report, from any thread, that a command failed.
 
-        `aside` is what it is about, where that is not what the process does now.
+        `aside` names the activity, if it is not the current phase.
         """
         phase = aside or self._phase
         expected = isinstance(error, TandemError) and error.is_final and not _lacks_resources(error)
         text = shortened(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
         trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
-        with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
+        with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
             print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
         failed = Failed(
             command_id=command_id,
@@ -133,7 +133,7 @@ class Member:
         self.reply(command_id, failed)
 
     def accept(self, command: Command) -> bool:
-        """Note a command; False if it is a repetition, whose answers so far are sent again."""
+        """Note a command; return False if it is a repetition, after sending its replies so far again."""
         if command.command_id in self._answered:
             for frames in self._answered[command.command_id]:
                 self._link.send(frames)
@@ -149,7 +149,7 @@ class Member:
 
 
 def _lacks_resources(error: BaseException | None) -> bool:
-    """Tell whether an error comes of a lack of descriptors, memory or processes: another process may have them."""
+    """Return whether an error comes from a lack of descriptors, memory or processes, which another process may have."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKING):
             return True
@@ -158,7 +158,7 @@ def _lacks_resources(error: BaseException | None) -> bool:
 
 
 def _config_of(welcome: Welcome) -> Config:
-    """Return the run's configuration. Raises `WireError` for what is none."""
+    """Return the run's configuration. Raises `WireError` if it is invalid."""
     try:
         return config_from_json(welcome.config_json)
     except ConfigError as error:
@@ -166,18 +166,18 @@ def _config_of(welcome: Welcome) -> Config:
 
 
 class Service(Protocol):
-    """What `run_service` drives."""
+    """The interface that `run_service` drives."""
 
     def handle(self, order: Any, arrays: Arrays) -> None:
-        """Carry out one order and reply through the member; exceptions become `Failed`."""
+        """Execute one command and reply through the `Member`; exceptions become `Failed`."""
         ...
 
     def work(self) -> bool:
-        """Do a slice of work that goes on between orders; True if there is more to do at once."""
+        """Do a slice of work between commands; return True if more is ready at once."""
         ...
 
     def close(self) -> None:
-        """Release everything the service holds."""
+        """Release everything that the service holds."""
         ...
 
 
@@ -214,12 +214,12 @@ def run_service(
     try:
         print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
         member = Member(link, welcome, arguments.coordinator)
-        if kind == "rollout" and _hears_of_signals():  # no other can be done without
+        if kind == "rollout" and _hears_of_signals():  # every other kind is indispensable
             signals.leave_when_asked(member.leave, is_launched=bool(arguments.launched_by))
             if watch is not None:
                 watch.leave_first()
         with gc_tuning.paused():
-            fetch_models(member.config, partial(print, flush=True))  # on a node other than the coordinator's
+            fetch_models(member.config, partial(print, flush=True))  # needed on nodes other than the coordinator's
             service = make_service(member)
         gc_tuning.keep()
         shutdown = _answer_orders(link, member, service)
@@ -237,7 +237,7 @@ def run_service(
 
 
 def _keys(arguments: argparse.Namespace) -> MemberKeys:
-    """Return the keys of this process: the coordinator hands those that it launches a descriptor."""
+    """Return the keys of this process, which the coordinator hands to its own processes in a descriptor."""
     if arguments.key_fd is None:
         return read_key_file(arguments.key_file)
     with os.fdopen(arguments.key_fd, "rb") as file:
@@ -245,7 +245,7 @@ def _keys(arguments: argparse.Namespace) -> MemberKeys:
 
 
 def _heed_signals(launched_by: int) -> signals.Watch | None:
-    """End with the coordinator that launched this process, or else when this process is asked to."""
+    """End with the coordinator that launched this process, or at a signal if there is none."""
     if launched_by:
         die_with(launched_by)
         signals.leave_to_coordinator()
@@ -260,9 +260,9 @@ def _hears_of_signals() -> bool:
 
 
 def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdown:
-    """Answer orders until the coordinator has this process go; return what it said.
+    """Answer commands until the coordinator ends this process; return its `Shutdown`.
 
-    Raises `WireError` for what is no order, if not even its id can be read.
+    Raises `WireError` for a malformed message without a readable id.
     """
     busy = False
     while True:
@@ -294,7 +294,7 @@ def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdow
 def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=kind, description=f"One {kind} process of a Tandem run.")
     parser.add_argument(
-        "--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's coordinator listens"
+        "--coordinator", required=True, metavar="tcp://HOST:PORT", help="address of the run's coordinator"
     )
     parser.add_argument(
         "--join-timeout",
@@ -307,14 +307,14 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
         "--index",
         type=int,
         metavar="N",
-        help=f"its place among the run's {kind} processes, from 0 on (default: the first that is free)",
+        help=f"its number among the run's {kind} processes, from 0 (default: the first free one)",
     )
     keys = parser.add_mutually_exclusive_group(required=True)
     keys.add_argument(
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="the run's keys, which its coordinator writes to RUN/keys/members.json and nobody else may read",
+        help="file with the run's keys, written by its coordinator to RUN/keys/members.json, readable only by its user",
     )
     keys.add_argument("--key-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)

@@ -1,8 +1,8 @@
-"""Write the batch script by which Slurm runs a configuration on the nodes of its cluster.
+"""Slurm batch scripts that run a configuration on the nodes of a cluster.
 
-The script begins on the first node: there it is the coordinator's parent. On every other node ``srun`` starts one
-``coordinator join``, which launches that node's services. A job that lost a node, or was preempted, goes back into
-Slurm's queue; begun again, it goes on from the newest checkpoint.
+The script starts on the first node, as the coordinator's parent. On every other node ``srun`` starts ``coordinator
+join``, which launches that node's services. A job that lost a node or was preempted returns to Slurm's queue; when it
+restarts, it resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job asks of Slurm beside what its configuration says."""
+    """Slurm options of a job that are not in the configuration."""
 
     name: str
     time: str | None = None
-    """Limit, as ``sbatch --time`` has it."""
+    """Time limit in the format of ``sbatch --time``."""
     partition: str | None = None
     account: str | None = None
     options: tuple[str, ...] = ()
-    """More options of sbatch's, each as one would type it."""
+    """Further options of sbatch, each as typed on a command line."""
     setup: tuple[str, ...] = ()
     """Lines of bash that every node runs first, to activate an environment for example."""
     save_before_s: int = 300
-    """Seconds before the limit, or the end of a preemption's grace, at which the run is asked to save and end."""
+    """Seconds before the limit, or before a preemption's grace ends, at which the run is asked to save and end."""
 
 
 def batch_script(config: Config, source: Path, overrides: Sequence[str], job: SlurmJob) -> str:
-    """Return the script; `source` and `overrides` are the configuration as it was given.
+    """Return the script; `source` and `overrides` are the configuration as given.
 
     Raises:
         ConfigError: some process would be launched by no node, or by two.

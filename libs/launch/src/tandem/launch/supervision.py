@@ -1,15 +1,15 @@
-"""What a coordinator and its supervisor tell each other, over a socket pair that is inherited.
+"""Messages between a coordinator and its supervisor, over an inherited socket pair.
 
-    coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator;
-                                `Replaced`: processes were; `GoBack`: the newest checkpoint is damaged;
-                                `Final`: another coordinator would end as this one does
-    supervisor ─▶ coordinator   `Begun`, first: what became of the one before; `Ended`: how such a child ended
+    coordinator ─▶ supervisor   `Alive`: a sign of life. `Keep`: a child of the supervisor outlives the coordinator.
+                                `Replaced`: processes were replaced. `GoBack`: the newest checkpoint is damaged.
+                                `Final`: another coordinator would end the same way.
+    supervisor ─▶ coordinator   `Begun`, first: what became of the previous one. `Ended`: how such a child ended.
 
-Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`): the kernel
-ends them with it, and not with the coordinator, which the supervisor tells how they end.
+Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`). The kernel
+ends them with the supervisor, not with the coordinator, and the supervisor reports their ends to the coordinator.
 
-Signs of life come from the loop of a run, which shows that it goes round. Where there is none, before it, between two
-and after the last, they come from a thread, which shows that the process is not stopped.
+The run's loop sends signs of life, which show that it advances. Before it, between two loops and after the last one, a
+thread sends them, which shows that the process is not stopped.
 """
 
 from __future__ import annotations
@@ -29,60 +29,60 @@ from tandem.launch.fork_server import Child
 
 _MOST_BYTES = 1 << 16
 _SIGNS = 20
-"""Of life, within the time in which there must be one."""
+"""Signs of life sent within the time limit for one."""
 _MOST_TIMEOUTS = 2.0
-"""Heartbeat timeouts without a round of the loop, after which its supervisor has another coordinator: services wait for
-it after one, and a disk may have held it up for as long."""
+"""Heartbeat timeouts without a round of the loop, after which the supervisor starts another coordinator. Services wait
+for one timeout, and a disk may have blocked the loop for another."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The coordinator is alive."""
 
     within_s: float
-    """How soon it says so again, at the latest."""
+    """Longest time until the next sign of life."""
 
 
 class Replaced(msgspec.Struct, frozen=True, tag=True):
-    """Processes were replaced that the run has lost."""
+    """The run has replaced lost processes."""
 
     count: int
 
 
 class GoBack(msgspec.Struct, frozen=True, tag=True):
-    """The newest checkpoint is damaged; another coordinator is to go on from an earlier one."""
+    """The newest checkpoint is damaged; another coordinator must resume from an earlier one."""
 
     step: int
-    """The step of the newest checkpoint that is whole."""
+    """Step of the newest undamaged checkpoint."""
 
 
 class Final(msgspec.Struct, frozen=True, tag=True):
-    """The run ends for a reason that another coordinator would meet as well: the user is to change something."""
+    """The run ends for a reason that would stop another coordinator too: the user must change something."""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """A child of the supervisor's is to outlive the coordinator."""
+    """A child of the supervisor is to outlive the coordinator."""
 
     name: str
     pid: int
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """What a coordinator begins with."""
+    """The state with which a coordinator begins."""
 
     why: str = ""
-    """Why the one before was lost; empty if there was none."""
+    """Reason why the previous coordinator was lost; empty if there was none."""
     kept: dict[str, int] = {}
-    """Processes by name."""
+    """Process ids of kept processes, by name."""
     replaced_at: tuple[float, ...] = ()
-    """When processes were, and coordinators, by `time.monotonic`."""
+    """Times at which processes and coordinators were replaced, by `time.monotonic`."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A process that was kept has ended."""
+    """A kept process has ended."""
 
     pid: int
     code: int
-    """Negative: the signal that ended it."""
+    """Exit code; negative: the signal that ended it."""
 
 
 FromCoordinator: TypeAlias = Alive | Keep | Replaced | GoBack | Final
@@ -91,7 +91,7 @@ _to_coordinator: msgspec.json.Decoder[Begun | Ended] = msgspec.json.Decoder(Begu
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends; what is sent stays apart, and nobody waits to send it."""
+    """Return both ends of a non-blocking socket pair that preserves messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
@@ -99,23 +99,23 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def say(end: socket.socket, what: FromCoordinator | Begun | Ended) -> None:
-    """Tell the other end something, if it is there and listens."""
+    """Send a message to the other end, if it is there and listens."""
     with contextlib.suppress(OSError):
         end.send(msgspec.json.encode(what))
 
 
 def hear(end: socket.socket) -> bytes:
-    """Return what the other end has said next; nothing if that is nothing."""
+    """Return the next message from the other end; empty if there is none."""
     with contextlib.suppress(OSError):
         return end.recv(_MOST_BYTES)
     return b""
 
 
 class Supervision:
-    """The coordinator's end."""
+    """The coordinator's end of the socket pair."""
 
     def __init__(self, descriptor: int, supervisor: int, cluster: Cluster) -> None:
-        """`supervisor` is the parent of this process. `cluster` says how long what may take."""
+        """Take over the socket from `supervisor`, the parent of this process. `cluster` has the time limits."""
         self.pid = supervisor
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
@@ -128,10 +128,10 @@ class Supervision:
         self._next_sign = 0.0
         self._is_in_loop = False
         self.has_run = False
-        """Whether the loop of the run has gone round: an error of the coordinator's after that is nobody's settings."""
+        """Whether the run's loop has gone round: later errors of the coordinator are not due to settings."""
 
     def start(self) -> None:
-        """Show from now on that this process is there, by a thread, until it ends."""
+        """Start a thread that sends signs of life until this process ends."""
         threading.Thread(target=self._show_presence, name="sign of life", daemon=True).start()
 
     def _show_presence(self) -> None:
@@ -141,7 +141,7 @@ class Supervision:
             time.sleep(self._start_s / _SIGNS)
 
     def show_life(self) -> None:
-        """Say that the loop of this process goes round; to be called often."""
+        """Report that this process's loop advances; call it often."""
         self._is_in_loop = self.has_run = True
         now = time.monotonic()
         if now >= self._next_sign:
@@ -149,25 +149,25 @@ class Supervision:
             say(self._socket, Alive(self._round_s))
 
     def rest(self) -> None:
-        """Have the supervisor wait for no round of the loop, but only for this process to be there."""
+        """Make the supervisor expect only that this process lives, not that its loop advances."""
         self._is_in_loop, self._next_sign = False, 0.0
         say(self._socket, Alive(self._start_s))
 
     def replaced(self, count: int) -> None:
-        """Say that processes were replaced: of so many there may be in the whole run."""
+        """Report replaced processes, which the whole run limits."""
         say(self._socket, Replaced(count))
 
     def go_back(self, step: int) -> None:
-        """Have another coordinator go on from the checkpoint of a step, when this one has ended."""
+        """Make another coordinator resume from the checkpoint of a step, once this one has ended."""
         say(self._socket, GoBack(step))
 
     def give_up(self) -> None:
-        """Have no other coordinator go on, when this one has ended."""
+        """Prevent another coordinator from resuming once this one has ended."""
         say(self._socket, Final())
 
     def keep(self, name: str, pid: int) -> Child:
-        """Have a child of the supervisor's outlive this process; return it."""
-        if self.code_of(pid) is not None:  # that of another, which had the id before
+        """Make a child of the supervisor outlive this process; return it."""
+        if self.code_of(pid) is not None:  # the code of an earlier process with the same id
             del self._codes[pid]
         say(self._socket, Keep(name, pid))
         return Kept(pid, self)
@@ -177,7 +177,7 @@ class Supervision:
         return Kept(pid, self)
 
     def code_of(self, pid: int) -> int | None:
-        """Return how a process has ended that is kept, None if it has not."""
+        """Return the exit code of a kept process; None if it has not ended."""
         while message := hear(self._socket):
             ended = _to_coordinator.decode(message)
             assert isinstance(ended, Ended)
@@ -186,14 +186,14 @@ class Supervision:
 
 
 class Kept(Child):
-    """A child of the supervisor's, which says how it ends."""
+    """A child of the supervisor, which reports how it ends."""
 
     def __init__(self, pid: int, supervision: Supervision) -> None:
         super().__init__(pid)
         self._supervision = supervision
 
     def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is None:
             self.returncode = self._supervision.code_of(self.pid)
         return self.returncode

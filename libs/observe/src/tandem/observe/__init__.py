@@ -1,1 +1,1 @@
-"""What can be read off a run: its folder, the page, reports, diagnoses, samples, exported metrics"""
+"""Views of a run: its folder, the page, reports, diagnoses, samples, exported metrics"""

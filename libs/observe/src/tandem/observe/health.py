@@ -1,9 +1,9 @@
-"""Notice from the metrics of a run's steps that it learns nothing; pure, no clock and no sockets.
+"""Warnings, from the metrics of a run's steps, that it learns nothing; pure, without clock or sockets.
 
-`tandem.observe.diagnosis` looks for the same conditions, and for more, in a run that is over.
+`tandem.observe.diagnosis` checks the same conditions, and more, in a run that is over.
 
-A condition that holds for so many steps in a row is said once, with its evidence and the configuration keys to look at,
-and once more only if it has cleared in between. Where one condition explains another, only the first is said.
+A condition that holds for several steps in a row is reported once, with evidence and the configuration keys to look at.
+It is reported again only if it has cleared in between. If one condition explains another, only the first is reported.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import msgspec
 from tandem.config import Config
 
 NUM_STEPS = 5
-"""Steps in a row for which a condition must hold."""
+"""Consecutive steps for which a condition must hold."""
 LOW_ENTROPY = 0.01
-"""Nats a token: with less nearly all samples of a prompt are the same."""
+"""Entropy in nats per token below which nearly all samples of a prompt are the same."""
 HIGH_PROBABILITY_ERROR = 1.1
-"""`token_mult_prob_error`: how many times likelier or less likely a token is to the trainer than to the engine, in the
-mean. Different kernels make it 1.01 to 1.02 in bfloat16; with much more, samples are another policy's."""
+"""Limit of `token_mult_prob_error`, the mean factor between a token's probabilities at trainer and engine. Different
+kernels make it 1.01 to 1.02 in bfloat16; if it is much higher, samples come from another policy."""
 HIGH_PROBABILITY_ERROR_OF_AGE = 1.5
-"""The same where samples may be of older weights, which alone make it 1.0 to 1.2 at usual learning rates."""
+"""The same limit for samples that may be of older weights, which alone make it 1.0 to 1.2 at usual learning rates."""
 
 Metrics = Mapping[str, float]
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to learn nothing."""
+    """A sign that a run learns nothing."""
 
     metric: str
-    """What it is seen in; steps that do not report it say nothing of it."""
+    """Metric that shows it; steps without the metric are ignored."""
     holds: Callable[[Metrics], bool]
     evidence: str
-    """What is so, with names of metrics in braces."""
+    """Text of the evidence, with names of metrics in braces."""
     look_at: str
-    """The keys to look at."""
+    """Configuration keys to look at."""
     explains: tuple[str, ...] = ()
-    """Metrics whose conditions follow from this one."""
+    """Metrics with conditions that are consequences of this one."""
 
 
 class Health:
-    """The conditions of one run, and for how many steps each has held."""
+    """The conditions of one run, and the number of steps that each has held."""
 
     def __init__(self, config: Config) -> None:
         self._conditions = tuple(conditions(config))
@@ -50,7 +50,7 @@ class Health:
         self._is_said = [False] * len(self._conditions)
 
     def warnings(self, metrics: Metrics) -> list[str]:
-        """Note the metrics of a step that is done; return what there is to say of it for the first time."""
+        """Note the metrics of a finished step; return the new warnings."""
         lines: list[str] = []
         explained: set[str] = set()
         for index, condition in enumerate(self._conditions):
@@ -71,14 +71,14 @@ class Health:
 
 
 def learning_rate_keys(config: Config) -> str:
-    """Return the keys that say how large the learning rate is."""
+    """Return the keys that set the learning rate."""
     if config.policy.megatron_cfg.enabled:
         return "policy.megatron_cfg.optimizer.lr and policy.megatron_cfg.scheduler"
     return "policy.optimizer.kwargs.lr and policy.scheduler"
 
 
 def conditions(config: Config) -> Iterator[Condition]:
-    """Yield what can be wrong with this run, causes before what they explain; no two are seen in the same metric."""
+    """Yield the conditions of this run, causes before consequences, each with a metric of its own."""
     yield Condition(
         metric="learning_rate",
         holds=lambda metrics: metrics["learning_rate"] == 0,
@@ -99,10 +99,10 @@ def conditions(config: Config) -> Iterator[Condition]:
 
 
 def _of_samples(config: Config) -> Iterator[Condition]:
-    """Yield what can be wrong with samples and their rewards."""
+    """Yield the conditions of samples and their rewards."""
     grpo, generation = config.rollout_section, config.policy.generation
     estimator = grpo.group_estimator
-    # Shaping by length tells samples of equal rewards apart.
+    # Shaping by length separates samples of equal rewards.
     if not grpo.reward_shaping.enabled:
         yield Condition(
             metric="reward_max",
@@ -133,7 +133,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
     )
     yield Condition(
         metric="entropy",
-        # Of a step without a token in the loss it is 0, and says nothing of the policy.
+        # Without valid tokens in a step, it is 0 and says nothing about the policy.
         holds=lambda metrics: metrics["entropy"] < LOW_ENTROPY and metrics.get("num_valid_tokens") != 0,
         evidence="the policy's entropy has been below "
         f"{LOW_ENTROPY:g} nats a token, at last {{entropy:.2g}}: samples of a prompt hardly differ",

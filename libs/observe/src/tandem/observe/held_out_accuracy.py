@@ -1,25 +1,25 @@
-"""Whether a run learned anything, by its accuracy on held-out problems; pure."""
+"""Lack of progress, by the accuracy on held-out problems; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 NEAR_ZERO = 0.05
-"""Held-out accuracy at the start with which nearly every group of samples is all wrong and teaches nothing."""
+"""Initial held-out accuracy below which nearly every group is all wrong and teaches nothing."""
 STILL_LOW = 0.15
-"""Held-out accuracy at last from which on a start near zero did no harm."""
+"""Final held-out accuracy from which a start near zero did no harm."""
 AS_LOW = 0.1
-"""Held-out accuracy up to which a start near zero has done harm so far, while a run goes on."""
+"""Held-out accuracy of a live run up to which a start near zero has done harm so far."""
 LEAST_GAIN = 0.02
-"""By which held-out accuracy must have risen at best to be said to move."""
+"""Least rise of held-out accuracy that counts as movement."""
 SOLVED = 0.95
-"""Held-out accuracy with which there is nothing left to gain."""
+"""Held-out accuracy from which nothing is left to gain."""
 MANY_STEPS = 20
-"""Steps that should have shown something."""
+"""Number of steps that should have shown progress."""
 
 
 def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
-    """Say what is wrong with the course of held-out accuracy, by step; None if nothing is, or too little is known."""
+    """Describe what is wrong with the course of held-out accuracy; None if nothing is, or too little is known."""
     if (said := low_start(accuracy, STILL_LOW)) is not None or not _tells(accuracy):
         return said
     start, best = accuracy[0][1], max(value for _, value in accuracy)
@@ -29,7 +29,7 @@ def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
 
 
 def low_start(accuracy: Sequence[tuple[int, float]], still_low: float = AS_LOW) -> str | None:
-    """Say that held-out accuracy began near zero and is below `still_low`; None if not, or too little is known."""
+    """Describe held-out accuracy that began near zero and is below `still_low`; None if it is not, or unknown."""
     if not _tells(accuracy) or accuracy[0][1] >= NEAR_ZERO or accuracy[-1][1] >= still_low:
         return None
     why = "the model could hardly do the task to begin with, so that nearly no sample was rewarded"
@@ -37,7 +37,7 @@ def low_start(accuracy: Sequence[tuple[int, float]], still_low: float = AS_LOW) 
 
 
 class LowStart:
-    """Whether a run that goes on began too early; said once, also where it is resumed."""
+    """A warning, given once even if resumed, that a live run started with too weak a model."""
 
     def __init__(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         self._accuracy: list[tuple[int, float]] = []
@@ -46,7 +46,7 @@ class LowStart:
             self.warning(step, metrics)
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Note the metrics of a step that is done; return what there is to say of it for the first time."""
+        """Note the metrics of a finished step; return the warning if it is due."""
         if "val_accuracy" not in metrics:
             return None
         self._accuracy.append((step, metrics["val_accuracy"]))

@@ -1,4 +1,4 @@
-"""Lines for people to read: a step that is done, durations, and curves drawn with characters."""
+"""Lines for people to read: finished steps, durations, and curves drawn with characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARKLINE_WIDTH = 60
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     """Draw values as a line of bars, from their smallest to their largest; neighbours are averaged to fit `width`.
 
-    What is no finite number is left out.
+    NaN and infinite values are left out.
     """
     values = [value for value in values if math.isfinite(value)]
     if not values:
@@ -29,7 +29,7 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
 
 
 def step_line(record: StepRecord, last_step: int, times: str = "") -> str:
-    """Describe a step that is done in one line; `times` says how far that is."""
+    """Describe a finished step in one line; `times` describes the progress."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
     for name, label in (*curves_of(metrics), *policy_of(metrics), ("avg_trajectory_age", "mean age")):
@@ -52,19 +52,19 @@ def clock(seconds: float) -> str:
 
 
 def curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """Return the metrics to show, with their labels. GRPO's accuracy says what its reward says already."""
+    """Return the metrics to show, with their labels. GRPO's accuracy is left out: its reward says the same."""
     first = ("reward", "reward") if "reward" in metrics else ("accuracy", "accuracy")
     return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
 
 
 def policy_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """Return those of the policy. Where no reference is held, its divergence is what the step itself made, if any."""
+    """Return the policy's metrics. Without a reference, the divergence shown is that within the step, if any."""
     divergences = (("kl", "kl"), ("approx_kl", "kl of the step"))
     return (*[each for each in divergences if metrics.get(each[0])][:1], ("entropy", "entropy"))
 
 
 def shares(seconds: Mapping[str, float]) -> str:
-    """Say which share of a step went where, the largest first."""
+    """Describe how a step's time was spent, the largest share first."""
     total = seconds.get("total", 0.0)
     parts = sorted(((s, name) for name, s in seconds.items() if name != "total" and total and s / total > 0.005))
     return " ".join(f"{name} {s / total:.0%}" for s, name in reversed(parts)) or "no time at all"

@@ -12,19 +12,19 @@ from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import RefitRecord, read_journal
 
 _COLUMNS = {
-    "version": "of the weights: how many training steps are behind them",
-    "engines": "how many took it",
-    "MB": "moved to them; in place: they read the trainers' memory, and nothing is moved",
-    "copy ms": "what the slowest process took to move bytes",
-    "predicted": "what that takes at the rates of cluster.links, in ms",
-    "of bound": "the least that copying could take over what it took: 1.00 is the best there is",
-    "transfer": "until every engine held the version, in ms",
-    "attest": "from then until digests agreed, beside generation, in ms",
-    "digest": "of the whole version, the same however it is spread",
+    "version": "version of the weights: number of training steps",
+    "engines": "number of engines that received it",
+    "MB": "megabytes moved; in place: engines read the trainers' memory, and nothing is moved",
+    "copy ms": "time of the slowest process to move bytes",
+    "predicted": "time predicted from the rates of cluster.links, in ms",
+    "of bound": "least possible time over actual time of copying: 1.00 is the best",
+    "transfer": "time until every engine held the version, in ms",
+    "attest": "time from then until the version was verified, beside generation, in ms",
+    "digest": "digest of the whole version, independent of sharding",
 }
-"""With what they say."""
+"""Columns and their meanings."""
 _WIDTH = 100
-"""Columns that the table needs; a narrower terminal wraps it, and loses nothing."""
+"""Width of the table in characters; a narrower terminal wraps it, and loses nothing."""
 
 
 def print_refits(folder: Path, console: Console) -> None:
@@ -45,7 +45,7 @@ def print_refits(folder: Path, console: Console) -> None:
 
 
 def refit_table(records: Sequence[RefitRecord]) -> Table:
-    """Return a row a refit."""
+    """Return a table with one row per refit."""
     table = Table(box=None, header_style="bold")
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
@@ -65,7 +65,7 @@ def refit_table(records: Sequence[RefitRecord]) -> Table:
 
 
 def _links(records: Sequence[RefitRecord]) -> list[str]:
-    """Return a line a link, with the bytes that it carried in all."""
+    """Return a line per link, with its total bytes."""
     totals: dict[str, int] = {}
     for record in records:
         for link, num_bytes in record.num_bytes.items():

@@ -1,7 +1,7 @@
-"""Choose samples from a run's record: which step's, which of them, in which order, how many.
+"""Queries of a run's rollout log: samples of a step, chosen, sorted and limited.
 
-What decides is read first, of all samples of the step; then the samples that were chosen, and no other. It is the same
-for a run that goes on, whose files come and go meanwhile, and for one that has ended.
+The columns that decide are read first, for all samples of the step, and then the chosen samples only. This works for
+live runs, where files come and go meanwhile, as for finished ones.
 """
 
 from __future__ import annotations
@@ -37,75 +37,75 @@ Sort = Literal["group", "reward", "advantage", "length"]
 _DECIDING = ("group", "sample", "problem_id", "reward", "advantage", "response_length")
 _SORTED_BY: Mapping[Sort, str] = {"reward": "reward", "advantage": "advantage", "length": "response_length"}
 _TEXTS = ("prompt", "question", "response", "reference_answer", "problem_id")
-"""Where a text is looked for."""
+"""Columns that are searched for a text."""
 _ATTEMPTS = 5
-"""How often files are looked up that are deleted while they are read, as the oldest are where the record is bounded."""
+"""Attempts to read files that are deleted meanwhile, as the oldest are if the rollout log is bounded."""
 
 
 class SampleQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which samples of a run's record to return."""
+    """A query of a run's samples."""
 
     purpose: Purpose = "train"
-    """``train`` for what a step was trained on, ``validate`` for what it was validated by."""
+    """``train`` for samples that a step was trained on, ``validate`` for those of its validation."""
     step: int | None = None
-    """None for the newest that is recorded."""
+    """Step; None for the newest that is recorded."""
     group: int | None = None
-    """Of this rollout group only."""
+    """Only this rollout group."""
     problem_id: str | None = None
-    """Of this problem only."""
+    """Only this problem."""
     contains: str = ""
-    """Only those whose prompt, response, reference answer or problem's name has this text, in capitals or not."""
+    """Only samples with this text, in any case, in their prompt, response, reference answer or problem's name."""
     min_reward: float = -math.inf
     max_reward: float = math.inf
     sort: Sort = "group"
-    """``length`` is that of what the policy made. What has no advantage is last, either way."""
+    """Order; ``length`` is the number of generated tokens. Samples without an advantage come last, either way."""
     descending: bool = False
     offset: int = 0
-    """How many of the chosen ones to leave out first."""
+    """Number of chosen samples to skip."""
     limit: int | None = None
-    """How many to return at most."""
+    """Most samples to return."""
     with_tokens: bool = True
     """Whether to read the tokens as well; without them, the samples' arrays are empty."""
 
 
 class Selection(NamedTuple):
-    """What a query chose."""
+    """The result of a query."""
 
     step: int
     num_samples: int
-    """Of the step, for the query's purpose."""
+    """Number of the step's samples for the query's purpose."""
     num_chosen: int
-    """Of these, before `SampleQuery.offset` and `SampleQuery.limit`."""
+    """Number of those that match, before `SampleQuery.offset` and `SampleQuery.limit`."""
     groups: tuple[int, ...]
-    """Of the step, in order."""
+    """Groups of the step, in order."""
     samples: list[RecordedSample]
 
 
 def select(run: Path, query: SampleQuery, run_id: str | None = None) -> list[RecordedSample]:
-    """Return samples of the run in a folder, as `search` does."""
+    """Return samples of the run in a folder, chosen as by `search`."""
     return search(run, query, run_id).samples
 
 
 def recorded_steps(run: Path, purpose: Purpose = "train") -> list[int]:
-    """Return the steps that have recorded samples, in order."""
+    """Return the steps with recorded samples, in order."""
     return steps(run / FOLDER, purpose)
 
 
 def trainer_logprobs(run: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
-    """Return what the policy in training says of each token of a step's samples, by group and place.
+    """Return the trainer's log-probabilities of each token of a step's samples, by group and place.
 
-    They are log-probabilities of all tokens of the sequence, NaN where the trainer computed none, as in the prompt;
-    from before the step's first optimizer step where a pass of its own computes them, else as the loss had them.
-    Nothing is returned where they are not recorded. Raises `SamplesError` as `search` does.
+    They cover all tokens of a sequence, with NaN where the trainer computed none, as in the prompt. They are from
+    before the step's first optimizer step if a separate pass computes them, and otherwise from the loss. Empty if they
+    are not recorded. Raises `SamplesError` as `search` does.
     """
     return read_logprobs(run / FOLDER, step, run_id)
 
 
 def search(run: Path, query: SampleQuery, run_id: str | None = None) -> Selection:
-    """Return what a query chooses from the record of the run in a folder, and how much there is.
+    """Return the samples that match a query in the rollout log of the run in a folder, and their numbers.
 
-    Raises `SamplesError`, on one line, for a step that is not recorded, and for a file that is damaged or of a run
-    other than `run_id`, where that is given.
+    Raises `SamplesError`, on one line, if the step is not recorded, or a file is damaged or of a run other than
+    `run_id`.
     """
     folder = run / FOLDER
     for attempt in range(_ATTEMPTS):
@@ -136,7 +136,7 @@ def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str |
     columns = [*_DECIDING, *(_TEXTS if query.contains else ())]
     tables = [read_shard(path, run_id, columns) for path in shards]
     table = pa.concat_tables(tables)
-    # Of each sample the number of its shard, and its row there.
+    # The number of each sample's shard, and its row there.
     shard_S = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
     row_S = np.concatenate([np.arange(len(part)) for part in tables])
     chosen_S = np.flatnonzero(_is_chosen(table, query))
@@ -163,12 +163,12 @@ def _order(table: pa.Table, query: SampleQuery) -> NDArray[np.int64]:
     places = [table["sample"].to_numpy(), table["group"].to_numpy()]
     if query.sort == "group":
         return np.lexsort([sign * place for place in places])
-    values = sign * table[_SORTED_BY[query.sort]].to_numpy().astype(np.float64)  # NaN where there is none: it is last
+    values = sign * table[_SORTED_BY[query.sort]].to_numpy().astype(np.float64)  # missing ones are NaN, last
     return np.lexsort([*places, values])
 
 
 def _is_chosen(table: pa.Table, query: SampleQuery) -> NDArray[np.bool_]:
-    """Tell of each row whether it is asked for."""
+    """Return which rows match the query."""
     reward_S = table["reward"].to_numpy()
     chosen_S: NDArray[np.bool_] = (reward_S >= query.min_reward) & (reward_S <= query.max_reward)
     if query.group is not None:

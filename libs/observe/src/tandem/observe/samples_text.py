@@ -1,4 +1,4 @@
-"""``coordinator samples RUN``: samples of a record as text, with styles where there is a terminal."""
+"""``coordinator samples RUN``: recorded samples as text, styled on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import Tokenizer
 
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,60}｜>|\[/?[A-Z_]{2,20}\]|</?[a-z_]{1,20}>")
-"""A special token, as tokenizers of chat models write them."""
+"""Pattern of special tokens, as tokenizers of chat models write them."""
 _ROLES = {
     "system": "yellow",
     "developer": "yellow",
@@ -29,23 +29,23 @@ _ROLES = {
     "tool": "magenta",
     "ipython": "magenta",
 }
-"""Who speaks in a conversation, and in which colour."""
+"""Colours of the roles in a conversation."""
 _ROLE = re.compile(rf"\W*({'|'.join(_ROLES)})\b", re.IGNORECASE)
 _MARKER_STYLE, _HEADING_STYLE = "dim italic", "bold"
 _GAPS = ((0.02, ""), (0.1, "green"), (0.5, "yellow"), (float("inf"), "bold red"))
-"""Up to which gap of log-probabilities a token has which style."""
+"""Styles of tokens, by their largest gap of log-probabilities."""
 
 
 class Part(NamedTuple):
-    """What was said in a row by one side, after the prompt."""
+    """A part of a sample after the prompt, from one side."""
 
     is_policy: bool
-    """Whether by the policy, and not by the environment."""
+    """Whether the policy generated it, rather than the environment."""
     text: str
 
 
 def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None) -> list[Part]:
-    """Return what followed a sample's prompt, special tokens included; without a tokenizer, as one part without."""
+    """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them."""
     mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
     if tokenizer is None or not len(mask_T):
         return [Part(True, sample.scored.response)]
@@ -58,7 +58,7 @@ def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None) -> list[Part]:
 
 
 def chat_text(text: str) -> Text:
-    """Return a text in which special tokens, and what each role says, have styles of their own."""
+    """Return a text with styles for special tokens and for the parts of each role."""
     shown, style, last = Text(), "", 0
     for marker in _MARKER.finditer(text):
         shown.append(visible(text[last : marker.start()]), style)
@@ -90,11 +90,11 @@ def print_samples(
 
 
 def _count(selection: Selection, purpose: Purpose) -> str:
-    """Say how many samples there are of how many."""
+    """Describe how many samples are shown, and of how many."""
     kind = "validation samples" if purpose == "validate" else "samples"
     which = "" if selection.num_chosen == selection.num_samples else f"{selection.num_chosen} chosen of the "
     left = selection.num_chosen - len(selection.samples)
-    more = f", {left} of them not shown: --limit says how many are" if left else ""
+    more = f", {left} of them not shown: see --limit" if left else ""
     return f"{which}{selection.num_samples} {kind} of step {selection.step}{more}"
 
 
@@ -105,7 +105,7 @@ def _head(sample: RecordedSample) -> Iterator[Text]:
 
 
 def _said(sample: RecordedSample, tokenizer: Tokenizer | None) -> Iterator[Text]:
-    """Yield what was said, by whom."""
+    """Yield the parts of the conversation, each with its role."""
     yield Text("prompt", _HEADING_STYLE)
     yield _indented(chat_text(sample.prompt))
     num_turns = sample.scored.num_turns
@@ -117,7 +117,7 @@ def _said(sample: RecordedSample, tokenizer: Tokenizer | None) -> Iterator[Text]
 
 
 def _known(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
-    """Yield what is known of a sample beside its texts."""
+    """Yield the properties of a sample."""
     scored = sample.scored
     if sample.answer:
         yield _field("reference", sample.answer)
@@ -145,7 +145,7 @@ def _known(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
 
 
 def versions_in_words(sample: RecordedSample) -> str:
-    """Say which versions of the weights made a sample's tokens."""
+    """Describe which versions of the weights generated a sample's tokens."""
     counts = [
         (sample.scored.oldest_version + index, count)
         for index, count in enumerate(sample.scored.tokens_by_version)
@@ -159,7 +159,7 @@ def versions_in_words(sample: RecordedSample) -> str:
 def _tokens(
     sample: RecordedSample, tokenizer: Tokenizer, trainer_T: np.ndarray | None, *, is_coloured: bool
 ) -> Iterator[Text]:
-    """Yield the tokens that the policy made: with colours as one text, else a line for each."""
+    """Yield the policy's tokens: coloured as one text, or else one per line."""
     arrays = sample.arrays
     made = np.flatnonzero(arrays.loss_mask_T)
     engine_K = arrays.generation_logprobs_T[made]
@@ -188,7 +188,7 @@ def _gap_in_words(gap_K: np.ndarray, texts: list[str]) -> str:
         return "unknown: the trainer's log-probabilities of this sample are not recorded"
     largest = known[np.abs(gap_K[known]).argmax()]
     return (
-        f"engine less trainer, of log-probabilities: {np.abs(gap_K[known]).mean():.4f} on average without its sign, "
+        f"engine minus trainer, log-probabilities: mean absolute gap {np.abs(gap_K[known]).mean():.4f}, "
         f"largest {gap_K[largest]:+.4f} at {texts[largest]!r}"
     )
 
@@ -198,5 +198,5 @@ def _field(name: str, text: str, style: str = "") -> Text:
 
 
 def _indented(text: Text) -> Text:
-    """Return a text whose lines are set off from those that say what it is."""
+    """Return a text with indented lines."""
     return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))

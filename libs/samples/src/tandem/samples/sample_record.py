@@ -99,7 +99,7 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "tokens_by_version": tuple,
     "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
 }
-"""What makes a field of what Arrow has in its column, where that is not the same."""
+"""Conversions of a column's values to fields, where the two differ."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SAMPLES if name.endswith("_T")}
 """The array of a batch that a column has."""
 WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in (*_ARRAYS, _EXPERTS))
@@ -119,7 +119,7 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     scored: SampleScored
     """With the text of the response."""
     arrays: Batch
-    """Of this one sequence, or of each of an agent's branches."""
+    """Arrays of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
     """Its advantage; None if the sample was not trained on, for example if dynamic sampling filtered out its group."""
     problem_id: str

@@ -1,1 +1,1 @@
-"""Models for people to use: clients and servers of OpenAI's API beside and after a run"""
+"""Models for people to use: clients and servers of OpenAI's API, during and after a run"""

@@ -1,4 +1,4 @@
-"""Ask a server that speaks OpenAI's API for an answer, and read it while it is made."""
+"""A client of servers with OpenAI's API, which reads answers as they are generated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import msgspec
 from tandem.common.errors import ConfigError, ServiceError, nearest
 
 _WORD_S = 600.0
-"""For a server to say anything at all."""
+"""Longest silence of a server."""
 _EVENT = b"data: "
 _END = b"[DONE]"
 
 
 class ChatServer:
-    """A server at an address, and the token that it asks for."""
+    """A server's address, and its access token."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        """`url` may end with ``/v1`` or not. Raises `ConfigError` for one that is none."""
+        """Parse `url`, with or without a final ``/v1``. Raises `ConfigError` if it is invalid."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             has_port = parts.port is not None
@@ -33,7 +33,7 @@ class ChatServer:
             raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
         self.url = url
         self.versions: tuple[int, ...] = ()
-        """Of the weights that have made the last answer, where they change."""
+        """Versions of the weights that generated the last answer, if weights change."""
         self._parts = parts
         self._port = parts.port if has_port else None
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -42,7 +42,7 @@ class ChatServer:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def choose_model(self, name: str | None) -> str:
-        """Return the model of this name, or the first that is served. Raises `ServiceError` and `ConfigError`."""
+        """Return the model of this name, or the first one served. Raises `ServiceError` and `ConfigError`."""
         with self._asked("GET", "/v1/models") as response:
             listed = _decoded(response.read())
         names = [str(card.get("id")) for card in listed.get("data", []) if isinstance(card, dict)]
@@ -53,7 +53,7 @@ class ChatServer:
         return name or names[0]
 
     def stream(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str, None, None]:
-        """Yield the pieces of an answer as they come. Raises `ServiceError`."""
+        """Yield the pieces of an answer as they arrive. Raises `ServiceError`."""
         versions: set[int] = set()
         body = msgspec.json.encode({"messages": messages, "stream": True, **settings})
         with self._asked("POST", "/v1/chat/completions", body) as response:
@@ -71,7 +71,7 @@ class ChatServer:
                 for choice in event.get("choices", []):
                     if piece := choice.get("delta", {}).get("content"):
                         yield str(piece)
-        raise ServiceError(self.url, "answering", "the answer has no end: the connection was closed")
+        raise ServiceError(self.url, "answering", "the connection was closed before the answer ended")
 
     @contextlib.contextmanager
     def _asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:

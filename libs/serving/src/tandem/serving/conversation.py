@@ -1,4 +1,4 @@
-"""A conversation at a terminal: what is typed is asked, the answer is shown while it is made."""
+"""A conversation at a terminal: each typed line is a question, answered as the answer is generated."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
 
 
 class Conversation:
-    """What has been said to a server's model, and what is typed next."""
+    """The messages exchanged with a server's model, and the loop that reads the next one."""
 
     def __init__(
         self, find_server: Callable[[], ChatServer], model: str, system: str | None, settings: Mapping[str, Any]
     ) -> None:
-        """`find_server` returns what answers the next question. Where weights change, it is shown which have answered.
+        """Start a conversation; `find_server` returns the server for the next question, and may raise `ServiceError`.
 
-        It may raise `ServiceError`.
+        If weights change, the conversation shows which versions answered.
         """
         self._find_server = find_server
         self._versions: tuple[int, ...] = ()
-        """Of the weights that have answered last."""
+        """Versions of the weights that answered last."""
         self._settings = {"model": model, **{name: value for name, value in settings.items() if value is not None}}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = [*self._beginning]
 
     def hold(self) -> None:
-        """Talk until whoever types leaves, by ``/quit`` or the end of the input."""
+        """Talk until the user leaves with ``/quit`` or the end of the input."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # lines can then be edited and found again
         while True:
@@ -42,7 +42,7 @@ class Conversation:
             except EOFError:
                 print()
                 return
-            except KeyboardInterrupt:  # what was typed so far is forgotten
+            except KeyboardInterrupt:  # discard the typed text
                 print("\n(Ctrl-D or /quit leaves)")
                 continue
             if typed == "/quit":
@@ -64,7 +64,7 @@ class Conversation:
                 print(f"error: there is no {word}{nearest(word, _COMMANDS)} ({HELP})", file=sys.stderr)
 
     def _ask(self, text: str) -> None:
-        """Ask, and show the answer; Ctrl-C stops it, and what has been said until then was said."""
+        """Ask, and show the answer; Ctrl-C stops it and keeps what was said until then."""
         question = {"role": "user", "content": text}
         said: list[str] = []
         try:
@@ -79,11 +79,11 @@ class Conversation:
             print("\n(stopped)")
         except ServiceError as error:
             print(f"{chr(10) if said else ''}error: {error.what}", file=sys.stderr, flush=True)
-            return  # the question was not answered, and the next one does not build on it
+            return  # the unanswered question is not part of the conversation
         self._messages += [question, {"role": "assistant", "content": "".join(said)}]
 
     def _show_versions(self, versions: tuple[int, ...]) -> None:
-        """Say which weights have answered, if it is not those that have answered before."""
+        """Show which weights answered, if they are not the previous ones."""
         if versions and versions != self._versions:
             several = "s" if len(versions) > 1 else ""
             print(f"(weights of step{several} {', '.join(map(str, versions))})")
@@ -91,5 +91,5 @@ class Conversation:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what a terminal would act on."""
+    """Return text without characters that control a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

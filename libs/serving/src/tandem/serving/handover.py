@@ -1,4 +1,4 @@
-"""What a server of one model is told: by the command line that starts it, through an open file."""
+"""Settings of a server of one model, passed by the command that starts it through an open file."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from tandem.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, S
 from tandem.config.schema.generation import ToolCallParser, VllmCfg
 
 MODULE = "tandem.rollout.serving"
-"""What such a server runs."""
+"""Module that such a server runs."""
 
 
 class Serving(Section, frozen=True, kw_only=True):
-    """A model and how it is served."""
+    """A model, and how to serve it."""
 
     model_folder: NonEmptyStr
-    """A Hugging Face model."""
+    """Folder of a Hugging Face model."""
     name: NonEmptyStr
-    """By which requests ask for it."""
+    """Name in requests."""
     aliases: tuple[str, ...] = ()
-    """Its other names."""
+    """Other names in requests."""
     engine: Literal["transformers", "vllm"]
     max_length: PositiveInt
     """Longest sequence, prompt included."""
     vocabulary: PositiveInt
-    """Tokens that the model can read."""
+    """Number of tokens that the model can read."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, beside the tokenizer's end of a sequence."""
+    """Tokens that end a response, in addition to the tokenizer's end of sequence."""
     max_batch_size: PositiveInt
-    """Responses that are made at the same time."""
+    """Most responses generated at the same time."""
     precision: Literal["float32", "bfloat16"]
     num_threads: PositiveInt
     deadline_s: PositiveFloat
-    """Of one request."""
+    """Deadline of one request."""
     token: str | None = None
-    """Whoever asks must have it."""
+    """Token that requests must carry."""
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     tool_call_parser: ToolCallParser | None = None
-    """How the model writes calls of tools; by itself they stay text."""
+    """Format of the model's tool calls; without it they stay text."""
     greeting: str = "ready"
-    """Printed once it answers."""
+    """Line that the server prints once it answers."""
     listening: int = -1
-    """Descriptor of a socket that listens."""
+    """Descriptor of a listening socket."""
     launched_by: int = 0
     """Process with which this one ends; zero for none."""
 
 
 def pass_on(serving: Serving) -> int:
-    """Return a descriptor from which another process reads this; its text is in no list of processes."""
+    """Return a descriptor from which another process reads the settings; they appear in no process list."""
     descriptor = os.memfd_create("serving", 0)
     os.write(descriptor, msgspec.json.encode(serving))
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -60,6 +60,6 @@ def pass_on(serving: Serving) -> int:
 
 
 def take(descriptor: int) -> Serving:
-    """Return what was passed on."""
+    """Return the settings that were passed on."""
     with os.fdopen(descriptor, "rb") as file:
         return msgspec.json.decode(file.read(), type=Serving)

@@ -1,4 +1,4 @@
-"""Tell whether a run folder is answered by the run itself, and by which of its rollouts."""
+"""Live runs that answer requests with their own rollouts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SWITCH = "policy.generation.expose_http_server"
 
 
 def answers_itself(run: Path) -> bool:
-    """Tell whether the run in a folder goes on and its rollouts answer; say so if they only could.
+    """Return whether the run in a folder is live and its rollouts answer; print a note if they only could.
 
-    Raises what `read_journal` raises.
+    Raises the errors of `read_journal`.
     """
     servers = read_guest_servers(run)
     if servers is None:
@@ -27,15 +27,15 @@ def answers_itself(run: Path) -> bool:
     with read_journal(run) as journal:
         config = config_of(journal)
     if config.generates and config.policy.generation.has_guests:
-        return True  # they are being built
-    what = f"the run in {run} goes on, and its newest checkpoint is served"
-    how = f"; {_SWITCH}=true has the rollouts of a run answer themselves" if config.generates else ""
+        return True  # the servers are starting
+    what = f"the run in {run} is live, but its newest checkpoint is served"
+    how = f"; {_SWITCH}=true lets the rollouts of a run answer themselves" if config.generates else ""
     print(f"note: {what}{how}", flush=True)
     return False
 
 
 class LiveRun:
-    """The rollouts of a run as what answers a conversation: one of them each question."""
+    """The rollouts of a run as servers of a conversation: each question goes to one of them."""
 
     def __init__(self, run: Path) -> None:
         self.run = run

@@ -1,7 +1,7 @@
-"""Have a run that goes on answer OpenAI's API: its rollouts are asked, and their answers passed on.
+"""A proxy through which a live run answers OpenAI's API: it forwards requests to rollouts.
 
-It waits for a request's body, for a rollout, and for the client to take what was sent. A rollout that goes before it
-has begun to answer leaves the request to another. Nothing is kept between requests but which rollout has how many.
+It waits for a request's body, for a rollout, and for the client to take what was sent. If a rollout goes away before it
+starts to answer, the request goes to another. Between requests it keeps only the number of requests of each rollout.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tandem.observe.run_folder.guest_servers import read_guest_servers
 from tandem.serving.upstream import BROKEN, Answer, asked
 
 ROLLOUT_HEADER = "x-tandem-rollout"
-"""Of an answer: the rollout that has given it."""
+"""Header of an answer that names its rollout."""
 _MAX_BODY_BYTES = 1 << 24
 _BODY_S = 60.0
 _LOOK_S = 0.5
-"""Between two looks whether the run goes on."""
+"""Interval between checks whether the run is live."""
 _END_S = 5
 _FORWARDED = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _STREAM = "text/event-stream"
@@ -42,7 +42,7 @@ _UNAVAILABLE = 503
 
 
 def serve_run(run: Path, listening: socket.socket, token: str | None) -> bool:
-    """Serve until this process is asked to end, or the run ends; tell whether it is the run that has."""
+    """Serve until this process is asked to end, or the run ends; return whether the run has ended."""
     return asyncio.run(_serve(run, listening, token))
 
 
@@ -77,13 +77,13 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
 
 
 class Proxy:
-    """Passes requests on to the rollouts of a run."""
+    """A forwarder of requests to the rollouts of a run."""
 
     def __init__(self, run: Path, token: str | None) -> None:
         self._run = run
         self._token = token
         self._num_asked: Counter[str] = Counter()
-        """Requests that rollouts have now."""
+        """Current number of requests of each rollout."""
         self._num_ever: Counter[str] = Counter()
 
     async def answer(self, request: Request) -> Response:
@@ -104,7 +104,7 @@ class Proxy:
         return _Passed(self, request, body)
 
     async def ask(self, request: Request, body: bytes, send: Send) -> None:
-        """Have one rollout after the other asked until one answers, and pass that on."""
+        """Ask one rollout after another until one answers, and forward its answer."""
         refused = None
         for name, server in self._by_load():
             self._num_asked[name] += 1
@@ -116,7 +116,7 @@ class Proxy:
                         return
                     parts = [part async for part in answer.body()]
                     refused = Response(b"".join(parts), answer.status, _forwarded(answer, name))
-            except BROKEN:  # it has gone: another may answer
+            except BROKEN:  # the rollout is gone; another may answer
                 continue
             finally:
                 self._num_asked[name] -= 1
@@ -133,7 +133,7 @@ class Proxy:
 
 
 class _Passed(Response):
-    """An answer that a rollout is asked for; the client's end of the connection ends that."""
+    """A forwarded answer, which ends when the client disconnects."""
 
     def __init__(self, proxy: Proxy, request: Request, body: bytes) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Passed(Response):
         self._asked = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on."""
+        """Forward the answer."""
         working = asyncio.create_task(self._proxy.ask(self._request, self._asked, send))
         gone = asyncio.create_task(_until_disconnected(receive))
         try:
@@ -156,10 +156,10 @@ class _Passed(Response):
 
 
 async def _pass_on(answer: Answer, name: str, send: Send) -> None:
-    """Pass on a whole answer, or a stream, whose last event says so if it breaks."""
+    """Forward a complete answer, or a stream; if a stream breaks, its last event says so."""
     is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
     body = answer.body()
-    if not is_stream:  # whole, or not at all: until then another rollout may answer
+    if not is_stream:  # all or nothing, so that until then another rollout may answer
         parts = [part async for part in body]
         await _begin(answer, name, send)
         await send({"type": "http.response.body", "body": b"".join(parts)})
@@ -217,7 +217,7 @@ def _forwarded(answer: Answer, name: str) -> dict[str, str]:
 
 
 def _error(what: str, code: str | None) -> bytes:
-    """Return an error in the form that OpenAI's clients know."""
+    """Return an error in the format of OpenAI's API."""
     body: dict[str, Any] = {"message": what, "type": "server_error", "param": None, "code": code}
     return msgspec.json.encode({"error": body})
 

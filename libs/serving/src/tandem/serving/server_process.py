@@ -1,4 +1,4 @@
-"""The process that serves: this one becomes it, or launches it beside itself."""
+"""The serving process: this process becomes it, or launches it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.common.errors import ServiceError
 from tandem.serving.handover import MODULE, Serving, pass_on
 
 _LOAD_S = 1800.0
-"""For a model to load."""
+"""Longest time to load a model."""
 _END_S = 15.0
 _PROCESS, _LOADING = "the server", "loading the model"
 
 
 def become(serving: Serving) -> NoReturn:
-    """Serve in this process, whose program is replaced; it ends as the server does."""
+    """Replace this process's program with the server, and end as the server does."""
     descriptor = pass_on(serving)
     os.set_inheritable(serving.listening, True)
     sys.stdout.flush()
@@ -30,10 +30,10 @@ def become(serving: Serving) -> NoReturn:
 
 @contextlib.contextmanager
 def launched(serving: Serving) -> Iterator[None]:
-    """Serve in another process for as long as the block lasts, which begins when the server answers.
+    """Serve in another process during the block, which begins once the server answers.
 
-    It has a session of its own: what is typed at this one's terminal is not meant for it. Raises `ServiceError` if it
-    does not come to answer; it has then said why.
+    The server has its own session, so that input at this process's terminal does not reach it. Raises `ServiceError` if
+    it does not start to answer; it has then printed the reason.
     """
     descriptor = pass_on(serving)
     words = [sys.executable, "-m", MODULE, str(descriptor)]

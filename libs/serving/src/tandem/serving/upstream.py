@@ -1,4 +1,4 @@
-"""Ask a server by HTTP, and pass on what it answers while it comes."""
+"""HTTP requests to a server, with answers that are read as they arrive."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.common.messages import GuestServer
 
 _CONNECT_S = 5.0
 _SILENT_S = 660.0
-"""For a server to say anything: longer than the deadline that it gives itself."""
+"""Longest silence of a server; longer than its own deadline."""
 
 BROKEN = (OSError, EOFError, TimeoutError, h11.ProtocolError)
-"""What is raised where a server cannot be asked, or does not finish its answer."""
+"""Errors of a server that cannot be asked, or does not finish its answer."""
 
 
 class Answer:
-    """An answer of which the body is still to come."""
+    """An answer with its body still to come."""
 
     def __init__(self, connection: h11.Connection, reader: asyncio.StreamReader, head: h11.Response) -> None:
         self.status = head.status_code
@@ -29,7 +29,7 @@ class Answer:
         self._reader = reader
 
     async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of the body. Raises what `BROKEN` has."""
+        """Yield the parts of the body. Raises the errors in `BROKEN`."""
         while True:
             event = await _next(self._connection, self._reader)
             if isinstance(event, h11.Data):
@@ -42,7 +42,7 @@ class Answer:
 async def asked(
     server: GuestServer, method: str, target: str, headers: Mapping[str, str], body: bytes
 ) -> AsyncIterator[Answer]:
-    """Ask, and yield the answer once it begins; leaving early ends the connection. Raises what `BROKEN` has."""
+    """Ask, and yield the answer once it begins; leaving early ends the connection. Raises the errors in `BROKEN`."""
     parts = urlsplit(server.url)
     async with asyncio.timeout(_CONNECT_S):
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -64,7 +64,7 @@ async def asked(
 
 
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> object:
-    """Return the next event of the answer that is of its own."""
+    """Return the next event of the final answer, skipping interim ones."""
     while True:
         event = connection.next_event()
         if event is h11.NEED_DATA:

@@ -1,1 +1,1 @@
-"""The weight plane: layouts, transfer plans, copy programs, transports, versions and digests."""
+"""The weight plane: layouts, transfer plans, transfer programs, transports, versions and digests."""

@@ -1,8 +1,8 @@
-"""Bind a transfer program to memory, so that each refit only runs it: nothing is looked up.
+"""Transfer programs bound to memory: each refit only runs them and looks nothing up.
 
-Every process of a refit binds its own program. Of each round, transfers that their receiver copies run before those
-that are sent, by transport in the order of the names, at every process alike: so of all that is not finished, whoever
-has a part in the first has finished everything before it, and no two processes wait for each other.
+Every process of a refit binds its own program. In each round, transfers that the receiver copies run before those that
+are sent, ordered by transport name, the same at every process. So a process with a part in the first unfinished
+transfer has finished everything before it, and no two processes wait for each other.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tandem.refit.transports.process_group import Group, poll
 from tandem.refit.transports.transport import BoundTransfers, End
 
 _Rounds = Sequence[Sequence[tuple[bool, BoundTransfers]]]
-"""Round by round; with each, whether it moves what never changes."""
+"""Transfers by round; the flag marks those that move frozen tensors."""
 
 
 def bind(
     program: TransferProgram, storages: Mapping[str, torch.Tensor], meshes: Mapping[str, Group] | None = None
 ) -> BoundProgram:
-    """Tie a program to memory.
+    """Bind a program to memory.
 
     Args:
-        program: made by `tandem.refit.planner`, for this process.
+        program: made by `tandem.refit.planner` for this process.
         storages: this process's live memory by storage name. Byte 0 of a storage is the first element of its tensor.
-            A tensor of ``uint8`` stands for memory of any type. Parameters that are read in place are re-pointed at
-            the source's memory here and now: each optimizer step shows through at once, and a write to them faults.
-        meshes: the group of each mesh of the program (`process_group.connect`), by name. They are looked up at each
-            run, so they can be connected, and after a failure connected anew, when the program is bound already.
+            A ``uint8`` tensor stands for memory of any type. Parameters that are read in place are re-pointed at the
+            source's memory at once: each optimizer step is visible immediately, and a write to them faults.
+        meshes: the connected transfer groups of the program (`process_group.connect`), by name. They are looked up at
+            each run, so they may be connected, or reconnected after a failure, once the program is bound.
 
     Raises:
-        RefitError: a source cannot be opened, or memory is not what was planned for. Nothing here was touched.
+        RefitError: a source cannot be opened, or memory differs from the plan. No parameter was changed.
 
     """
     member = program.member
@@ -55,23 +55,23 @@ def bind(
     rounds = _bind_rounds(program, end)
     quantisers = [Quantiser(quantisation, memory) for quantisation in program.quantisations]
     for _, bound in (each for round_ in rounds for each in round_):
-        bound.install()  # nothing above has touched a parameter, and nothing can fail from here on
+        bound.install()  # no parameter was touched before this line, and nothing can fail after it
     merger = None
-    if program.merging is not None:  # what was planned for was checked as it was bound; now it is where it stays
+    if program.merging is not None:  # planned memory was checked while binding; look it up again where it lies now
         merger = Merger(member, program.merging, Memory(member, {**storages, **staging}))
     return BoundProgram(member, rounds, quantisers, merger, staging, device)
 
 
 class BoundProgram:
-    """A transfer program tied to memory: its sources are open, its destinations are the process's live tensors."""
+    """A transfer program bound to memory: its sources are open, its destinations are the process's live tensors."""
 
     staging: Mapping[str, torch.Tensor]
-    """Memory beside the parameters, by its name in the program: what is quantised, or merged, from here."""
+    """Memory beside the parameters, by its name in the program: inputs of quantising and merging."""
     num_copies: int
     num_bytes: int
-    """Bytes that one run moves over the links that this process has a part in, if it moves what never changes, too."""
+    """Bytes that one run moves over this process's links, frozen tensors included."""
     merger: Merger | None
-    """What merges weights with adapters."""
+    """Merger of weights and adapters, if the program merges."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class BoundProgram:
 
         Args:
             deadline_s: seconds until it fails.
-            only: processes to serve, this one among them if it is to receive; None for all.
-            newcomers: those of them that get what never changes, too; None for all.
+            only: processes to serve, including this one if it is to receive; None for all.
+            newcomers: those among them that also get frozen tensors; None for all.
 
         Returns:
-            bytes counted on each link, by ``source>destination``.
+            bytes moved over each link, by ``source>destination``.
 
         Raises:
-            RefitError: names this process, what it was doing, the peer and the tensor. What is held here may be torn.
-                Links that have nothing to do with the failure have been served.
+            RefitError: names this process, its operation, the peer and the tensor. Weights here may be partial.
+                Links unrelated to the failure have been served.
 
         """
         assert not self._is_closed, "a program was run after it was closed"
@@ -134,11 +134,11 @@ class BoundProgram:
         return counted
 
     def misquantised(self) -> tuple[str, ...]:
-        """Quantise once more, and return the tensors of which this process holds something else."""
+        """Quantise again, and return the tensors of which this process holds something else."""
         return tuple(name for quantiser in self._quantisers for name in quantiser.wrong())
 
     def close(self) -> None:
-        """Let go of all memory. The groups that were given to `bind` stay as they are."""
+        """Release all memory. The groups that were given to `bind` stay open."""
         self._is_closed = True
         self._rounds = []
         self._quantisers = []
@@ -158,7 +158,7 @@ def _allocated(staging: Staging, device: torch.device) -> torch.Tensor:
 
 
 def _bind_rounds(program: TransferProgram, end: End) -> list[list[tuple[bool, BoundTransfers]]]:
-    """Bind the transfers of each round by transport, in the order in which they run: what never changes first."""
+    """Bind the transfers of each round by transport, in running order: frozen tensors first."""
     grouped: dict[tuple[int, bool, bool, str], list[Transfer]] = {}
     for transfer in (*program.receives, *program.sends):
         is_sent = registry.find(transfer.transport).is_sent

@@ -1,4 +1,4 @@
-"""Check layouts exactly: pieces lie where they say, and apart from each other."""
+"""Exact checks of layouts: pieces lie within bounds and do not overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.refit.planning.tensors import TensorTable, tensor_table
 
 
 def check(layout: Layout, who: str) -> None:
-    """Raise `RefitError` if a piece lies outside its tensor or its storage, or overlaps another of its tensor."""
+    """Raise `RefitError` if a piece lies outside its tensor or storage, or overlaps another of its tensor."""
     _check_columns(layout, who)
     table = tensor_table(layout.tensors)
     used_T = np.unique(layout.pieces.tensor_P)
@@ -40,7 +40,7 @@ def check(layout: Layout, who: str) -> None:
 
 
 def check_writable(layout: Layout, who: str) -> None:
-    """Raise `RefitError` if two wanted elements share a byte of memory. After `check`."""
+    """Raise `RefitError` if two wanted elements share a byte of memory. Call after `check`."""
     places = _places(layout)
     crossed = np.flatnonzero(places.is_crossed_P)
     if len(crossed):
@@ -63,13 +63,13 @@ def check_writable(layout: Layout, who: str) -> None:
 
 
 def _names(layout: Layout, who: str, row: int) -> tuple[str, str]:
-    """Return how to call a piece's storage and the piece."""
+    """Return how error messages name a piece's storage and the piece."""
     piece = layout.piece(row)
     return f"{who}: storage {piece.parameter!r}", f"{layout.tensors[layout.pieces.tensor_P[row]].name}{piece.box}"
 
 
 def _check_columns(layout: Layout, who: str) -> None:
-    """Raise `RefitError` if the columns of a layout do not fit together: it may have come over the wire."""
+    """Raise `RefitError` if the columns of a layout are inconsistent, since it may have come over the wire."""
     pieces = layout.pieces
     num_dims = pieces.start_PD.shape[1] if pieces.start_PD.ndim == 2 else -1
     for field in Pieces.__struct_fields__:
@@ -119,7 +119,7 @@ def _check_places(layout: Layout, table: TensorTable, who: str) -> None:
 
 
 class _Places(msgspec.Struct, frozen=True, eq=False):
-    """Where wanted pieces are written; dimensions from the largest stride to the smallest."""
+    """The memory of wanted pieces; dimensions from the largest stride to the smallest."""
 
     storage_P: Ints
     offset_P: Ints
@@ -137,7 +137,7 @@ def _places(layout: Layout) -> _Places:
     num_dims = max(1, pieces.start_PD.shape[1])
     shape_PD, strides_PD = pad_dims(pieces.shape_PD, num_dims, 1), pad_dims(pieces.strides_PD, num_dims, 0)
     item_P = tensor_table(layout.tensors).item_size_T[pieces.tensor_P]
-    # A dimension of one element has no stride; placed outermost, it spans nothing.
+    # A dimension of one element has no stride; outermost, it spans nothing.
     outermost = np.iinfo(np.int64).max
     order_PD = np.argsort(-np.where(shape_PD > 1, strides_PD, outermost), axis=1, kind="stable")
     shape_PD = np.take_along_axis(shape_PD, order_PD, axis=1)
@@ -152,7 +152,7 @@ def _places(layout: Layout) -> _Places:
 
 
 def _spans_that_meet(places: _Places) -> Iterator[tuple[Ints, Ints]]:
-    """Yield pairs of places of one storage of which the first bytes to the last ones overlap, some at a time."""
+    """Yield pairs of places in one storage with overlapping byte ranges, in batches."""
     if not len(places.offset_P):
         return
     radix = int(places.stop_P.max()) + 1
@@ -168,7 +168,7 @@ def _spans_that_meet(places: _Places) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _share_a_byte(case: list[int]) -> bool:
-    """Solve for an element of each place and a byte in both: an integer equation over index ranges, exactly."""
+    """Return whether an element of each place shares a byte: an integer equation over index ranges, solved exactly."""
     delta, *numbers = case
     num_dims = (len(numbers) // 2 - 1) // 2
     halves = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
@@ -182,7 +182,7 @@ def _share_a_byte(case: list[int]) -> bool:
 
 
 def _is_solvable(total: int, terms: list[tuple[int, int, int]]) -> bool:
-    """Say whether ``sum(stride_k * c_k) == total`` for integers ``low_k <= c_k <= high_k``; strides fall."""
+    """Return whether ``sum(stride_k * c_k) == total`` for integers ``low_k <= c_k <= high_k``; strides descend."""
     if not terms:
         return total == 0
     (stride, low, high), rest = terms[0], terms[1:]

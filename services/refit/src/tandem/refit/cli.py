@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preload() -> None:
-    """Import what takes long: nothing does."""
+    """Import slow modules: there are none."""
 
 
 if __name__ == "__main__":

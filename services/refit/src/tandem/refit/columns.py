@@ -1,8 +1,8 @@
 """Tables of integers as columns, for layouts and programs of millions of pieces.
 
-A table is a frozen struct whose fields are numpy arrays of one row count; suffixes name the axes as for tensors, so
-``shape_PD`` has a row for each piece and a column for each dimension. On the wire a column is its raw little-endian
-bytes in the narrowest integer type that holds it.
+A table is a frozen struct of numpy arrays with equal row counts. Suffixes name the axes as for tensors: ``shape_PD``
+has a row for each piece and a column for each dimension. On the wire a column is its raw little-endian bytes in the
+narrowest integer type that fits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Table(msgspec.Struct, frozen=True, eq=False):
 
 
 def pad_dims(values_PD: Ints, num_dims: int, fill: int) -> Ints:
-    """Return a column of dimensions right-aligned in `num_dims`, with `fill` in front."""
+    """Return a column with its dimensions right-aligned in `num_dims`, with `fill` in front."""
     missing = num_dims - values_PD.shape[1]
     if not missing:
         return values_PD
@@ -51,12 +51,12 @@ def pad_dims(values_PD: Ints, num_dims: int, fill: int) -> Ints:
 
 
 def encode(value: object) -> bytes:
-    """Return a struct that may hold tables as msgpack."""
+    """Return a struct, with any tables in it, as msgpack."""
     return msgspec.msgpack.encode(value, enc_hook=_encode_column)
 
 
 def decode(encoded: bytes, kind: type[T], what: str) -> T:
-    """Read what `encode` wrote. Raises `RefitError` for anything else, calling it not `what`."""
+    """Decode the output of `encode`. Raises `RefitError` for anything else, with the message "not `what`"."""
     try:
         return msgspec.msgpack.decode(encoded, type=kind, dec_hook=_decode_column)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError) as error:

@@ -1,8 +1,8 @@
-"""Predict how long a refit takes at given rates, and the least that any plan could take.
+"""Predicted time of a refit at given rates, and a lower bound for any plan.
 
-Everything moves at once: a process sends and receives over several kinds of wire together, but over one kind a byte
-at a time. So a round takes as long as the busiest process needs on its busiest wire, and a refit as long as its rounds.
-What is sent is installed (copied from a bucket to its place) while the next bucket travels.
+All transfers run at once: a process uses several kinds of wire together, but each kind carries one byte after another.
+So a round takes as long as the busiest process needs on its busiest wire, and a refit takes the sum of its rounds. A
+received bucket is installed (copied to its place) while the next bucket travels.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _GB = 1e9
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a refit takes."""
+    """Predicted time of a refit, and its lower bound."""
 
     seconds: float
-    """Of the plan."""
+    """Predicted time of the plan."""
     bound_s: float
-    """``max(egress, ingress, install)`` with every load spread evenly: no plan of these bytes takes less."""
+    """``max(egress, ingress, install)`` with every load spread evenly: no plan for these bytes is faster."""
     limited_by: str
-    """What takes the longest, such as ``trainer-3 sends 2.1 GB over the network``."""
+    """The slowest step, such as ``trainer-3 sends 2.1 GB over the network``."""
     egress_s: float
-    """What trainers send, if each sent the same; those whose memory others read have nothing to do."""
+    """Sending from trainers with an even load; memory that engines read directly costs nothing."""
     ingress_s: float
-    """What the neediest host receives from trainers, if each of its processes received the same."""
+    """Receiving from trainers at the busiest host, with the load spread evenly over its processes."""
     install_s: float
-    """Writing what the neediest engine holds, in its own memory."""
+    """Writing the largest engine's weights in its own memory."""
 
 
 def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates) -> Cost:
-    """Predict what the links of a plan take.
+    """Predict the time that the links of a plan take.
 
     Args:
         links: of `tandem.refit.planner.plan` or `survey`.
-        layouts: of all members.
-        num_sources: trainers, among whom an even load would be spread.
+        layouts: of all processes.
+        num_sources: number of trainers, over which an even load would be spread.
         rates: of the wires.
 
     """
@@ -57,7 +57,7 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
         if wire is None:
             continue
         load = loads.setdefault(link.round, {})
-        # What is sent is converted before; what an engine copies for itself it reads as it is.
+        # A sender converts before it sends; an engine that copies for itself reads unconverted data.
         num_bytes = link.num_bytes if transport.is_sent else max(link.num_bytes, link.num_read)
         for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: 1 + transport.is_sent]:
             load[end] = load.get(end, 0) + num_bytes
@@ -79,11 +79,11 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
 
 
 Load = dict[tuple[str, str, Wire], int]
-"""Bytes by process, what it does with them (``sends``, ``receives``), and wire."""
+"""Bytes by process, direction (``sends``, ``receives``) and wire."""
 
 
 def _even_ingress(load: Load, host_of: Mapping[str, str], rates: LinkRates) -> float:
-    """Return the seconds of the neediest host, if its processes received equal parts of what comes over each wire."""
+    """Return the seconds of the busiest host, with the bytes on each wire spread evenly over its processes."""
     entering: dict[tuple[str, Wire], list[int]] = {}
     for (member, does, wire), num_bytes in load.items():
         if does == "receives":
@@ -98,13 +98,13 @@ def _install_rate(device: str, rates: LinkRates) -> float:
 
 
 def _rate(wire: Wire, rates: LinkRates) -> float:
-    """Return bytes a second."""
+    """Return a wire's rate in bytes per second."""
     gigabytes: float = getattr(rates, wire)
     return gigabytes * _GB
 
 
 def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
-    """Yield the seconds of each process on each wire, and what it does there."""
+    """Yield the seconds of each process on each wire, with a description."""
     for (member, does, wire), num_bytes in load.items():
         where = {"memory": "in memory", "same_gpu": "within its GPU", "peer_gpu": "from GPU to GPU"}
         yield (
@@ -114,7 +114,7 @@ def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
 
 
 def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
-    """Return the most bytes that each process has in buffers at once, for what is sent."""
+    """Return the peak size of each process's send and receive buffers, in bytes."""
     taken: dict[tuple[str, int], int] = {}
     size_of = _mesh_sizes([link for link in links if registry.find(link.transport).needs_mesh])
     for link in links:
@@ -131,7 +131,7 @@ def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
 
 
 def _mesh_sizes(links: Sequence[Link]) -> dict[str, int]:
-    """Return how many processes each receiver's mesh has: engines that pass weights on to each other share one."""
+    """Return the size of each receiver's transfer group; engines that pass weights on to each other share one."""
     mesh_of: dict[str, set[str]] = {}
     for link in links:
         mesh_of.setdefault(link.destination, {link.destination}).add(link.source)

@@ -1,8 +1,8 @@
-"""A process's end of the weight plane, the same for trainers and engines.
+"""A process's weight client, the same for trainers and engines.
 
-It consumes `PlaneOrder`s and produces their replies. A refit is done when it is ordered; digests are computed a slice
-at a time in `work`, so that they hold nothing up, and meshes are connected there when everybody has come. It waits only
-for the other ends of streams, within the order's deadline.
+It consumes `PlaneOrder`s and produces their replies. A refit runs when its command arrives. `work` computes digests in
+short slices of time, so that they delay nothing, and connects transfer groups once all their processes are there. It
+waits only for the peers of streams, within the command's deadline.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from tandem.refit.transports import cuda_ipc, process_group, registry
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
-"""``refit.verify: sampled`` digests about one in so many of the rows of each version."""
+"""Fraction of rows, one in so many, that ``refit.verify: sampled`` digests in each version."""
 _SLICE_S = 0.002
 _POLL_S = 0.001
 _PATIENCE = 2.0
-"""A digest begins after so many times what it will take: the first token of a version comes before its proof."""
+"""Delay of a digest, in multiples of its expected duration: a version's first token comes before its verification."""
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Return what a layout calls this host; two machines have two names, also if somebody has called them the same."""
+    """Return the host name used in layouts; two machines never share it, even with equal configured names."""
     return f"{socket.gethostname()}/{_BOOT_ID.read_text()[:8]}"
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a layout calls a device."""
+    """Return the device name used in layouts."""
     return "cpu" if device.type == "cpu" else cuda_ipc.device_uuid(device)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Leave the other cores to whoever generates or trains meanwhile."""
+    """Leave the other cores to generation or training."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -79,25 +79,25 @@ def _one_thread() -> Iterator[None]:
 
 
 class Installed(Protocol):
-    """What programs that are bound do at each refit."""
+    """Bound programs, as each refit runs them."""
 
     @property
     def num_copies(self) -> int:
-        """Copies that one run makes."""
+        """Number of copies in one run."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run moves."""
+        """Number of bytes that one run moves."""
         ...
 
 
 class Digesting(Protocol):
-    """A digest under way; see `DigestTask`."""
+    """A digest in progress; see `DigestTask`."""
 
     @property
     def expected_s(self) -> float:
-        """Roughly the seconds that it takes where nothing else runs."""
+        """Rough duration on an idle machine, in seconds."""
         ...
 
     def advance(self, seconds: float) -> bool:
@@ -105,87 +105,87 @@ class Digesting(Protocol):
         ...
 
     def results(self) -> tuple[comparison.Digests, ...]:
-        """Return the digests of each worker shard."""
+        """Return the digests of each worker."""
         ...
 
 
 class Holder(Protocol):
-    """Something whose weights take part in refits: a trainer's backend or an engine. It has a worker shard or more."""
+    """Weights that take part in refits: a trainer's backend or an engine, with one or more workers."""
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Bind the program of each worker shard, in place of the one before it. Raises `RefitError`."""
+        """Bind the program of each worker, replacing the previous one. Raises `RefitError`."""
         ...
 
     def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
-        """Join a mesh with each worker shard that is in it, in place of an earlier time. Raises `RefitError`."""
+        """Connect a transfer group for each worker in it, replacing an earlier connection. Raises `RefitError`."""
         ...
 
     def apply(
         self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
     ) -> dict[str, int]:
-        """Run the program: receive `version`, or send it; return the bytes on each link. Raises `RefitError`.
+        """Run the program: receive or send `version`; return the bytes on each link. Raises `RefitError`.
 
-        `only` are the destinations to serve; all if there are none. `newcomers` are those of them that get what never
-        changes, too; None for all.
+        `only` are the destinations to serve; empty for all. `newcomers` are those among them that also get frozen
+        tensors; None for all.
         """
         ...
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Return a task that digests the weights held, which must hold still until it is done. Raises `RefitError`."""
+        """Return a task that digests the weights, which must not change until it is done. Raises `RefitError`."""
         ...
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
+        """Return the tensors that differ from the quantisation of the received weights."""
         ...
 
 
 class Weights:
-    """A `Holder` of plain memory, one worker shard: a layout, and the live tensors of the storages that it names.
+    """A `Holder` of plain memory with one worker: a layout, and the live tensors of its storages.
 
-    Or of a copy of those, in memory that others read while the live tensors change: what is digested is what it is a
-    copy of, so that it shows when the two differ.
+    Or of a copy, in memory that other processes read while the live tensors change. Digests are of the live tensors, so
+    a copy that differs is noticed.
     """
 
     def __init__(
         self, layout: Layout, storages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """`live`: what the storages are to be a copy of, by the same names; default: they are none."""
+        """Hold the storages; `live` are the tensors that they copy, by the same names, if they are copies."""
         self.layout = layout
         self.storages = storages
         self._live = live
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
         self._digest_list: DigestList | None = None
-        """Of the installed program, once it has been asked for."""
+        """Slices to digest for the installed program, once requested."""
         self._frozen_digests: FrozenDigests | None = None
-        """Of what it holds that never changes, likewise."""
+        """Digests of frozen tensors, once requested."""
         self._groups: dict[str, process_group.Group] = {}
-        """By mesh; looked up whenever the program runs."""
+        """Transfer groups by name; looked up whenever the program runs."""
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
 
     @property
     def layouts(self) -> tuple[Layout]:
-        """Its layout, as that of the only worker shard."""
+        """The layout, as that of the only worker."""
         return (self.layout,)
 
     def refresh(self) -> None:
-        """Copy what the live tensors hold now; returns when all of it is there."""
+        """Copy the live tensors, and return when the copy is complete."""
         assert self._live is not None, "only a copy can be refreshed"
         for name, storage in self.storages.items():
             if storage is not self._live[name]:
                 storage.copy_(self._live[name], non_blocking=True)
         if any(storage.device.type == "cuda" for storage in self.storages.values()):
-            torch.cuda.synchronize()  # other processes read it, which wait for no stream of this one
+            torch.cuda.synchronize()  # other processes read it without waiting for a stream of this one
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
-        """Bind a program, in place of the one before it."""
+        """Bind a program, replacing the previous one."""
         (program,) = programs
         self._unbind()
         in_place = [t for t in program.receives if registry.find(t.transport).in_place_of]
         aliased = {name for transfer in in_place for name in transfer.destination_storages}
         for name in (self._aliased - aliased) & self.storages.keys():
-            # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
+            # It still points at the sender's memory, which is read-only: a copy into it would fault.
             self.storages[name].data = torch.empty_like(self.storages[name])
         self._aliased = aliased
         self._bound = bind(program, self.storages, self._groups)
@@ -193,7 +193,7 @@ class Weights:
         return self._bound
 
     def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
-        """Join a mesh, if the program has it."""
+        """Connect a transfer group if the program uses it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
         if self._program.member not in mesh.members:
@@ -215,7 +215,7 @@ class Weights:
         return self._bound.run(deadline_s, only or None, newcomers)
 
     def digest_task(self, sampling: Sampling | None) -> DigestTask | VersionDigest:
-        """Return a task that digests what the program says is this process's to digest."""
+        """Return a task for the slices that the program assigns to this process."""
         if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
         verification, merger = self._program.verification, self._bound.merger
@@ -224,7 +224,7 @@ class Weights:
         if not len(verification.frozen_rows) and merger is None:
             return task
         if self._frozen_digests is None:
-            # In full: others may take those of another version.
+            # In full, because other processes may sample another version.
             once = msgspec.structs.replace(verification, rows=verification.frozen_rows)
             self._frozen_digests = FrozenDigests(self._task(once, None, None))
         merges: Iterator[None] = iter(())
@@ -234,7 +234,7 @@ class Weights:
         return VersionDigest(task, self._frozen_digests, merges, merges_s)
 
     def _task(self, verification: Verification, sampling: Sampling | None, known: DigestList | None) -> DigestTask:
-        """Return a task that digests some rows of what is held, or received."""
+        """Return a task for some rows of the weights that are held or received."""
         assert self._program is not None, "a program is installed"
         assert self._bound is not None, "a program is installed"
         return DigestTask(
@@ -247,11 +247,11 @@ class Weights:
         )
 
     def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors that are not the quantisation of what was received."""
+        """Return the tensors that differ from the quantisation of the received weights."""
         return () if self._bound is None else self._bound.misquantised()
 
     def close(self) -> None:
-        """Let go of the program, and leave all meshes."""
+        """Release the program, and close all transfer groups."""
         self._unbind()
         for group in self._groups.values():
             group.close()
@@ -264,7 +264,7 @@ class Weights:
 
 
 class _Joining(NamedTuple):
-    """A mesh whose members are not all there yet."""
+    """A transfer group that waits for some of its processes."""
 
     order: ConnectMesh
     mesh: Mesh
@@ -274,7 +274,7 @@ class _Joining(NamedTuple):
 
 
 class Endpoint:
-    """Answers the weight plane's orders for one process."""
+    """The weight plane's command handler in one process."""
 
     def __init__(self, member: Member, holder: Holder) -> None:
         self._member = member
@@ -285,10 +285,10 @@ class Endpoint:
         self._digest: Digesting | None = None
         self._digest_s = 0.0
         self._digest_from = 0.0
-        """When to begin, on the monotonic clock."""
+        """When to start the digest, on the monotonic clock."""
 
     def handle(self, order: PlaneOrder) -> None:
-        """Carry out one order."""
+        """Execute one command."""
         match order:
             case InstallProgram():
                 with self._member.phase("installing the transfer program"):
@@ -306,9 +306,9 @@ class Endpoint:
                 assert_never(other)
 
     def work(self, seconds: float | None = None) -> bool:
-        """Go on with meshes and with the digest that was asked for; return whether there is more to do.
+        """Advance transfer groups and the requested digest; return whether work is left.
 
-        `seconds` is the time to take for it beside other work. None: there is no other work, so that it may wait.
+        `seconds` limits the time taken from other work. None: there is no other work, so it may wait.
         """
         for joining in [*self._joining.values()]:
             self._go_on_joining(joining)
@@ -333,23 +333,23 @@ class Endpoint:
         return self._digest is not None or bool(self._joining)
 
     def digests(self, version: int) -> tuple[bytes, ...]:
-        """Return what an `Attest` is answered with, computed at once. Raises `RefitError`."""
+        """Return the digests for an `Attest` reply, computed at once. Raises `RefitError`."""
         digest = self._holder.digest_task(self._sampling(version))
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))
 
     def finish_digest(self) -> None:
-        """Digest what was asked for to its end: the memory of the weights is about to be given back."""
+        """Finish the requested digest, because the weights' memory is about to be released."""
         self._digest_from = 0.0
         while self._digest is not None:
             self.work(math.inf)
 
     def abandon_digest(self) -> None:
-        """Forget the digest under way: the weights are about to change."""
+        """Drop the digest in progress, because the weights are about to change."""
         self._order = self._digest = None
 
     def close(self) -> None:
-        """Join nothing more, digest nothing more. The holder leaves its meshes itself."""
+        """Stop joining and digesting. The holder closes its transfer groups itself."""
         self.abandon_digest()
         self._joining.clear()
 
@@ -367,11 +367,11 @@ class Endpoint:
         for shard in order.members:
             if process_of(shard) == self._member.name:
                 process_group.announce(mesh, shard, store)
-        # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
+        # A process that it waits for may be dead and need replacing, so this must not block anything else.
         self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
 
     def _go_on_joining(self, joining: _Joining) -> None:
-        """Connect a mesh if everybody is there."""
+        """Connect a transfer group if all its processes are there."""
         order = joining.order
         try:
             left_s = joining.deadline - time.monotonic()
@@ -387,7 +387,7 @@ class Endpoint:
             self._member.fail(order.command_id, error)
 
     def _refit(self, order: Refit) -> None:
-        if not order.only or self._member.name in order.only:  # who only sends goes on digesting what it holds
+        if not order.only or self._member.name in order.only:  # a process that only sends continues its digest
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
@@ -413,7 +413,7 @@ class Endpoint:
     def _report_digest(self, order: Attest, digest: Digesting) -> None:
         wrong = self._holder.misquantised()
         if wrong:
-            raise RefitError(f"{', '.join(wrong)}: what is held is not the quantisation of what was received")
+            raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")
         reply = Attested(
             command_id=order.command_id,
             version=order.version,

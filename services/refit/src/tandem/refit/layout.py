@@ -1,12 +1,12 @@
-"""Layouts: what a process holds or wants of each tensor, and where that lies in its memory.
+"""Layouts: the tensors that a process holds or wants, and their places in its memory.
 
-One vocabulary for both sides: the Hugging Face name of a tensor, its global shape, and boxes of it, each with the
-place in local storage where its elements lie. FSDP2 shards, tensor-parallel shards, fused ``qkv_proj`` parameters: all
-of them are just boxes. An adapter, which lives with its backend and nowhere else, is a function from a model to a
-`Layout`, which it fills with a `LayoutBuilder`.
+Both sides use one vocabulary: the Hugging Face name of a tensor, its global shape, and slices of it, each with its
+place in local storage. FSDP2 shards, tensor-parallel shards and fused ``qkv_proj`` parameters are all just slices. An
+adapter is a function from a model to a `Layout`, built with a `LayoutBuilder`; it is the only code that knows its
+backend.
 
-A layout keeps its pieces as columns (`Pieces`): a large mixture of experts has millions of them. `Box` and `Piece` are
-the same facts one at a time, for people, tests and error messages.
+A layout stores its pieces as columns (`Pieces`), because a large mixture of experts has millions of them. `Box` and
+`Piece` describe them one at a time, for people, tests and error messages.
 
 No torch here: the planner runs in processes without it, for models of any size.
 """
@@ -40,24 +40,24 @@ ITEM_SIZES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes an element, by the name torch gives the type."""
+"""Bytes per element, by torch's name of the type."""
 
 DTYPES = tuple(ITEM_SIZES)
 """Element types in the order of their codes in tables."""
 
 ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
-"""Bytes an element, by code of the element type."""
+"""Bytes per element, by code of the element type."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """An axis-aligned region of a tensor: from `start`, spanning `shape` elements; a scalar has empty tuples."""
+    """A slice of a tensor: axis-aligned, from `start`, with `shape` elements; a scalar's has empty tuples."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements in the box."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -67,11 +67,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """What to index the global tensor with."""
+        """Index of the slice in the global tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     def contains(self, other: Box) -> bool:
-        """Say whether `other` lies inside this box; an empty box may lie on its edge."""
+        """Return whether `other` lies inside this slice; an empty one may lie on its edge."""
         if len(other.start) != len(self.start):
             return False
         return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
@@ -79,13 +79,13 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return what both boxes hold, or None."""
+        """Return the intersection of both slices, or None."""
         start = tuple(map(max, self.start, other.start))
         shape = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """Yield disjoint boxes that cover this one except `hole`, which must lie inside it."""
+        """Yield disjoint slices that cover this one except `hole`, which must lie inside it."""
         start, stop = list(self.start), list(self.stop)
         for dim, (hole_start, hole_stop) in enumerate(zip(hole.start, hole.stop, strict=True)):
             for a, b in ((start[dim], hole_start), (hole_stop, stop[dim])):
@@ -100,7 +100,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
+    """Return the slice that is a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -115,56 +115,55 @@ def contiguous_strides(shape: Sequence[int], item_size: int) -> tuple[int, ...]:
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A box of the global tensor and where it lies in local storage."""
+    """A slice of the global tensor and its place in local storage."""
 
     box: Box
     parameter: str
     """Name of the local storage, one of `Layout.storages`."""
     offset: int
-    """Byte offset of the box's first element in that storage."""
+    """Byte offset of the slice's first element in that storage."""
     strides: tuple[int, ...]
-    """Bytes between neighbours along each dimension of the box."""
+    """Bytes between neighbours along each dimension of the slice."""
 
     def offset_of(self, inner: Box) -> int:
-        """Return the byte offset of the first element of a box inside this one."""
+        """Return the byte offset of the first element of a slice inside this one."""
         steps = zip(inner.start, self.box.start, self.strides, strict=True)
         return self.offset + sum((a - b) * stride for a, b, stride in steps)
 
     @property
     def last(self) -> int:
-        """Byte offset of the box's last element; the box must not be empty."""
+        """Byte offset of the slice's last element; the slice must not be empty."""
         return self.offset + sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A global tensor, whoever holds what of it."""
+    """A global tensor, independent of its sharding."""
 
     name: str
-    """As in a Hugging Face checkpoint. Tied tensors appear once, under the name they are stored by."""
+    """Name in a Hugging Face checkpoint. Tied tensors appear once, under the name in the checkpoint."""
     shape: tuple[int, ...]
     dtype: str
-    """Name of the element type as torch spells it, such as ``bfloat16``."""
+    """Element type by torch's name, such as ``bfloat16``."""
     block: tuple[int, ...] = ()
-    """Elements that share a scale along each dimension, such as ``(128, 128)``; empty if it is not quantised."""
+    """Shape of the blocks that share a scale, such as ``(128, 128)``; empty if not quantised."""
     scales: str = ""
     """Name of the tensor of scales, of shape ``ceil(shape / block)``: element = value × its block's scale."""
     is_frozen: bool = False
-    """Of a trainer: its elements stay what they are for as long as the trainer runs."""
+    """Whether a trainer never changes its elements while it runs."""
     product_scale: float = 0.0
-    """Of a trainer's ``lora_B``: what its product with ``lora_A`` is multiplied by before it is added to the weight."""
+    """Scale of the product of a trainer's ``lora_B`` and ``lora_A`` when it is added to the weight."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
     """A storage that other processes of the host can map: ``/proc/<pid>/fd/<fd>``.
 
-    The memory has no name in any file system, so nothing is left of it when the last process that maps it has exited,
-    however it exited.
+    The memory has no name in any file system, so it disappears with the last process that maps it, however that exits.
     """
 
     pid: int
     fd: int
     inode: int
-    """Of the file behind `fd`: a number that was closed and used again leads to another file, and is refused."""
+    """Inode of the file behind `fd`: if the number was closed and reused, it leads to another file and is refused."""
 
 
 class CudaMemory(msgspec.Struct, frozen=True, tag=True):
@@ -174,23 +173,23 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
     device: str
     """UUID of the GPU."""
     handle: bytes
-    """``cudaIpcMemHandle_t`` of the allocation that the storage lies in."""
+    """``cudaIpcMemHandle_t`` of the allocation that contains the storage."""
     offset: int
-    """Of the storage's first byte in that allocation."""
+    """Offset of the storage's first byte in that allocation."""
 
 
 class UnpeeredCudaMemory(CudaMemory, frozen=True, tag=True):
-    """The same on a GPU whose memory some other GPU of the host cannot reach: only who computes on it opens it."""
+    """A storage on a GPU that some other GPU of the host cannot access: only processes on the same GPU open it."""
 
 
 class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
-    """A storage that only its own process can reach, such as an engine's parameters."""
+    """A storage that only its own process can access, such as an engine's parameters."""
 
 
 Address = SharedMemory | CudaMemory | UnpeeredCudaMemory | PrivateMemory
 
 KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory, UnpeeredCudaMemory)
-"""In the order of their codes in tables."""
+"""Kinds of memory in the order of their codes in tables."""
 
 
 class Storage(msgspec.Struct, frozen=True):
@@ -202,9 +201,9 @@ class Storage(msgspec.Struct, frozen=True):
 
 
 class Pieces(Table, frozen=True, eq=False):
-    """Pieces as columns: P rows, D the largest number of dimensions, dimensions right-aligned.
+    """Pieces as columns: P rows, D the largest number of dimensions, right-aligned.
 
-    Missing dimensions stand in front with start 0, shape 1, stride 0. No piece is empty.
+    Missing dimensions come first, with start 0, shape 1, stride 0. No piece is empty.
     """
 
     tensor_P: Ints
@@ -214,20 +213,20 @@ class Pieces(Table, frozen=True, eq=False):
     start_PD: Ints
     shape_PD: Ints
     offset_P: Ints
-    """Bytes."""
+    """Offsets in bytes."""
     strides_PD: Ints
-    """Bytes."""
+    """Strides in bytes."""
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Everything one process holds or wants. Pieces of a tensor do not overlap; they may cover only a part of it."""
+    """All that one process holds or wants. Pieces of a tensor do not overlap, and need not cover it."""
 
     host: str
-    """Where the process runs; two processes of one host can share memory, and count as one node."""
+    """Host of the process; processes of one host can share memory and count as one node."""
     device: str
-    """``cpu``, or the UUID of the GPU that the storages lie on."""
+    """``cpu``, or the UUID of the GPU with the storages."""
     tensors: tuple[Tensor, ...]
-    """May name more than there are pieces of, so that ranks can share one tuple."""
+    """Tensors of the pieces and possibly others, so that ranks can share one tuple."""
     storages: tuple[Storage, ...]
     pieces: Pieces
 
@@ -249,12 +248,12 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that a plan depends on: two layouts that differ in addresses of one kind have the same."""
+        """A hash of everything that a plan depends on; it ignores addresses within one kind of memory."""
         return fingerprint(self)
 
 
 class LayoutBuilder:
-    """Collects the pieces of a layout, one at a time or in families."""
+    """Builder of a layout from single pieces or families of pieces."""
 
     def __init__(self, host: str, device: str = "cpu") -> None:
         self._host = host
@@ -267,37 +266,37 @@ class LayoutBuilder:
     def tensor(
         self, name: str, shape: Sequence[int], dtype: str, *, block: Sequence[int] = (), scales: str = ""
     ) -> int:
-        """Name a tensor; return its index."""
+        """Add a tensor; return its index."""
         if isinstance(self._tensors, tuple):
             self._tensors = list(self._tensors)
         self._tensors.append(Tensor(name, tuple(shape), dtype, tuple(block), scales))
         return len(self._tensors) - 1
 
     def add_tensors(self, tensors: tuple[Tensor, ...]) -> int:
-        """Name many tensors; return the index of the first. The first tuple is kept as it is, so ranks can share it."""
+        """Add many tensors; return the index of the first. The first tuple is kept unchanged, so ranks can share it."""
         first = len(self._tensors)
         self._tensors = [*self._tensors, *tensors] if first else tensors
         return first
 
     def storage(self, name: str, num_bytes: int, address: Address | None = None) -> int:
-        """Name a storage, private unless an address is given; return its index."""
+        """Add a storage, private unless an address is given; return its index."""
         self._storages.append(Storage(name, num_bytes, PrivateMemory() if address is None else address))
         return len(self._storages) - 1
 
     def add(self, tensor: int, box: Box, storage: int, offset: int, strides: Sequence[int]) -> None:
-        """Add one piece; nothing if its box is empty. Offset and strides in bytes."""
+        """Add one piece, unless it is empty. Offset and strides are in bytes."""
         self._singles.append((tensor, box, storage, offset, tuple(strides)))
 
     def add_many(self, tensor: Any, start: Any, shape: Any, storage: Any, offset: Any, strides: Any) -> None:
-        """Add a family of pieces of tensors that have the same number of dimensions d.
+        """Add a family of pieces of tensors with the same number of dimensions d.
 
         Args:
-            tensor: indices, of shape ``(P,)`` or one for all; so are `storage` and `offset`.
-            start: of shape ``(P, d)``, or ``(d,)`` for all; so are `shape` and `strides`.
-            shape: as `start`; pieces without elements are left out.
-            storage: as `tensor`.
-            offset: as `tensor`, in bytes.
-            strides: as `start`, in bytes.
+            tensor: indices, of shape ``(P,)`` or one for all; likewise `storage` and `offset`.
+            start: of shape ``(P, d)``, or ``(d,)`` for all; likewise `shape` and `strides`.
+            shape: like `start`; pieces without elements are left out.
+            storage: like `tensor`.
+            offset: like `tensor`, in bytes.
+            strides: like `start`, in bytes.
 
         """
         rows = [np.asarray(values, np.int64) for values in (tensor, storage, offset)]
@@ -330,7 +329,7 @@ class LayoutBuilder:
         return Layout(self._host, self._device, tuple(self._tensors), tuple(self._storages), Pieces(*joined))
 
     def _single_families(self) -> Iterator[Pieces]:
-        """Yield the pieces that were added one at a time, by their number of dimensions."""
+        """Yield the pieces that were added singly, grouped by number of dimensions."""
         by_num_dims: dict[int, list[tuple[int, Box, int, int, tuple[int, ...]]]] = {}
         for single in self._singles:
             num_dims = len(self._tensors[single[0]].shape)
@@ -348,7 +347,7 @@ class LayoutBuilder:
 
 
 def fingerprint(layout: Layout) -> str:
-    """Return a hash of all that a plan depends on: two layouts that differ in addresses of one kind have the same."""
+    """Return a hash of everything that a plan depends on; it ignores addresses within one kind of memory."""
     storages = [(storage.name, storage.num_bytes, type(storage.address).__name__) for storage in layout.storages]
     told = hashlib.blake2b(
         msgspec.msgpack.encode((layout.host, layout.device, layout.tensors, storages)), digest_size=16
@@ -359,7 +358,7 @@ def fingerprint(layout: Layout) -> str:
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
-    """A layout on the wire. What many ranks have in common is encoded apart, so that it is decoded once."""
+    """A layout on the wire. Parts that many ranks share are encoded separately, so that they are decoded once."""
 
     host: str
     device: str
@@ -375,13 +374,13 @@ def encode(layout: Layout) -> bytes:
 
 
 def decode(encoded: bytes) -> Layout:
-    """Read what `encode` wrote. Raises `RefitError` for anything else."""
+    """Decode the output of `encode`. Raises `RefitError` for anything else."""
     parts, tensors = _decode_parts(encoded)
     return Layout(parts.host, parts.device, tensors, parts.storages, _decode_pieces(parts.pieces))
 
 
 def num_tensors(encoded: bytes) -> int:
-    """Return how many tensors an encoded layout has, without the work of reading all of it. Raises `RefitError`."""
+    """Return the number of tensors in an encoded layout without decoding all of it. Raises `RefitError`."""
     return len(_decode_parts(encoded)[1])
 
 

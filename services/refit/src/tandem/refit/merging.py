@@ -1,8 +1,9 @@
-"""Merge weights with the products of low-rank adapters, as the engine installs a version.
+"""Merges of weights with the products of low-rank adapters, as the engine installs a version.
 
-For each box of a weight: ``live = base + scale * (b @ a)``. The product is computed and scaled in float32, and the sum
-rounded once to the weight's element type: the operations, in the order, of peft's ``merge_and_unload`` with adapters in
-float32, which is what it keeps them in. It always starts from the base, so a version does not depend on those before.
+For each slice of a weight: ``live = base + scale * (b @ a)``. The product is computed and scaled in float32, and the
+sum is rounded once to the weight's element type. These are the operations of peft's ``merge_and_unload``, in its order,
+with adapters in float32, as peft keeps them. Each merge starts from the base, so a version does not depend on earlier
+ones.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from tandem.refit.program import Merging
 from tandem.refit.transports.memory import Memory, Side
 
 _TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Of a product at a time, roughly: what bounds the memory that merging takes."""
+"""Approximate elements of a product computed at a time, which bounds the memory of merging."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by bytes."""
+"""Integer types by size in bytes."""
 _ROWS = 64
-"""Rows of a tile are a multiple of so many."""
+"""Rows of a tile are a multiple of this."""
 
 
 class _Tile(NamedTuple):
-    """Some rows of one box."""
+    """Some rows of one slice."""
 
     tensor: str
     scale: float
@@ -44,19 +45,19 @@ class Merger:
     """A `Merging` bound to memory."""
 
     def __init__(self, member: str, merging: Merging, memory: Memory) -> None:
-        """Bind it, once all memory is where it will stay. Raises `RefitError` if that is not what was planned for."""
+        """Bind to memory in its final place. Raises `RefitError` if it differs from the plan."""
         self._member = member
         self._num_threads = torch.get_num_threads()
         self._tiles = list(_tiles(merging, memory))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that `run` writes, and `check` reads."""
+        """Bytes of weights written by `run` and read by `check`."""
         return sum(tile.live.numel() * tile.live.element_size() for tile in self._tiles)
 
     @torch.no_grad()
     def run(self, deadline: float) -> None:
-        """Merge everything, once. Raises `RefitError` if that is not done by the deadline, on the monotonic clock."""
+        """Merge everything once. Raises `RefitError` if the deadline, on the monotonic clock, passes."""
         self._num_threads = torch.get_num_threads()
         for tile in self._tiles:
             if time.monotonic() > deadline:
@@ -64,17 +65,17 @@ class Merger:
             torch.add(tile.base, _product(tile), out=tile.live)
 
     def check(self, first: int = 0, one_in: int = 1) -> Iterator[None]:
-        """Merge again, beside the weights, and compare bits, stopping after each piece of work.
+        """Merge again beside the weights, and compare bits, yielding after each tile.
 
-        Takes one piece in so many, beginning with `first`. Raises `RefitError`, which names the tensor that differs.
+        Takes one tile in `one_in`, beginning with `first`. Raises `RefitError`, which names the tensor that differs.
         """
         for tile in self._tiles[first % one_in :: one_in]:
-            # With as many threads as before: a library may add in another order with others.
+            # Use as many threads as before, because a library may add in another order with a different number.
             with torch.no_grad(), _threads(self._num_threads):
                 meant = torch.add(tile.base, _product(tile)).to(tile.live.dtype)
                 is_same = torch.equal(_bits(meant), _bits(tile.live))
             if not is_same:
-                raise RefitError(f"{tile.tensor}: what is held is not the merge of the base and adapter it received")
+                raise RefitError(f"{tile.tensor}: the weights held are not the merge of the received base and adapter")
             yield
 
 
@@ -83,7 +84,7 @@ def _product(tile: _Tile) -> torch.Tensor:
 
 
 def _tiles(merging: Merging, memory: Memory) -> Iterator[_Tile]:
-    """Yield what is merged, in pieces of a bounded size."""
+    """Yield the merge as tiles of bounded size."""
     at = merging.products
     rows_M, columns_M = at.shape_MD.T
     float32_M, none_M = np.full(len(at), DTYPES.index("float32")), np.zeros(len(at), np.int64)
@@ -109,13 +110,13 @@ def _tiles(merging: Merging, memory: Memory) -> Iterator[_Tile]:
 
 
 def _rows_at_a_time(num_rows: int, num_columns: int, device: str) -> int:
-    """Return a number of rows that leaves no rest of a few: a product of few rows may be added in another order."""
+    """Return rows per tile such that no small rest remains: products of few rows may be added in another order."""
     num_tiles = -(-num_rows * num_columns // _TILE_ELEMENTS[device])
     return -(-num_rows // (num_tiles * _ROWS)) * _ROWS
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what to compare: a NaN equals itself, and zero is not minus zero."""
+    """Return the bits for comparison: a NaN equals itself, and zero differs from minus zero."""
     return tensor.view(_WORDS[tensor.element_size()])
 
 

@@ -1,15 +1,15 @@
 """The planner: from layouts of trainers and engines to a transfer program for each process.
 
-0. `low_rank`: where trainers hold adapters, engines receive base and adapters in place of the weights they want. What
-   never changes is planned apart from what does, by the same steps.
-1. `names`, `source_shards`: number the tensors; find the distinct boxes that trainers hold, and the replicas of each.
-2. `destination_shards`: cut what each class of engines wants along those boxes, and prove that nothing is missing.
-3. `sharing`: find what several engines of a node need, which is sent there once, and the replica sets it can come from.
-4. `choose`: assign byte ranges so that no trainer sends more than another that could send the same.
-5. `assemble`, `merge`: resolve it to as few strided copies as possible, in an order that floods nobody.
+0. `low_rank`: where trainers hold adapters, engines receive base and adapters in place of the weights they want.
+   Frozen and changing tensors are then planned separately, by the same steps.
+1. `names`, `source_shards`: number the tensors; find the distinct slices that trainers hold, and their replicas.
+2. `destination_shards`: cut the slices that each class of engines wants along those, and check that none is missing.
+3. `sharing`: find bytes that several engines of a node need, which are sent to the node once, and their replica sets.
+4. `choose`: assign byte ranges so that trainers that could send the same bytes send about equally many.
+5. `assemble`, `merge`: resolve all this to few strided copies, in an order that overloads no process.
 
-Held boxes are disjoint, and their overlaps with a wanted box add up to it; byte ranges are cut without gap; wanted
-elements share no memory. So a plan that is returned writes each wanted element exactly once.
+Held slices are disjoint, and their overlaps with a wanted slice add up to it. Byte ranges are cut without gaps. Wanted
+elements share no memory. So every returned plan writes each wanted element exactly once.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
 GRAIN = 1 << 16
-"""Bytes: an overlap of fewer than twice as many comes from one replica."""
+"""Bytes: an overlap smaller than twice this comes from one replica."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A program for each process, and what they add up to."""
+    """A program for each process, and the links of all programs."""
 
     programs: dict[str, TransferProgram]
-    """By member: every trainer and every engine."""
+    """Programs by process, for every trainer and engine."""
     links: tuple[Link, ...]
-    """Of each version."""
+    """Links of each version."""
     frozen_links: tuple[Link, ...]
-    """Of what never changes, beside them: it goes to engines that have none of it yet."""
+    """Links of frozen tensors, sent only to engines that do not have them yet."""
     meshes: tuple[Mesh, ...]
     received: dict[str, Layout]
-    """What each engine receives: what it wants, but for weights that it merges itself."""
+    """Layout that each engine receives: the one it wants, except for weights that it merges itself."""
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan would move, without the programs."""
+    """The links of a plan, without its programs."""
 
     links: tuple[Link, ...]
-    """Where aliases are allowed and possible they are counted as such."""
+    """Links of each version; zero-copy links are listed where they are allowed and possible."""
     frozen_links: tuple[Link, ...]
-    """As `Plan.frozen_links`."""
+    """Links of frozen tensors, as in `Plan`."""
     staging: dict[str, int]
-    """Bytes that each engine needs beside its parameters; not what it reads in place."""
+    """Bytes that each engine needs beside its parameters, except for memory that it reads in place."""
 
     @property
     def egress(self) -> dict[str, int]:
-        """Bytes that each process sends, or that are read from it, by member."""
+        """Bytes sent by or read from each process."""
         return _totals((link.source, link.num_bytes) for link in self.links)
 
     @property
     def ingress(self) -> dict[str, int]:
-        """Bytes that each engine gets."""
+        """Bytes that each engine receives."""
         return _totals((link.destination, link.num_bytes) for link in self.links)
 
 
 class _Decisions(msgspec.Struct, frozen=True, eq=False):
-    """All decisions: what moves between whom."""
+    """All decisions of a plan: what moves between which processes."""
 
     part: Part
     allow_alias: bool
@@ -100,16 +100,16 @@ def plan(
     """Plan how every wanted element reaches its engine.
 
     Args:
-        sources: what each trainer holds.
-        destinations: what each engine wants.
-        allow_alias: let an engine read a trainer's memory in place where a whole storage of the engine lies there
-            contiguously in the same element type.
-        alias_frozen: let it do so for what never changes, if not for all.
-        grain: bytes; an overlap of fewer than twice as many is not split among replicas.
+        sources: layouts of the trainers.
+        destinations: layouts that the engines want.
+        allow_alias: let engines read a trainer's memory in place if it contains a whole storage of the engine,
+            contiguously, in the same element type.
+        alias_frozen: allow it at least for frozen tensors.
+        grain: bytes; an overlap smaller than twice this is not split among replicas.
 
     Raises:
-        CoverageError: a wanted element has no source; names the tensor and the box.
-        RefitError: a layout contradicts itself or another one, or there is no conversion.
+        CoverageError: a wanted element has no source; names the tensor and the slice.
+        RefitError: a layout contradicts itself or another one, or a conversion is missing.
 
     """
     adapted = _adapt(sources, destinations)
@@ -166,10 +166,10 @@ def survey(
     alias_frozen: bool = False,
     grain: int = GRAIN,
 ) -> Survey:
-    """Return what `plan` would move over each link. Arguments and errors are those of `plan`.
+    """Return the links of `plan` without its programs. Takes the arguments of `plan`, and raises the same errors.
 
-    Makes no tables of copies, so it needs little more memory than the layouts; only where storages of an engine may
-    become aliases are programs made, to see which do.
+    Makes no tables of copies, so it needs little more memory than the layouts. Only where engine storages may be read
+    in place does it make programs, to see which are.
     """
     adapted = _adapt(sources, destinations)
     found: dict[bool, tuple[Link, ...]] = {False: (), True: ()}
@@ -193,7 +193,7 @@ def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) ->
     twice = sources.keys() & destinations.keys()
     if twice:
         raise RefitError(f"{min(twice)} is both a source and a destination")
-    for member in classes(destinations)[1]:  # before anything is made of them
+    for member in classes(destinations)[1]:  # check layouts before anything is derived from them
         check(destinations[member], member)
         check_writable(destinations[member], member)
     return adapt(sources, destinations)
@@ -217,7 +217,7 @@ def _decide(part: Part, *, allow_alias: bool, grain: int) -> _Decisions:
 
 
 def _turns(decided: _Decisions) -> list[tuple[Turn, Transfer]]:
-    """Return all transfers, in the order in which links are to be served."""
+    """Return all transfers in the order in which links are served."""
     assembler = Assembler(
         decided.tensors,
         decided.source_shards,
@@ -235,7 +235,7 @@ def _turns(decided: _Decisions) -> list[tuple[Turn, Transfer]]:
 
 
 def _read_in_place(transfer: Transfer, staging: Iterable[Staging]) -> int:
-    """Return the bytes of staging memory that the transfer spares its receiver."""
+    """Return the bytes of staging memory that the transfer saves its receiver."""
     if not registry.find(transfer.transport).in_place_of:
         return 0
     return sum(each.num_bytes for each in staging if each.name in transfer.destination_storages)
@@ -247,7 +247,7 @@ def _links(decided: _Decisions) -> tuple[Link, ...]:
 
 
 def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -> tuple[Link, ...]:
-    """Return all links, split in two where some of one turned out to be read in place."""
+    """Return all links; one of which a part is read in place is split in two."""
     sources, destinations = decided.part.sides
     made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
     found: list[Link] = []
@@ -270,14 +270,14 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -
         rest = made.get((*ends, link.transport))
         if rest is not None:
             num_tensors = len(rest.tensors) if in_place else link.num_tensors
-            num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # an alias is of one type
+            num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # memory read in place has one element type
             of_rest = {"num_bytes": rest.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
             found.append(msgspec.structs.replace(link, **of_rest))
     return tuple(found)
 
 
 def _over(transfer: Transfer, mesh_of: Mapping[str, Mesh]) -> Transfer:
-    """Return a transfer that knows its mesh."""
+    """Return a transfer with the name of its transfer group."""
     if not registry.find(transfer.transport).needs_mesh:
         return transfer
     return msgspec.structs.replace(transfer, mesh=mesh_of[transfer.destination].name)

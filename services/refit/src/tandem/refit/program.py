@@ -1,7 +1,7 @@
-"""Transfer programs: what one process copies at each refit, resolved to byte offsets.
+"""Transfer programs: the copies of one process at each refit, resolved to byte offsets.
 
-A program is data. It is made once by `tandem.refit.planner`, travels as bytes, and is bound to live memory by the
-transports; running it looks up no name and makes no decision. Copies are columns, as pieces are in a layout.
+A program is data. `tandem.refit.planner` makes it once, it travels as bytes, and transports bind it to live memory.
+Running it looks up no name and makes no decision. Copies are columns, like pieces in a layout.
 """
 
 from __future__ import annotations
@@ -18,101 +18,101 @@ from tandem.refit.transports import registry
 
 
 class Places(Table, frozen=True, eq=False):
-    """Where the results of quantisation go: R rows of D dimensions, right-aligned."""
+    """Destinations of quantised data: R rows of D dimensions, right-aligned."""
 
     region_R: Ints
-    """Row of `Quantisation` whose result it is."""
+    """Row in the regions of the `Quantisation`."""
     start_RD: Ints
-    """First element inside the region: in elements for values, in blocks for scales."""
+    """First element inside the region, counted in elements for values and in blocks for scales."""
     shape_RD: Ints
     storage_R: Ints
     """Index into `Quantisation.storages`."""
     offset_R: Ints
-    """Bytes."""
+    """Offset in bytes."""
     strides_RD: Ints
-    """Bytes."""
+    """Strides in bytes."""
 
 
 class Regions(Table, frozen=True, eq=False):
-    """What has been transferred in the source's precision, to be quantised: Q rows of D dimensions, right-aligned."""
+    """Regions received in the source's precision, to be quantised: Q rows of D dimensions, right-aligned."""
 
     tensor_Q: Ints
     """Index into `Quantisation.tensors`."""
     start_QD: Ints
-    """In the global tensor; always the start of a block."""
+    """Start in the global tensor; always the start of a block."""
     shape_QD: Ints
-    """A region ends where a block ends, or where the tensor does. It lies row-major, without gaps."""
+    """Shape; a region ends where a block or the tensor ends. It is row-major without gaps."""
     offset_Q: Ints
-    """Byte in the staging storage."""
+    """Byte offset in the staging storage."""
 
 
 class Quantisation(msgspec.Struct, frozen=True):
-    """Regions that the receiver turns into scaled values of fewer bits when it installs a version.
+    """Regions that the receiver quantises into scaled values when it installs a version.
 
-    Each block of a region becomes one scale, its largest magnitude over the largest finite number of `dtype`, and
-    values ``element / scale``. One `Quantisation` holds everything of one element type and one size of block.
+    Each block of a region becomes one scale, its largest magnitude divided by the largest finite number of `dtype`, and
+    values ``element / scale``. One `Quantisation` holds all regions of one element type and one block shape.
     """
 
     dtype: str
-    """Of the values, such as ``float8_e4m3fn``."""
+    """Element type of the values, such as ``float8_e4m3fn``."""
     block: tuple[int, ...]
-    """Elements of a block along each of the (last) dimensions."""
+    """Shape of a block in the last dimensions."""
     scales_dtype: str
     staging: str
-    """Name of the storage that the regions lie in; see `TransferProgram.staging`."""
+    """Name of the storage with the regions; see `TransferProgram.staging`."""
     staging_dtype: str
     tensors: tuple[str, ...]
     storages: tuple[str, ...]
-    """Of the destination."""
+    """Names of the destination's storages."""
     regions: Regions
     values: Places
     scales: Places
 
 
 class Products(Table, frozen=True, eq=False):
-    """Boxes of weights that are merged with the product of two matrices: M rows; offsets and strides in bytes.
+    """Slices of weights that are merged with the product of two matrices: M rows; offsets and strides in bytes.
 
-    ``live = base + scale * b @ a``. `base`, `a` and `b` lie row-major without gaps, of `a` and `b` some part is used.
+    ``live = base + scale * b @ a``. `base`, `a` and `b` are row-major without gaps; only parts of `a` and `b` may be
+    used.
     """
 
     tensor_M: Ints
     """Index into `Merging.tensors`."""
     dtype_M: Ints
-    """Of live weights and of the base: index into `tandem.refit.layout.DTYPES`."""
+    """Element type of live weights and of the base: index into `tandem.refit.layout.DTYPES`."""
     shape_MD: Ints
-    """Rows and columns of the box."""
+    """Rows and columns of the slice."""
     live_M: Ints
-    """Index into `Merging.storages`, as the next ones that are named without an offset."""
+    """Index into `Merging.storages`; likewise `base_M`, `a_M` and `b_M`."""
     live_offset_M: Ints
     live_strides_MD: Ints
     base_M: Ints
     rank_M: Ints
-    """Columns of `b`, rows of `a`."""
+    """Number of columns of `b` and rows of `a`."""
     a_M: Ints
     a_offset_M: Ints
     a_stride_M: Ints
-    """From one row to the next."""
+    """Bytes from one row of `a` to the next."""
     b_M: Ints
     b_offset_M: Ints
 
 
 class Merging(msgspec.Struct, frozen=True):
-    """Weights that an engine computes itself whenever it installs a version: a base that stays, and low-rank products.
+    """Weights that an engine computes itself at each version: a fixed base plus low-rank products.
 
-    The base and both matrices are received in staging memory; nothing is received where the weights lie that the
-    engine computes with.
+    Base and matrices are received in staging memory. Nothing is received directly into the weights.
     """
 
     tensors: tuple[str, ...]
     scales: tuple[float, ...]
-    """Of the product, by tensor."""
+    """Scale of the product, by tensor."""
     storages: tuple[str, ...]
-    """Parameters and staging."""
+    """Names of parameters and staging memory."""
     products: Products
 
 
 class Staging(msgspec.Struct, frozen=True):
-    """Memory that a receiver has beside its parameters, named as transfers, quantisations and merging name it."""
+    """A receiver's memory beside its parameters, used by transfers, quantisations and merges by name."""
 
     name: str
     num_bytes: int
@@ -123,19 +123,19 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class Verification(msgspec.Struct, frozen=True, eq=False):
-    """What one process digests, so that the weights it holds can be verified.
+    """The slices that one process digests, so that its weights can be verified.
 
-    Over all trainers every element of what engines want is digested exactly once; an engine digests all that it wants.
-    Tensors that are quantised on the way, and the scales made of them, are left out on both sides.
+    Over all trainers, every element that engines want is digested exactly once; an engine digests all that it wants.
+    Tensors that are quantised in transit, and their scales, are left out on both sides.
     """
 
     rows: Ints
-    """Of `Layout.pieces`, in the member's own layout, in ascending order."""
+    """Rows in `Layout.pieces` of the process's own layout, ascending."""
     dtypes: tuple[str, ...]
-    """One for each of `Layout.tensors`: the element type that engines hold it in, to which a trainer converts before
-    it digests. Empty where no engine wants the tensor."""
+    """The engines' element type for each of `Layout.tensors`, for trainers to convert to; empty if no engine wants the
+    tensor."""
     frozen_rows: Ints = _NO_ROWS
-    """Rows of tensors that never change, in ascending order; they are digested once, and `rows` has none of them."""
+    """Rows of frozen tensors, ascending; they are digested once and are not in `rows`."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Verification):
@@ -150,28 +150,28 @@ class Verification(msgspec.Struct, frozen=True, eq=False):
 
 
 NOTHING = Verification(_NO_ROWS, ())
-"""The verification of a process that has nothing to digest."""
+"""The verification of a process without anything to digest."""
 
 
 class TransferProgram(msgspec.Struct, frozen=True):
-    """Everything one process does so that the next version is held. In the order given, round after round."""
+    """All steps by which one process gets the next version, in order, round after round."""
 
     member: str
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
-    """Streams only: the other transports have nothing to do at the source."""
+    """Outgoing streams; other transports need no work at the source."""
     quantisations: tuple[Quantisation, ...] = ()
     staging: tuple[Staging, ...] = ()
     meshes: tuple[Mesh, ...] = ()
-    """Those that this process takes part in. All members connect them in order of their names."""
+    """Transfer groups that include this process. All processes connect their groups in order of name."""
     verification: Verification = NOTHING
     merging: Merging | None = None
     received: Layout | None = None
-    """What it receives, where, and what `verification` is of, if that is not its own layout: because of `merging`."""
+    """Layout of what it receives and digests, if that differs from its own layout because of `merging`."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run receives, those of tensors that never change among them."""
+        """Bytes that one run receives, including frozen tensors."""
         return sum(transfer.num_bytes for transfer in self.receives)
 
 
@@ -181,19 +181,19 @@ def encode(program: TransferProgram) -> bytes:
 
 
 class _Names(msgspec.Struct, frozen=True):
-    """The part of a layout that says how many tensors it has."""
+    """The part of a layout that gives its number of tensors."""
 
     tensors: tuple[msgspec.Raw, ...]
 
 
 class _Received(msgspec.Struct, frozen=True):
-    """The part of a program that says of what its digests are."""
+    """The part of a program that tells which layout its digests are of."""
 
     received: _Names | None = None
 
 
 def num_received(encoded: bytes) -> int | None:
-    """Return how many tensors digests are of, if they are not of the member's own layout; None for no program, too."""
+    """Return the number of digested tensors if it is not that of the process's own layout; None otherwise."""
     try:
         received = msgspec.msgpack.decode(encoded, type=_Received).received
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -202,7 +202,7 @@ def num_received(encoded: bytes) -> int | None:
 
 
 def decode(encoded: bytes) -> TransferProgram:
-    """Read what `encode` wrote. Raises `RefitError` for anything else, and for a transport that does not exist."""
+    """Decode the output of `encode`. Raises `RefitError` for anything else, and for an unknown transport."""
     program = columns.decode(encoded, TransferProgram, "a transfer program")
     try:
         for transfer in (*program.receives, *program.sends):

@@ -1,8 +1,8 @@
-"""Quantise what was received into float8 with block scales, as the engine installs it.
+"""Quantisation of received weights into float8 with block scales, as the engine installs them.
 
-For each block x of a region: ``scale = max|x| / largest finite number of the type`` in float32, 1 if the block is all
-zero, and ``value = x / scale`` in float32, rounded to the type. This is the block-wise scheme of DeepSeek-V3
-(arXiv 2412.19437, section 3.3.2), whose checkpoints keep the scale under ``<name>_scale_inv``.
+For each block x of a region: ``scale = max|x| / largest finite number of the type`` in float32, or 1 if the block is
+all zero, and ``value = x / scale`` in float32, rounded to the type. This is the block-wise scheme of DeepSeek-V3 (arXiv
+2412.19437, section 3.3.2); its checkpoints name the scale ``<name>_scale_inv``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.refit.transports.memory import Memory, Side
 
 
 class _Place(NamedTuple):
-    """Where a box of a region's values or scales goes."""
+    """Destination of a slice of a region's values or scales."""
 
     box: tuple[slice, ...]
     destination: torch.Tensor
@@ -37,7 +37,7 @@ class Quantiser:
     """A `Quantisation` bound to memory."""
 
     def __init__(self, quantisation: Quantisation, memory: Memory) -> None:
-        """Bind it. Raises `RefitError` if the memory is not what was planned for."""
+        """Bind to memory. Raises `RefitError` if it differs from the plan."""
         self._dtype: torch.dtype = getattr(torch, quantisation.dtype)
         self._block = quantisation.block
         at = quantisation.regions
@@ -71,7 +71,7 @@ class Quantiser:
 
     @torch.no_grad()
     def wrong(self) -> tuple[str, ...]:
-        """Quantise once more and return the tensors whose values or scales differ in a bit from what is held."""
+        """Quantise again, and return the tensors with held values or scales that differ in any bit."""
         found: dict[str, None] = {}
         for region in self._regions:
             values, scales = quantise(region.source, self._block, self._dtype)
@@ -83,10 +83,11 @@ class Quantiser:
 
 
 def quantise(x: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values, of `dtype` and the shape of `x`, and scales, float32, one a block: ``ceil(shape / block)``.
+    """Return values of `dtype` and of the shape of `x`, and one float32 scale per block: ``ceil(shape / block)``.
 
-    `block` is for the last dimensions; along those before it, each index has blocks of its own. A block ends where `x`
-    ends. Elements that are not finite make their block's scale not finite, which a digest or a forward pass shows.
+    `block` applies to the last dimensions; along those before it, each index has its own blocks. Blocks are cut off at
+    the end of `x`. Elements that are not finite give their block a scale that is not finite, which shows in a digest or
+    a forward pass.
     """
     if len(block) > x.dim():
         raise RefitError(f"blocks of {block} do not fit a tensor of {x.dim()} dimensions")
@@ -96,7 +97,7 @@ def quantise(x: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tup
     missing = [m * size - n for m, size, n in zip(num, sizes, x.shape, strict=True)]
     if any(missing):
         wide = torch.nn.functional.pad(wide, [pad for n in reversed(missing) for pad in (0, n)])
-    # Each dimension becomes two: which block, and where in it.
+    # Split each dimension into two: the block, and the position in it.
     blocked = wide.view([n for pair in zip(num, sizes, strict=True) for n in pair])
     inner = tuple(range(1, blocked.dim(), 2))
     largest = blocked.abs().amax(inner, keepdim=True)
@@ -112,13 +113,13 @@ def _views_of(places: Places, dtype: str, quantisation: Quantisation, memory: Me
 
 
 def _row_major(shape_QD: Ints) -> Ints:
-    """Return the strides, in elements, of rows that lie without gaps."""
+    """Return row-major strides, in elements, without gaps."""
     after_QD = np.concatenate([shape_QD[:, 1:], np.ones((len(shape_QD), min(1, shape_QD.shape[1])), np.int64)], axis=1)
     strides_QD: Ints = np.cumprod(after_QD[:, ::-1], axis=1)[:, ::-1]
     return strides_QD
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bits: a NaN equals itself, and zero is not minus zero."""
+    """Compare bits: a NaN equals itself, and zero differs from minus zero."""
     as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(*as_bytes)

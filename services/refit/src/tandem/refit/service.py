@@ -1,7 +1,7 @@
 """The refit service: plans transfers, and decides which weight version is current.
 
-It consumes layouts and digests and produces transfer programs and commits. It waits for nothing but the coordinator's
-next order. No weights pass through it.
+It consumes layouts and digests, and produces transfer programs and commits. It waits only for the coordinator's next
+command. No weights pass through it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RefitService:
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
-        """The current version: the newest that an engine was found to hold whole."""
+        """The current version: the newest that an engine was found to hold completely."""
         self._source_digests: dict[str, Digests] = {}
-        """Of `version`."""
+        """The trainers' digests of `version`."""
 
     def handle(self, order: RefitOrder, arrays: Arrays) -> None:
-        """Carry out one order."""
+        """Execute one command."""
         match order:
             case PlanTransfers():
                 with self._member.phase("planning transfers"):
@@ -59,11 +59,11 @@ class RefitService:
                 assert_never(other)
 
     def work(self) -> bool:
-        """There is nothing to do between orders."""
+        """Return False: there is nothing to do between commands."""
         return False
 
     def close(self) -> None:
-        """There is nothing to release: the memory belongs to trainers and engines."""
+        """Release nothing: the memory belongs to trainers and engines."""
 
     def _plan(self, order: PlanTransfers) -> None:
         started = time.perf_counter()
@@ -72,7 +72,7 @@ class RefitService:
         plan = planner.plan(
             self._sources, self._destinations, allow_alias=order.allow_alias, alias_frozen=order.alias_frozen
         )
-        self._destinations = plan.received  # what digests are of
+        self._destinations = plan.received  # digests are of this layout
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         reply = TransfersPlanned(
             command_id=order.command_id,
@@ -90,7 +90,7 @@ class RefitService:
         self._member.reply(order.command_id, reply)
 
     def _commit(self, order: CommitVersion) -> None:
-        """Make the version current, and say which engines hold something else than the trainer meant to send."""
+        """Make the version current, and report engines with weights that differ from the trainers'."""
         verdict = self._compare(order) if order.digests else Verdict((), 0)
         self.version = order.version
         reply = VersionCommitted(
@@ -105,17 +105,17 @@ class RefitService:
         digests = _read(order.digests, comparison.from_bytes)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
-            raise RefitError(f"digests came of {', '.join(unknown)}, for which nothing was planned")
+            raise RefitError(f"digests came from {', '.join(unknown)}, which has no plan")
         missing = sorted(self._sources.keys() - digests.keys())
         if missing:
-            raise RefitError(f"no digests came of {', '.join(missing)}, which has sent the weights")
+            raise RefitError(f"no digests came from {', '.join(missing)}, which has sent the weights")
         sources = {member: digests[member] for member in self._sources}
-        # Samples of two versions are of different elements, and differ in any case.
+        # Samples of two versions cover different elements, and always differ.
         if self._verify == "full" and order.version != self.version:
             if order.has_update and comparison.unchanged(self._source_digests, sources):
                 raise RefitError(
-                    f"the optimizer has stepped, but no weight has changed since version {self.version}: what engines "
-                    "are given is not what is trained, or the learning rate is too small for policy.precision"
+                    f"the optimizer has stepped, but no weight has changed since version {self.version}: engines "
+                    "are not given the trained weights, or the learning rate is too small for policy.precision"
                 )
             self._source_digests = sources
         engines: dict[str, dict[str, Held]] = {}
@@ -133,7 +133,7 @@ def _by_link(links: Iterable[Link]) -> dict[str, int]:
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:
-    """Decode what came of each worker shard. Raises `RefitError`, which names it."""
+    """Decode the value of each worker. Raises `RefitError`, which names the worker."""
     read = {}
     for shard, each in encoded.items():
         try:

@@ -1,4 +1,4 @@
-"""Transfers: what moves from one process to another in one round, resolved to byte offsets."""
+"""Transfers: the bytes that move from one process to another in one round, resolved to byte offsets."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tandem.refit.layout import DTYPES, Storage
 
 
 class Copies(Table, frozen=True, eq=False):
-    """Strided regions that go from storages of a source to storages of a destination: C rows of D dimensions.
+    """Strided regions copied from storages of a source to storages of a destination: C rows of D dimensions.
 
-    Dimensions run from the outermost to the innermost of the destination, missing ones stand in front with shape 1 and
-    stride 0. Where element types differ, elements are converted.
+    Dimensions run from the destination's outermost to its innermost; missing ones come first, with shape 1 and stride
+    0. Elements are converted if the element types differ.
     """
 
     tensor_C: Ints
-    """Index into `Transfer.tensors`: the (first) tensor it moves, for error messages."""
+    """Index into `Transfer.tensors` of the (first) tensor in the region, for error messages."""
     source_C: Ints
     """Index into `Transfer.source_storages`."""
     destination_C: Ints
     """Index into `Transfer.destination_storages`."""
     source_offset_C: Ints
-    """Byte of the first element in the source storage."""
+    """Byte offset of the first element in the source storage."""
     destination_offset_C: Ints
     shape_CD: Ints
     source_strides_CD: Ints
-    """Bytes."""
+    """Strides in bytes."""
     destination_strides_CD: Ints
     source_dtype_C: Ints
     """Index into `tandem.refit.layout.DTYPES`."""
@@ -35,47 +35,47 @@ class Copies(Table, frozen=True, eq=False):
 
 
 def link_name(source: str, destination: str) -> str:
-    """Return what the bytes from one process to another are counted under."""
+    """Return the name under which bytes from one process to another are counted."""
     return f"{source}>{destination}"
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """All that moves over one link in one round. Both ends of a stream walk the same copies in the same order."""
+    """All bytes that move over one link in one round. Both ends of a stream process the same copies in order."""
 
     source: str
-    """The process that it comes from, such as ``trainer-0``; an engine in round 1."""
+    """The sending process, such as ``trainer-0``; an engine in round 1."""
     destination: str
     transport: str
     """Name of the transport, in `tandem.refit.transports.registry`."""
     round: int
-    """0 for what comes from trainers, 1 for what engines of one host pass on to each other after that."""
+    """0 for transfers from trainers, 1 for those between engines of one host that follow."""
     num_bytes: int
-    """Bytes on the link: each element in the smaller of its two types. An alias moves none."""
+    """Bytes on the link: each element in the smaller of its two types. Zero-copy moves none."""
     copies: Copies
     source_storages: tuple[Storage, ...]
     destination_storages: tuple[str, ...]
     tensors: tuple[str, ...]
     mesh: str = ""
-    """Name of the `Mesh` that a stream goes over; empty for the other transports."""
+    """Name of a stream's transfer group; empty for other transports."""
     is_frozen: bool = False
-    """Whether it is of tensors that never change: it runs for a receiver that has none of them yet."""
+    """Whether it moves frozen tensors; then it runs only for receivers without them."""
 
     @property
     def link(self) -> str:
-        """What its bytes are counted under."""
+        """Name under which its bytes are counted."""
         return link_name(self.source, self.destination)
 
     def dtypes(self, row: int) -> tuple[str, str]:
-        """Return the element types of a copy: of the source and of the destination."""
+        """Return the element types of a copy at the source and at the destination."""
         at = self.copies
         return DTYPES[at.source_dtype_C[row]], DTYPES[at.destination_dtype_C[row]]
 
 
 class Mesh(msgspec.Struct, frozen=True):
-    """Processes that stream to each other: some receivers and all that send to them."""
+    """A transfer group: some receivers, and all processes that stream to them."""
 
     name: str
     members: tuple[str, ...]
-    """The rank of a process is its position."""
+    """Processes in order of rank."""
     device_type: DeviceType = "cpu"
-    """Where messages lie: on GPUs if the memory of every member does, which NCCL connects; else gloo does."""
+    """Place of the messages: GPUs (NCCL) if all processes have their memory there, else the CPU (gloo)."""

@@ -1,7 +1,7 @@
-"""Try the ways by which weights move within a machine, and measure them, by the code that refits run.
+"""Trials of the ways in which weights move within a machine, measured with the code that refits run.
 
-`coordinator doctor` and the tests on GPUs call it. What another process holds is held by ``python -m
-tandem.refit.trials``, which says on its output where, and ends with its input.
+`coordinator doctor` and the GPU tests call it. Another process, ``python -m tandem.refit.trials``, holds the memory,
+prints its address, and ends with its input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNEL_TYPES = (
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.bfloat16),
 )
-"""Pairs of types, to and from, that `kernels_agree` is asked about."""
+"""Pairs of types, to and from, for `kernels_agree`."""
 _SHAPES = ((1,), (7,), (33, 65), (3, 5, 1024), (20000,), (128, 4096))
 _GB = 1e9
 _MEASURE_S = 0.5
@@ -34,7 +34,7 @@ _LEAST_REPEATS = 3
 
 
 def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
-    """Say whether the kernel that copies slices within a GPU writes, bit by bit, what torch does."""
+    """Return whether the kernel that copies slices within a GPU agrees with torch, bit for bit."""
     sources, destinations = [], []
     for number, shape in enumerate(_SHAPES):
         large = torch.randn(*shape[:-1], shape[-1] + number, device="cuda").to(from_)
@@ -45,7 +45,7 @@ def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
 
 
 def collective_agrees() -> bool:
-    """Say whether NCCL adds up, over all GPUs, what each of them has."""
+    """Return whether NCCL sums correctly over all GPUs."""
     from torch.cuda import nccl
 
     tensors = [torch.ones(1024, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
@@ -54,7 +54,7 @@ def collective_agrees() -> bool:
 
 
 def memory_rate(num_bytes: int) -> float:
-    """Return the GB/s at which this process copies out of another's shared memory; see `tandem.refit.transports.shm`.
+    """Return the GB/s of copies out of another process's shared memory; see `tandem.refit.transports.shm`.
 
     Raises `RefitError`.
     """
@@ -63,19 +63,19 @@ def memory_rate(num_bytes: int) -> float:
 
 
 def ipc_rate(num_bytes: int) -> float:
-    """Return the GB/s at which this process copies out of GPU memory of another, on the same GPU.
+    """Return the GB/s of copies out of another process's memory on the same GPU.
 
-    Raises `RefitError`, also for bytes that are not what the other process wrote.
+    Raises `RefitError`, also if the bytes differ from those that the other process wrote.
     """
     with _held_by_another("cuda", num_bytes) as storage:
         theirs = cuda_ipc.open_storage(storage, "the other process", "this process", torch.device("cuda", 0))
         if not bool((theirs == _PATTERN).all()):
-            raise RefitError("what is read through CUDA IPC is not what the other process wrote")
+            raise RefitError("the bytes read through CUDA IPC are not those that the other process wrote")
         return _copy_rate(theirs, "cuda:0")
 
 
 def gpu_rate(num_bytes: int, source: int = 0, destination: int = 0) -> float:
-    """Return the GB/s at which bytes are copied from a GPU to another, or within one."""
+    """Return the GB/s of copies from one GPU to another, or within one."""
     return _copy_rate(torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}"), f"cuda:{destination}")
 
 
@@ -96,7 +96,7 @@ def _copy_rate(source: torch.Tensor, device: str) -> float:
 
 
 def _seconds(copy: Callable[[], None]) -> float:
-    """Return the median of several runs; the first, which touches the memory, does not count."""
+    """Return the median of several runs, excluding the first, which touches the memory."""
     copy()
     taken: list[float] = []
     until = time.monotonic() + _MEASURE_S
@@ -109,7 +109,7 @@ def _seconds(copy: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def _held_by_another(device: str, num_bytes: int) -> Iterator[Storage]:
-    """Have another process hold bytes, each of them `_PATTERN`; yield where."""
+    """Have another process hold bytes, each with the value `_PATTERN`; yield their storage."""
     command = [sys.executable, "-m", "tandem.refit.trials", device, str(num_bytes)]
     # It ends with its input, and so with this process, however that ends.
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -91,7 +91,7 @@ class Backend(Protocol):
     def save(self, folder: Path) -> Writing:
         """Copy every trained model and its optimizer, and begin to write them under `folder`.
 
-        The names are in `tandem.trainer.checkpoints`: ``policy/`` (Hugging Face format), ``optimizer/`` and so on.
+        The names are in `tandem.trainer.files.checkpoints`: ``policy/`` (Hugging Face), ``optimizer/`` and so on.
 
         Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` if an optimizer's
         state cannot be saved. Later errors come with the result.

@@ -16,8 +16,8 @@ from peft.tuners.lora import LoraLayer
 from tandem.common.errors import ModelError
 from tandem.config.models.lora import chosen, is_adapter, tensor_name
 from tandem.config.schema.adapters import LoraCfg
-from tandem.trainer.adapter_files import first_values, settings_of
 from tandem.trainer.dropout import Dropout, Place
+from tandem.trainer.files.adapter_files import first_values, settings_of
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tandem.trainer.backends import shards
+from tandem.trainer import shards
 
 _SMALLEST_PART = 1 << 20
 """Bytes of pinned memory below which nothing is divided, as copies cost more than rounding wastes."""

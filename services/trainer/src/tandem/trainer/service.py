@@ -62,9 +62,9 @@ from tandem.refit.endpoint import Endpoint, Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import TABLE, TOKENS, Batch
 from tandem.samples.routed_experts import replayed_experts
-from tandem.trainer import step
+from tandem.trainer import shards, step
 from tandem.trainer.backend import Backend, Writing
-from tandem.trainer.backends import make_backend, shards
+from tandem.trainer.backends import make_backend
 from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out

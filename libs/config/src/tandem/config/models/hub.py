@@ -31,6 +31,8 @@ from tandem.common.errors import ModelError
 
 Kind = Literal["model", "dataset"]
 
+_SERVER_ERRORS = 500
+"""First HTTP status that blames the server: the cache may still have what was asked for."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REFERENCE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[\w.-]*[\w-])?)(?:@(?P<revision>[^@\s]+))?")
 _SNAPSHOT = re.compile(r"(?P<kind>model|dataset)s--(?P<repo>.+)/snapshots/(?P<commit>[0-9a-f]{40})")
@@ -71,9 +73,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     sizes: dict[str, int] | None
     """Bytes by file; None if only the cache was read."""
     note: str = ""
-    """What the user should know of how it was found."""
+    """Note for the user about how the commit was found."""
     why_cached: str = ""
-    """Why only the cache was asked."""
+    """Reason that only the cache was read."""
 
 
 def reference_in(name: str) -> Reference | None:
@@ -110,7 +112,7 @@ def shown(name: str) -> str:
 
 
 def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
-    """Ask the Hub for the commit of a revision, or only the cache if the Hub is off limits or unreachable.
+    """Ask the Hub for the commit of a revision, or only the cache if the Hub is off limits, unreachable or broken.
 
     Raises:
         ModelError: there is no such repository or revision, or the Hub cannot be reached and the cache has none.
@@ -123,10 +125,16 @@ def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
         return _in_cache(reference, kind, why)
     from huggingface_hub import HfApi
 
-    with as_one_line(reference, kind):
-        info: Any = HfApi().repo_info(
-            reference.repo, repo_type=kind, revision=reference.revision, files_metadata=True, timeout=30.0
-        )
+    try:
+        with as_one_line(reference, kind):
+            info: Any = HfApi().repo_info(
+                reference.repo, repo_type=kind, revision=reference.revision, files_metadata=True, timeout=30.0
+            )
+    except ModelError as error:
+        status = getattr(getattr(error.__cause__, "response", None), "status_code", 0)
+        if status < _SERVER_ERRORS:
+            raise
+        return _in_cache(reference, kind, f"{constants.ENDPOINT} answers with error {status}")
     sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings or ()}
     _remember(reference, kind, str(info.sha))
     return Snapshot(reference.repo, str(info.sha), sizes)

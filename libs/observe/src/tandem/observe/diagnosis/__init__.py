@@ -1,8 +1,8 @@
-"""Diagnose a run: look in its record for why it collapsed or stalled.
+"""Diagnosis of a run: why it collapsed or stalled, from its record.
 
-`gather` reads the record once, each of `CHECKS` looks for one cause in it, and `diagnose` puts what they find in order:
-causes before what follows from them, what is certain before what is likely. Checks are pure. What
-`tandem.observe.health` warns of while a run goes on is looked for here by the same conditions.
+`gather` reads the record once, and each of `CHECKS` looks for one cause in it. `diagnose` sorts the findings: causes
+before consequences, certain before likely. Checks are pure. They use the conditions of the warnings that
+`tandem.observe.health` gives while a run is live.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.observe.diagnosis.finding import CERTAINTIES, Finding
 
 
 class Check(NamedTuple):
-    """What is looked for, in words, and who does."""
+    """A cause to look for, in words, and the function that finds it."""
 
     what: str
     find: Callable[[Evidence], Finding | None]
@@ -64,22 +64,22 @@ CHECKS = (
     Check("a run that was killed", weights.killed),
     Check("other errors", weights.run_failed),
 )
-"""Causes before what follows from them, and before what only costs time."""
+"""Checks: causes before consequences, and before mere losses of time."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to say of a run."""
+    """All findings about a run."""
 
     run: str
-    """Its folder."""
+    """Folder of the run."""
     run_id: str
     course: str
-    """How far it came, and how it ended."""
+    """How far the run came, and how it ended."""
     findings: tuple[Finding, ...]
-    """The most likely cause first."""
+    """Findings, the most likely cause first."""
     looked_for: tuple[str, ...]
     not_looked_at: tuple[str, ...]
-    """What could not be."""
+    """Parts of the record that could not be examined."""
 
 
 def diagnose(folder: Path) -> Diagnosis:
@@ -97,7 +97,7 @@ def diagnose(folder: Path) -> Diagnosis:
 
 
 def _in_order(found: Sequence[Finding]) -> list[Finding]:
-    """Put causes first, the most certain at the front; what follows from others comes after them."""
+    """Sort causes by certainty, before their consequences."""
     told = []
     for finding in found:
         causes = [c for c in found if finding.name in c.explains and c.since <= finding.since]
@@ -106,7 +106,7 @@ def _in_order(found: Sequence[Finding]) -> list[Finding]:
 
 
 def _course(evidence: Evidence) -> str:
-    """Say how far a run came and how it ended."""
+    """Describe how far a run came and how it ended."""
     last = evidence.steps[-1].step if evidence.steps else 0
     planned = weights.planned_steps(evidence)
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
@@ -126,7 +126,7 @@ def _course(evidence: Evidence) -> str:
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """Say it in plain English."""
+    """Format a diagnosis as text."""
     lines = [f"{diagnosis.run}: {diagnosis.course}"]
     for number, finding in enumerate(diagnosis.findings, 1):
         follows = f", follows from: {finding.explained_by}" if finding.explained_by else ""

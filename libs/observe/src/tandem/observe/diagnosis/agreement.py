@@ -1,4 +1,4 @@
-"""Engines and trainers that disagree on probabilities, and samples of weights that are too old."""
+"""Checks for engines and trainers that disagree on probabilities, and for samples of too old weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tandem.observe.health import HIGH_PROBABILITY_ERROR, learning_rate_keys
 
 _GAP = "token_mult_prob_error"
 TOO_OLD_SHARE = 0.1
-"""Of the groups that were generated, the share that was thrown away because of its age."""
+"""Share of the generated groups that were discarded because of their age, from which it is reported."""
 
 
 def disagreement(evidence: Evidence) -> Finding | None:
-    """Find engines that give tokens other probabilities than trainers do with the same weights."""
+    """Find engines and trainers that disagree on token probabilities with the same weights."""
     fresh = [r for r in evidence.steps if _GAP in r.metrics and r.metrics.get("max_trajectory_age", 0) == 0]
     high = [r for r in fresh if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
     streak = evidence.streak(_GAP)
@@ -28,21 +28,21 @@ def disagreement(evidence: Evidence) -> Finding | None:
         sampling.append(f"policy.generation.top_p is {generation.top_p:g}")
     verify = evidence.config.refit.verify
     lines = [
-        f"{_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(high)} of the {len(fresh)} steps whose samples are of "
+        f"{_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(high)} of the {len(fresh)} steps with samples of "
         f"the newest weights, {worst.metrics[_GAP]:.4g} in step {worst.step}; 1.01 to 1.02 is usual",
     ]
     if sampling:
-        lines.append(f"{' and '.join(sampling)}: engines draw from a part of the tokens, trainers score among all")
+        lines.append(f"{' and '.join(sampling)}: engines sample from some of the tokens, trainers score over all")
     elif high[0].step == evidence.first_step:
-        lines.append("it is so from the first step on, before anything was trained: it is not what was learned")
+        lines.append("it is so from the first step on, before any training, so learning is not the cause")
     if verify != "full":
-        lines.append(f"refit.verify is {verify}: nothing has proven that engines hold what was trained")
+        lines.append(f"refit.verify is {verify}: it is not verified that engines hold the trained weights")
     condition = evidence.condition(_GAP)
     own = "policy.generation.top_k and policy.generation.top_p" if sampling else condition.look_at if condition else ""
     return Finding(
         name="engine and trainer disagree",
-        what="Engines and trainers give the same tokens different probabilities with the same weights, so that samples "
-        "are of another policy than the one that is trained.",
+        what="With the same weights, engines and trainers give tokens different probabilities, so samples come from "
+        "another policy than the trained one.",
         evidence=tuple(lines),
         look_at=own if verify == "full" else f"refit.verify, {own}",
         certainty="certain" if sampling else "likely",
@@ -52,7 +52,7 @@ def disagreement(evidence: Evidence) -> Finding | None:
 
 
 def stale_samples(evidence: Evidence) -> Finding | None:
-    """Find samples that are trained on as if they were of the newest weights, and are of others."""
+    """Find samples of older weights that are trained on as if they were of the newest."""
     age, config = evidence.config.max_trajectory_age_steps, evidence.config
     old = [r for r in evidence.steps if r.metrics.get("avg_trajectory_age", 0) > 0 and _GAP in r.metrics]
     far = [r for r in old if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
@@ -62,15 +62,15 @@ def stale_samples(evidence: Evidence) -> Finding | None:
     corrected = config.loss_fn.use_importance_sampling_correction
     ages = statistics.fmean(record.metrics["avg_trajectory_age"] for record in far)
     lines = [
-        f"samples were {ages:.2g} steps old in the mean, of {age} at most",
-        f"weights moved so far meanwhile that {_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(far)} of {len(old)} "
-        f"steps with such samples, {worst.metrics[_GAP]:.4g} in step {worst.step}",
+        f"samples were {ages:.2g} steps old on average; {age} are allowed",
+        f"the weights moved so much meanwhile that {_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(far)} of "
+        f"{len(old)} steps with such samples, {worst.metrics[_GAP]:.4g} in step {worst.step}",
         f"loss_fn.use_importance_sampling_correction is {str(corrected).lower()}",
     ]
     return Finding(
         name="stale samples",
-        what="Samples are of older weights than they are trained on with"
-        + (", too different for their correction to mean much." if corrected else ", and nothing makes up for it."),
+        what="Samples come from older weights than those in training"
+        + (", too different for their correction to help." if corrected else ", and nothing corrects for it."),
         evidence=tuple(lines),
         look_at=f"{config.algorithm}.async_grpo.max_trajectory_age_steps, {learning_rate_keys(config)}, and "
         + (
@@ -82,7 +82,7 @@ def stale_samples(evidence: Evidence) -> Finding | None:
 
 
 def groups_thrown_away(evidence: Evidence) -> Finding | None:
-    """Find groups that were generated in vain, because weights were too old when they were done."""
+    """Find groups generated in vain, because their weights were too old when they were done."""
     config = evidence.config
     if not config.declaration.rolls_out:
         return None
@@ -93,7 +93,7 @@ def groups_thrown_away(evidence: Evidence) -> Finding | None:
     idle = change(evidence, "trainer_idle_s")
     return Finding(
         name="groups thrown away",
-        what="Many groups were generated and then thrown away, because their weights were too old for their step.",
+        what="Many generated groups were thrown away, because their weights were too old for their step.",
         evidence=(
             f"{thrown:.0f} of {made:.0f} groups ({thrown / made:.0%}; {TOO_OLD_SHARE:.0%} is the threshold)",
             *([str(idle)] if idle is not None else []),

@@ -1,4 +1,4 @@
-"""An environment that fails on samples, or takes too long."""
+"""Checks for an environment that fails on samples, or takes too long."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tandem.observe.diagnosis.evidence import Evidence, in_steps, shortened
 from tandem.observe.diagnosis.finding import Certainty, Finding
 
 FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "likely"), (0.02, "possible"))
-"""Share of samples that the environment failed on, and how certain it is then that this is what is wrong."""
+"""Share of samples that the environment failed on, with the certainty that this is the cause."""
 SLOW_SHARE = 0.5
-"""Of the seconds of a step without validation, those that samples wait for the environment."""
+"""Share of a step, without validation, for which samples wait for the environment."""
 _LEAST_SAMPLES, _LEAST_STEPS, _TOGETHER_S = 4, 3, 0.05
-"""Samples of one length that an engine began together, the steps that have such, and how near their beginnings are."""
+"""Least samples of one length that an engine started together, least steps with such, longest time between starts."""
 USUAL_PLACES = 256
-"""Samples that vLLM makes at once where its configuration does not say, or more; its cache may hold fewer."""
+"""Samples that vLLM generates at once, unless its configuration says otherwise; its cache may hold fewer."""
 _ENVIRONMENT = re.compile(r"environment '")
 _QUOTED = re.compile(r"(environment '[^']*')|'[^']*'|\"[^\"]*\"")
 
@@ -36,9 +36,9 @@ def failing_environment(evidence: Evidence) -> Finding | None:
     if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.why):
         return Finding(
             name=f"failing {who}",
-            what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, and the run ended with it.",
+            what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, which ended the run.",
             evidence=(shortened(ending.why, 600), *lines),
-            look_at=f"{keys} (zero and drop go on)",
+            look_at=f"{keys} (zero and drop let the run go on)",
             certainty="certain",
             explains=("run failed",),
         )
@@ -67,10 +67,10 @@ def failing_environment(evidence: Evidence) -> Finding | None:
 
 
 def slow_environment(evidence: Evidence) -> Finding | None:
-    """Find an environment that scores one response after the other, and takes most of a step for it.
+    """Find an environment that scores one response after another, which takes most of a step.
 
-    An engine makes samples of one length that it began together in the same time; what they differ by is spent in the
-    environment. That is known where none of them waits for a place in the engine, which their times do not tell.
+    An engine generates samples of equal length that it started together in equal times; any difference is spent in the
+    environment. That holds only if no sample waits for a free slot in the engine, which is not recorded.
     """
     config = evidence.config
     if not config.declaration.rolls_out or config.agent is not None or config.max_trajectory_age_steps:
@@ -97,11 +97,11 @@ def slow_environment(evidence: Evidence) -> Finding | None:
     wait, total = (statistics.median(each[column] for each in waits if each[0] in slow) for column in (1, 2))
     return Finding(
         name="slow environment",
-        what="Most of a step is spent in the environment: samples that an engine has made wait to be scored.",
+        what="Most of a step is spent in the environment: generated samples wait to be scored.",
         evidence=(
-            f"{len(slow)} of {len(waits)} steps, step {slow[0]} the first: samples of one length that were begun "
-            f"together were done up to {wait:.3g} s after each other, of "
-            f"{total:.3g} s a step without validation ({SLOW_SHARE:.0%} is the threshold)",
+            f"{len(slow)} of {len(waits)} steps, step {slow[0]} the first: samples of one length that started "
+            f"together ended up to {wait:.3g} s apart; a step takes "
+            f"{total:.3g} s without validation ({SLOW_SHARE:.0%} is the threshold)",
         ),
         look_at=f"{evidence.config.environment_keys}: its class and num_workers",
         certainty="likely" if config.policy.generation.backend == "transformers" else "possible",
@@ -111,7 +111,7 @@ def slow_environment(evidence: Evidence) -> Finding | None:
 
 
 def _num_places(config: Config) -> int:
-    """Return how many samples an engine makes at once."""
+    """Return the number of samples that an engine generates at once."""
     generation = config.policy.generation
     if generation.backend == "transformers":
         return generation.transformers_cfg.num_slots
@@ -119,11 +119,11 @@ def _num_places(config: Config) -> int:
 
 
 def without_restated(evidence: Evidence, found: Sequence[Finding]) -> list[Finding]:
-    """Leave out what only says again that an agent fails: it has no reward to give, and nothing else is wrong."""
+    """Leave out findings that only repeat that an agent fails: it gives no reward, and nothing else is wrong."""
     agent = next((each for each in found if each.name == "failing agent" and each.certainty == "certain"), None)
     return [each for each in found if agent is None or each.name not in agent.explains or each.since < agent.since]
 
 
 def _cause(failure: str) -> str:
-    """Return a failure without what differs from sample to sample."""
+    """Return a failure without the parts that differ between samples."""
     return shortened(_QUOTED.sub(lambda found: found[1] or "…", failure), 300)

@@ -1,4 +1,4 @@
-"""What a diagnosis reads: the record of a run, taken from its folder once."""
+"""The input of a diagnosis: the record of a run, read once from its folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tandem.observe.run_folder.journal_file import is_taken
 from tandem.samples import sample_files
 
 SHORT_RUN = 3
-"""Steps of the shortest run that a condition can hold for, if it does so in all of them; see `Evidence.streak`."""
+"""Steps of the shortest run for which a condition can hold, if it holds in all of them; see `Evidence.streak`."""
 MAX_STEPS_OF_SAMPLES = 16
-"""Steps whose samples are looked at: the first, the last, and others evenly between them."""
+"""Number of steps with examined samples: the first, the last, and others evenly between them."""
 _FEWEST = 3
-"""Steps that tell what a metric is at first, or at last; see `Change`."""
+"""Steps that define a metric's early and late value; see `Change`."""
 _LOG_LINES, _LOG_BYTES = 5, 1 << 16
-"""Of each log, what is read of its end."""
+"""Lines and bytes read from the end of each log."""
 _COLUMNS = (
     "step",
     "group",
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a diagnosis looks at of a recorded sample; `tandem.samples.sample_record` says what each column is."""
+    """The examined columns of a recorded sample; `tandem.samples.sample_record` describes each."""
 
     step: int
     group: int
@@ -63,71 +63,71 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended."""
+    """The end of a run."""
 
     outcome: str
     """``finished``, ``was interrupted`` or ``failed``."""
     kind: str
-    """The class of the error that it failed of."""
+    """Class of the error that ended it."""
     why: str
 
 
 class Streak(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps in a row for which a condition held."""
+    """Consecutive steps in which a condition held."""
 
     condition: Condition
     steps: tuple[StepRecord, ...]
 
     @property
     def first(self) -> int:
-        """The first of the steps."""
+        """Number of the first step."""
         return self.steps[0].step
 
     @property
     def last(self) -> int:
-        """The last of the steps."""
+        """Number of the last step."""
         return self.steps[-1].step
 
     def __str__(self) -> str:
-        """Say which they are, and what was so."""
+        """Name the steps, and the condition's values in the last."""
         held = self.condition.evidence.format_map(self.steps[-1].metrics)
         return f"{in_steps(self.first, self.last)}: {held}"
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a run."""
+    """All that is known about a run."""
 
     folder: Path
     run: RunRecord
     config: Config
     steps: tuple[StepRecord, ...]
-    """That were trained."""
+    """Trained steps."""
     held_out: tuple[StepRecord, ...]
-    """That were validated, step 0 among them."""
+    """Validated steps, including step 0."""
     refits: tuple[RefitRecord, ...]
     events: tuple[str, ...]
-    """What was said during the run."""
+    """Events recorded during the run, as text."""
     ending: Ending | None
     is_running: bool
-    """Whether a coordinator has the folder now."""
+    """Whether a coordinator holds the folder now."""
     quiet_s: float
-    """Seconds since anything was written to the journal."""
+    """Seconds since the last entry in the journal."""
     samples: tuple[SampleRow, ...]
-    """Of some steps; see `MAX_STEPS_OF_SAMPLES`."""
+    """Samples of some steps; see `MAX_STEPS_OF_SAMPLES`."""
     unread: str
-    """Why samples are not looked at; empty if they are."""
+    """Reason why samples are not examined; empty if they are."""
     logs: dict[str, tuple[str, ...]]
-    """The last lines of each process's log, by its name."""
+    """Last lines of each process's log, by name."""
     most_learning_rate: float | None = None
-    """The rate above which the optimizer breaks a model of this size; None where that is not known."""
+    """Learning rate above which the optimizer breaks a model of this size; None if unknown."""
 
     @property
     def first_step(self) -> int:
-        """The first step that was trained; 1 if there is none."""
+        """First trained step; 1 if there is none."""
         return self.steps[0].step if self.steps else 1
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """Return a metric of the trained steps that have it, with the steps; entropy only where tokens are learned."""
+        """Return a metric's values, with their steps; entropy only of steps with valid tokens."""
         return [
             (record.step, record.metrics[metric])
             for record in self.steps
@@ -136,16 +136,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_solved(self) -> bool:
-        """Whether the first steps' problems were answered already."""
+        """Whether the problems of the first steps were already solved."""
         first = [value for _, value in self.points("accuracy")[:SHORT_RUN]]
         return bool(first) and statistics.median(first) >= SOLVED
 
     def condition(self, metric: str) -> Condition | None:
-        """Return what `tandem.observe.health` watches for in a metric of such a run."""
+        """Return the condition that `tandem.observe.health` watches in a metric of such a run."""
         return next((each for each in conditions(self.config) if each.metric == metric), None)
 
     def streak(self, metric: str) -> Streak | None:
-        """Return the longest time for which that condition held: `NUM_STEPS` at least, or all of a short run."""
+        """Return the longest streak of that condition: at least `NUM_STEPS`, or all steps of a short run."""
         condition = self.condition(metric)
         if condition is None:
             return None
@@ -158,7 +158,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(folder: Path) -> Evidence:
-    """Read the record of the run in a folder, which may still go on. Raises `RunFolderError` if that cannot be read."""
+    """Read the record of the run in a folder, live or not. Raises `RunFolderError` if it cannot be read."""
     with read_journal(folder) as journal:
         try:
             config = config_from_json(journal.config_json)
@@ -188,7 +188,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def _ending(lines: Iterable[str]) -> Ending | None:
-    """Return how the run ended the last time; None if it does not say so, as where it was killed or goes on again."""
+    """Return how the run last ended; None if no end is recorded, as after a kill or a resume."""
     last = None
     for line in lines:
         found = ENDED.fullmatch(line)
@@ -200,7 +200,7 @@ def _ending(lines: Iterable[str]) -> Ending | None:
 
 
 def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
-    """Return the recorded samples of some steps, or why there are none."""
+    """Return the recorded samples of some steps, or the reason why there are none."""
     from tandem.samples import sample_record
 
     record = folder / sample_files.FOLDER
@@ -235,25 +235,25 @@ def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
     return tails
 
 
-# --- what checks have in common ------------------------------------------------------------------------------------
+# --- helpers of the checks ------------------------------------------------------------------------------------------
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric at the beginning of a run and at its end: medians of a quarter of the steps each.
+    """A metric early and late in a run: medians of a quarter of the steps each.
 
-    A quarter is `_FEWEST` steps at least, unless that is more than half of them.
+    A quarter has at least `_FEWEST` steps, unless that is more than half of all.
     """
 
     name: str
     early: float
     late: float
     last_early: int
-    """The last step of what is called its beginning."""
+    """Last early step."""
     first_late: int
-    """The first step of what is called its end."""
+    """First late step."""
 
     def __str__(self) -> str:
-        """Say from what to what."""
+        """Describe the change."""
         return (
             f"{self.name} was {self.early:.4g} at first (to step {self.last_early}), and {self.late:.4g} at last "
             f"(from step {self.first_late} on)"
@@ -261,7 +261,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Change | None:
-    """Return how a metric of training changed, or did from the first step on; None if too few steps have it."""
+    """Return a metric's change over the trained steps, optionally from the first one; None if too few steps have it."""
     points = evidence.points(metric)
     if len(points) <= SHORT_RUN:
         return None
@@ -273,7 +273,7 @@ def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Chan
 
 
 class Jump(msgspec.Struct, frozen=True, kw_only=True):
-    """The step from which on a metric is another than before, by the means of both sides."""
+    """A lasting change of a metric at one step, by the means of both sides."""
 
     name: str
     step: int
@@ -281,17 +281,18 @@ class Jump(msgspec.Struct, frozen=True, kw_only=True):
     after: float
 
     def __str__(self) -> str:
-        """Say from what to what, and when."""
+        """Describe the jump."""
         return f"{self.name} went from {self.before:.4g} to {self.after:.4g} in step {self.step}"
 
 
 def jump(evidence: Evidence, metric: str) -> Jump | None:
-    """Return where a metric of training changed for good; None if too few steps have it."""
+    """Return the step at which a metric changed for good; None if too few steps have it."""
     return change_point(metric, evidence.points(metric))
 
 
 def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> Jump | None:
-    """Return the change point of a series: its halves, of `fewest` points at least, differ least from their means."""
+    """Return the change point of a series: the split with the smallest squared error, into parts of at least
+    `fewest`."""
     values = [value for _, value in points]
     if len(values) < max(2 * fewest, SHORT_RUN + 1) or not all(map(math.isfinite, values)):
         return None
@@ -299,7 +300,7 @@ def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1
     places = range(fewest, len(values) - fewest + 1)
 
     def explained(place: int) -> float:
-        """Return the squared error that two means save, but for what does not depend on the place."""
+        """Return the squared error that splitting here saves, up to a constant."""
         return sums[place] ** 2 / place + (sums[-1] - sums[place]) ** 2 / (len(values) - place)
 
     place = max(places, key=explained)
@@ -312,16 +313,16 @@ def _median(points: Sequence[tuple[int, float]]) -> float:
 
 
 def held_out(evidence: Evidence, metric: str) -> list[tuple[int, float]]:
-    """Return a metric of what is held out, with the steps that were validated."""
+    """Return a held-out metric's values, with their steps."""
     return [(record.step, record.metrics[metric]) for record in evidence.held_out if metric in record.metrics]
 
 
 def in_steps(first: int, last: int) -> str:
-    """Name the steps from one to another."""
+    """Name a range of steps."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Return the beginning of what someone else wrote, on one line."""
+    """Return the beginning of foreign text, on one line."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= longest else f"{line[:longest]} …"

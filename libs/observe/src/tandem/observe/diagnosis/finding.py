@@ -1,4 +1,4 @@
-"""What a diagnosis finds."""
+"""Findings of a diagnosis."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Literal
 import msgspec
 
 Certainty = Literal["certain", "likely", "possible"]
-"""certain: the record says so itself. likely: the signs speak for it. possible: it may be so, and need not do harm."""
+"""certain: the record says so. likely: the signs point to it. possible: it may be so, and may be harmless."""
 CERTAINTIES: tuple[Certainty, ...] = ("certain", "likely", "possible")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a run may have collapsed or stalled, and what in its record says so."""
+    """A possible cause of a collapse or stall, and its evidence in the record."""
 
     name: str
-    """A few words; no two checks find the same."""
+    """A few words, unique among the checks."""
     what: str
-    """What is so, in a sentence."""
+    """The finding in a sentence."""
     evidence: tuple[str, ...]
-    """Steps, values and the thresholds that they are beyond, a line each."""
+    """Steps, values and the thresholds that they exceed, one per line."""
     look_at: str
-    """The keys of the configuration to look at, or else the place."""
+    """Configuration keys to look at, or another place."""
     certainty: Certainty
     since: int = 1
-    """The first step that it is seen in, or whose weights it made."""
+    """First step that shows it, or that made the weights concerned."""
     explains: tuple[str, ...] = ()
-    """Names of findings that follow from this one, where they are seen no earlier."""
+    """Names of findings that are consequences of this one, if they are not seen earlier."""
     explained_by: str = ""
-    """The name of the finding that this one follows from; the diagnosis fills it in."""
+    """Name of the finding that caused this one, filled in by the diagnosis."""

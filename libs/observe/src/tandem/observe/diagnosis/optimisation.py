@@ -1,4 +1,4 @@
-"""Optimizer steps that are too large, do nothing, or end in no number; and what becomes of the policy."""
+"""Checks for optimizer steps that are too large, change nothing, or give NaN, and for their effects."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from tandem.observe.diagnosis.finding import Finding
 from tandem.observe.health import LOW_ENTROPY, learning_rate_keys
 
 HIGH_LEARNING_RATE = 0.01
-"""Of Adam and its kin, which move every weight by about that much a step: weights of a language model are about 0.02
-in size, so that a few such steps make another model of it. Usual are 1e-7 to 1e-4, and up to 3e-3 from scratch."""
+"""Highest learning rate of Adam and its variants. They move every weight by about the rate in each step, and a language
+model's weights are about 0.02 in size, so a few such steps make another model. Usual are 1e-7 to 1e-4, and up to 3e-3
+from scratch."""
 GROWTH_OF_GRADIENT = 10.0
-"""Times the gradient norm that it was at first."""
+"""Growth of the gradient norm, as a multiple of its early value."""
 HIGH_KL, FAR_FROM_REFERENCE = 0.5, 5.0
-"""Nats a token that the policy moves within a step, of which 0 to 0.05 are usual, and from its reference."""
+"""Nats per token that the policy moves within a step (0 to 0.05 are usual), and from its reference."""
 HIGH_CLIP_SHARE = 0.5
-"""Share of tokens whose ratio is clipped; usual are 0 to 0.2."""
+"""Share of tokens with a clipped ratio; 0 to 0.2 are usual."""
 ENTROPY_LEFT = 0.1
-"""Share of its first entropy below which the policy's has collapsed."""
+"""Share of its first entropy below which a policy's has collapsed."""
 ENTROPY_GROWN = 3.0
-"""Times its first entropy, from which on the policy has forgotten what to say."""
+"""Multiple of its first entropy above which a policy has forgotten what to say."""
 REWARD_LEFT = 0.25
-"""Share of its reward that a policy keeps when one that answered is destroyed."""
+"""Share of its reward that a destroyed policy keeps."""
 LOW_SHARE_OF_PEAK = 1e-4
-"""Share of the rate that pretraining of a model of this width bears, below which hardly anything changes. Usual in
-reinforcement learning are a three hundredth to a few thousandths of it: 1e-6 to 1e-7."""
+"""Share of the pretraining rate for a model of this width below which hardly anything changes. Reinforcement learning
+usually takes 1/300 to a few thousandths of it: 1e-6 to 1e-7."""
 NARROW_CLIP, MUCH_CLIPPED = 0.02, 0.1
-"""Bounds of a token's ratio around 1, of which 0.2 is usual, and the share of tokens that such bounds clip."""
+"""Bounds of a token's ratio around 1, of which 0.2 is usual, and the share of tokens clipped by such bounds."""
 HIGH_PENALTY, NEAR_REFERENCE = 0.5, 1.0
-"""The penalty, of an advantage of about 1, that leaves rewards without a say; and the nats a token from the reference
-within which it is its weight that is large, and not the distance."""
+"""Penalty, relative to an advantage of about 1, above which rewards have no effect; and the nats per token from the
+reference below which the penalty's weight is too large, rather than the distance."""
 RISE_OF_LOSS = 0.2
-"""By which share the loss over a data set rises above what it was at first."""
+"""Rise of the loss over a data set above its first value, as a fraction."""
 _LEAST_ENTROPY = 0.1
-"""Nats a token that there must have been at first for entropy to collapse."""
+"""First entropy, in nats per token, below which a collapse is not reported."""
 _LEAST_REWARD = 0.05
-"""Mean reward that there must have been for it to be lost."""
+"""Mean reward below which a loss of reward is not reported."""
 _OF_A_COLLAPSE = (
     "low entropy",
     "equal rewards",
@@ -88,10 +89,10 @@ def small_rate(evidence: Evidence) -> Finding | None:
 
 
 def narrow_clip(evidence: Evidence) -> Finding | None:
-    """Find bounds of the ratio so narrow that tokens stop teaching as soon as the policy moves at all."""
+    """Find ratio bounds so narrow that tokens stop teaching as soon as the policy moves at all."""
     loss, clipped = evidence.config.loss_fn, [value for _, value in evidence.points("clip_fraction")]
     low, high = loss.ratio_clip_min, loss.ratio_clip_max
-    # The ratio of a sequence is near 1: GSPO's bounds are 3e-4 and 4e-4.
+    # A sequence's ratio is near 1: GSPO's bounds are 3e-4 and 4e-4.
     if loss.sequence_level_importance_ratios or max(low, high) > NARROW_CLIP or len(clipped) < SHORT_RUN:
         return None
     share = statistics.median(clipped)
@@ -101,7 +102,7 @@ def narrow_clip(evidence: Evidence) -> Finding | None:
         name="clip range too narrow",
         what="The ratio of tokens is clipped as soon as the policy moves, so that most of a batch teaches nothing.",
         evidence=(
-            f"ratios are kept from {1 - low:g} to {1 + high:g}; {NARROW_CLIP:g} to either side is narrow, 0.2 is usual",
+            f"ratios are clipped to {1 - low:g} to {1 + high:g}; {NARROW_CLIP:g} on either side is narrow, 0.2 usual",
             f"clip_fraction was {share:.4g} in the median of all steps; {MUCH_CLIPPED:g} is the threshold",
         ),
         look_at="loss_fn.ratio_clip_min and loss_fn.ratio_clip_max",
@@ -112,7 +113,7 @@ def narrow_clip(evidence: Evidence) -> Finding | None:
 
 
 def large_penalty(evidence: Evidence) -> Finding | None:
-    """Find a penalty for leaving the reference that outweighs what is rewarded, however near the policy stays."""
+    """Find a penalty for leaving the reference that outweighs the rewards, however near the policy stays."""
     weight, kl = evidence.config.loss_fn.reference_policy_kl_penalty, [value for _, value in evidence.points("kl")]
     if not weight or len(kl) < SHORT_RUN:
         return None
@@ -154,7 +155,7 @@ def _of_health(streak: Streak | None, name: str, what: str, explains: tuple[str,
 
 
 def large_steps(evidence: Evidence) -> Finding | None:
-    """Find optimizer steps that are too large, by what they do: two signs are enough, or numbers that are none."""
+    """Find optimizer steps that are too large, by their effects: two signs suffice, or NaN."""
     signs = [sign.text for sign in sorted(_signs(evidence))]
     rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
     high = min(HIGH_LEARNING_RATE, evidence.most_learning_rate or HIGH_LEARNING_RATE)
@@ -189,16 +190,16 @@ def _is_adam(evidence: Evidence) -> bool:
 
 
 class _Sign(NamedTuple):
-    """What large steps do to a policy, in the order in which it happens: a cause before what it does in that step."""
+    """An effect of large steps on a policy, in order of occurrence: causes before effects within a step."""
 
     step: int
     rank: int
-    """Gradient, KL and ratio before entropy, and entropy before reward."""
+    """Gradient, KL and ratio come before entropy, and entropy before reward."""
     text: str
 
 
 def _signs(evidence: Evidence) -> Iterator[_Sign]:
-    """Yield what large steps do to a policy, and when."""
+    """Yield the effects of large steps on a policy, with their steps."""
     gradient = change(evidence, "grad_norm")
     highest = max(evidence.points("grad_norm"), key=lambda point: point[1], default=(0, 0.0))
     if gradient is not None and max(gradient.late, highest[1] / 10) >= GROWTH_OF_GRADIENT * gradient.early > 0:
@@ -222,7 +223,7 @@ def _signs(evidence: Evidence) -> Iterator[_Sign]:
 
 
 def _of_rollouts(evidence: Evidence) -> Iterator[_Sign]:
-    """Yield what becomes of a policy that answers: over a data set, entropy falls where it is learned."""
+    """Yield the signs in a policy that generates. Over a data set, falling entropy is just learning."""
     entropy, fell = change(evidence, "entropy", from_first=True), jump(evidence, "entropy")
     if entropy is not None and fell is not None and _has_collapsed(entropy):
         text = f"{entropy} nats a token, by a jump in step {fell.step}; {ENTROPY_LEFT:.0%} of what it was is a sign"
@@ -258,12 +259,12 @@ def low_entropy(evidence: Evidence) -> Finding | None:
         lines.append(f"{entropy} nats a token; {ENTROPY_LEFT:.0%} of what it was, or {LOW_ENTROPY:g}, is the threshold")
     return Finding(
         name="low entropy",
-        what="The policy hardly varies what it says any more: samples of a prompt are alike, and nothing new is tried.",
+        what="The policy's responses hardly vary any more: samples of a prompt are alike, and nothing new is tried.",
         evidence=tuple(lines),
         look_at=condition.look_at,
         certainty="certain" if streak is not None else "likely",
         since=streak.first if streak is not None else entropy.first_late if entropy is not None else 1,
-        # Of problems that are solved, answers do not vary: it is no harm, and no cause.
+        # Answers to solved problems do not vary, which is harmless and causes nothing.
         explains=() if evidence.is_solved else ("groups without spread", "equal rewards", "no gradient", "no progress"),
     )
 

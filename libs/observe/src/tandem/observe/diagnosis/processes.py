@@ -1,4 +1,4 @@
-"""Processes that are lost, slow, or wait for each other."""
+"""Checks for processes that are lost, slow, or wait for each other."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tandem.observe.diagnosis.evidence import Evidence, Jump, SampleRow, change_
 from tandem.observe.diagnosis.finding import Finding
 
 MANY_LOSSES = 3
-"""Processes that were lost, from which on the run did little else."""
+"""Number of lost processes from which the run did little else."""
 SLOW = 2.0
-"""Times as long as the others, in the median, from which on an engine is slow."""
+"""Median time of a slow engine, as a multiple of the others'."""
 MOST_STEPS = 0.75
-"""Share of steps in which one rank must be the slowest: in a healthy run that is now one, now another."""
+"""Share of steps in which one rank must be the slowest; in a healthy run, ranks alternate."""
 LOST_SHARE = 0.1
-"""Of the time of a run, what a slow rank must cost."""
+"""Share of a run's time that a slow rank must cost."""
 STAYS_SLOW = 0.8
-"""Share of the steps since it became slow in which a process must be so, and before, must not have been."""
+"""Share of steps, since it became slow, in which a process must be slow, and before, must not be."""
 IDLE_SHARE = 0.5
-"""Share of an asynchronous run in which engines or trainers have nothing to do."""
+"""Share of an asynchronous run in which engines or trainers are idle."""
 STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
-"""Seconds, and median steps, without anything new, from which on a run that still goes on stands still."""
+"""Seconds, and median steps, without anything new, after which a live run counts as stalled."""
 _LOST = re.compile(r"(?P<member>\S+) is lost: (?P<why>.*)", re.DOTALL)
 _OF_PROCESSES = ("ServiceLost", "DeadlineExceeded")
 _LEAST_STEPS = 3
 _LEAST_OF_A_SIDE = 4
-"""Steps before a process became slow, and since."""
+"""Least steps before a process became slow, and after."""
 _SHOWN = 3
 
 
@@ -56,10 +56,10 @@ def lost_processes(evidence: Evidence) -> Finding | None:
 
 
 def slow_engine(evidence: Evidence) -> Finding | None:
-    """Find an engine that makes tokens much more slowly than the others."""
+    """Find an engine that generates much more slowly than the others."""
     seconds: dict[str, list[float]] = {}
     steps = sorted({row.step for row in evidence.samples})
-    for step in steps[1:]:  # in the first, engines warm up
+    for step in steps[1:]:  # engines warm up in the first step
         for rollout, value in _seconds_a_token([row for row in evidence.samples if row.step == step]).items():
             seconds.setdefault(rollout, []).append(value)
     medians = {name: statistics.median(values) for name, values in seconds.items() if len(values) >= _LEAST_STEPS}
@@ -89,7 +89,7 @@ def _times(slow: float, others: float) -> str:
 
 
 def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
-    """Return how long each engine took for a token of a sample, in the median of a step's samples."""
+    """Return each engine's seconds per token, in the median of a step's samples."""
     by_rollout: dict[str, list[float]] = {}
     for row in rows:
         if row.response_length:
@@ -99,8 +99,8 @@ def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
 
 
 def slow_trainer(evidence: Evidence) -> Finding | None:
-    """Find a trainer rank that takes much longer for its own work than the others, all of which wait for it."""
-    steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # in the first, it is cold
+    """Find a trainer rank that takes much longer for its own work than the others, which wait for it."""
+    steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # the first step is cold
     if len(steps) < _LEAST_STEPS:
         return None
     (rank, _), *_ = Counter(int(record.metrics["slowest_trainer"]) for record in steps).most_common(1)
@@ -122,13 +122,13 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
         evidence=(
             f"{name}: {own:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was the "
             f"slowest; others: {others:.3g} s ({SLOW:g} times as long is the threshold)",
-            f"others waited up to {waited:.3g} s a step in collective operations; were it like them, "
+            f"others waited up to {waited:.3g} s a step in collective operations; if it were as fast, "
             f"{lost / total:.0%} of all the time would be saved",
         ),
         look_at=f"the machine of {name}: what else runs there, its clock and its temperature; "
         "cluster.threads_per_process"
         + (
-            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal shares of the layers"
+            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal numbers of layers"
             if stages > 1
             else ""
         ),
@@ -138,7 +138,7 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
 
 
 def became_slow(evidence: Evidence) -> Finding | None:
-    """Find an engine, or trainers, that became slow in the middle of a run and stayed so."""
+    """Find an engine, or trainers, that became slow during a run and stayed slow."""
     slowed = {
         name: found for name, points in _courses(evidence).items() if (found := _slowed(name, points)) is not None
     }
@@ -161,7 +161,7 @@ def became_slow(evidence: Evidence) -> Finding | None:
 
 
 def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
-    """Return seconds a token of each engine and of the slowest trainer rank by step, but for the first, a cold one."""
+    """Return seconds per token by step, without the cold first one, for each engine and the slowest trainer rank."""
     courses: dict[str, list[tuple[int, float]]] = {}
     for step in sorted({row.step for row in evidence.samples})[1:]:
         rows = [row for row in evidence.samples if row.step == step]
@@ -170,7 +170,7 @@ def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
     ranks = [record for record in evidence.steps[1:] if record.metrics.get("num_valid_tokens")]
     slowest = [int(record.metrics["slowest_trainer"]) for record in ranks if "slowest_trainer" in record.metrics]
     if slowest:
-        # The rank that is slow at last is the slowest in most of the last steps.
+        # A rank that became slow is the slowest in most of the last steps.
         (rank, _), *_ = Counter(slowest[-max(_LEAST_OF_A_SIDE, len(slowest) // 4) :]).most_common(1)
         courses[f"trainer-{rank}"] = [
             (record.step, record.metrics["trainer_compute_max_s"] / record.metrics["num_valid_tokens"])
@@ -187,7 +187,7 @@ def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
 
 
 def _slowed(name: str, points: list[tuple[int, float]]) -> Jump | None:
-    """Return since when seconds are `SLOW` times as many, in nearly every step; None if they are not."""
+    """Return the step from which nearly every step takes `SLOW` times as long; None if there is none."""
     found = change_point(name, points, _LEAST_OF_A_SIDE)
     if found is None:
         return None
@@ -216,7 +216,7 @@ def waiting(evidence: Evidence) -> Finding | None:
     who, whom = ("engines", "trainers") if kind == "engine" else ("trainers", "engines")
     return Finding(
         name="waiting",
-        what=f"The run is as slow as its {whom}: {who} have nothing to do most of the time.",
+        what=f"The run is only as fast as its {whom}: {who} have nothing to do most of the time.",
         evidence=(
             f"{who} were idle {shares[kind]:.0%} of the time ({kind}_idle_s; {IDLE_SHARE:.0%} is the threshold)",
         ),
@@ -226,14 +226,14 @@ def waiting(evidence: Evidence) -> Finding | None:
 
 
 def standstill(evidence: Evidence) -> Finding | None:
-    """Find a run that goes on and does nothing."""
+    """Find a live run that does nothing."""
     usual = statistics.median([record.seconds.get("total", 0.0) for record in evidence.steps] or [0.0])
     if not evidence.is_running or evidence.quiet_s < max(STANDSTILL_S, STANDSTILL_STEPS * usual):
         return None
     last = evidence.steps[-1].step if evidence.steps else 0
     return Finding(
         name="standstill",
-        what=f"The run goes on, and has done nothing since step {last}.",
+        what=f"The run is live, but has done nothing since step {last}.",
         evidence=(
             f"its record is {evidence.quiet_s:.0f} s old; a step takes {usual:.3g} s in the median "
             f"({STANDSTILL_STEPS:g} of them, and {STANDSTILL_S:g} s, is the threshold)",

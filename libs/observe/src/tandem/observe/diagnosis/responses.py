@@ -1,4 +1,4 @@
-"""Responses that are cut off, grow without end, or shrink to nothing."""
+"""Checks for responses that are cut off, grow without end, or shrink to nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, jump,
 from tandem.observe.diagnosis.finding import Finding
 
 MOST_TRUNCATED = 0.5
-"""Share of responses that are cut off, in the last quarter of a run, from which on most of what is learned is that."""
+"""Share of cut-off responses, in the last quarter of a run, from which the run mostly learns from those."""
 GROWTH = 2.0
-"""Times as long as at first, from which on responses have grown."""
+"""Length of grown responses as a multiple of their early length."""
 SHRINKAGE = 0.25
-"""The same for responses that have shrunk."""
+"""Length of shrunk responses as a fraction of their early length."""
 SHORTEST = 4.0
-"""Tokens that responses must have had at first to be said to have shrunk."""
+"""Least early length, in tokens, of responses that can count as shrunk."""
 LOW_TEMPERATURE = 0.3
-"""With less, samples of a prompt are alike to begin with."""
+"""Temperature below which samples of a prompt are alike from the start."""
 MOST_ALIKE = 0.75
-"""Share of groups without spread in the first steps from which on they are."""
+"""Share of groups without spread in the first steps from which samples count as alike."""
 MOST_STOPPED = 0.9
 """Share of the first step's samples that a stop string ended."""
 _OF_NO_ANSWER = (
@@ -33,7 +33,7 @@ _LENGTH, _TRUNCATED = "mean_generation_length", "truncated_fraction"
 
 
 def truncated_responses(evidence: Evidence) -> Finding | None:
-    """Find responses that a limit of tokens cuts off."""
+    """Find responses that the token limit cuts off."""
     condition, streak, course = (
         evidence.condition(_TRUNCATED),
         evidence.streak(_TRUNCATED),
@@ -51,7 +51,7 @@ def truncated_responses(evidence: Evidence) -> Finding | None:
     return Finding(
         name="truncated responses",
         what="Most responses are cut off before they end, so that their answers are never seen"
-        + (", from the beginning on." if was_so else "."),
+        + (", from the start." if was_so else "."),
         evidence=tuple(lines),
         look_at=condition.look_at,
         certainty="certain" if streak is not None else "likely",
@@ -61,7 +61,7 @@ def truncated_responses(evidence: Evidence) -> Finding | None:
 
 
 def growing_responses(evidence: Evidence) -> Finding | None:
-    """Find responses that grow, and are no better for it or end at their limit."""
+    """Find responses that grow without getting better, or up to their limit."""
     length, cut, reward = (change(evidence, name) for name in (_LENGTH, _TRUNCATED, "accuracy"))
     if length is None or cut is None or length.late < GROWTH * length.early:
         return None
@@ -71,7 +71,7 @@ def growing_responses(evidence: Evidence) -> Finding | None:
     onsets = [found.step for name in (_LENGTH, _TRUNCATED) if (found := jump(evidence, name)) is not None]
     return Finding(
         name="growing responses",
-        what="Responses grow and grow, and their answers are no better for it.",
+        what="Responses keep growing, and their answers get no better.",
         evidence=(
             f"{length} tokens; {GROWTH:g} times as long is the threshold",
             str(cut),
@@ -86,13 +86,13 @@ def growing_responses(evidence: Evidence) -> Finding | None:
 
 
 def shrinking_responses(evidence: Evidence) -> Finding | None:
-    """Find responses of which next to nothing is left."""
+    """Find responses that have shrunk to next to nothing."""
     length = change(evidence, _LENGTH)
     if length is None or length.early < SHORTEST or length.late > SHRINKAGE * length.early:
         return None
     return Finding(
         name="responses shrink",
-        what="Responses have become much shorter than they were: the policy says next to nothing any more.",
+        what="Responses have become much shorter: the policy says next to nothing any more.",
         evidence=(f"{length} tokens; {SHRINKAGE:.0%} of what it was is the threshold",),
         look_at=f"{evidence.config.environment_keys}, which may reward brevity, and grpo.reward_shaping",
         certainty="possible",
@@ -101,7 +101,7 @@ def shrinking_responses(evidence: Evidence) -> Finding | None:
 
 
 def low_temperature(evidence: Evidence) -> Finding | None:
-    """Find a temperature so low that samples of a prompt are alike before anything is trained."""
+    """Find a temperature so low that samples of a prompt are alike before training."""
     config, alike = evidence.config, evidence.points("groups_without_spread")
     if not config.declaration.rolls_out or len(alike) < SHORT_RUN:
         return None
@@ -111,8 +111,8 @@ def low_temperature(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="low temperature",
-        what="The temperature is so low that samples of a prompt are alike from the beginning on: there is nothing to "
-        "compare them by.",
+        what="The temperature is so low that samples of a prompt are alike from the start: there is nothing to "
+        "compare.",
         evidence=(
             f"policy.generation.temperature is {temperature:g}; {LOW_TEMPERATURE:g} is the threshold, 1 is usual",
             f"groups_without_spread was {share:.4g} in the first {SHORT_RUN} steps; {MOST_ALIKE:g} is the threshold",

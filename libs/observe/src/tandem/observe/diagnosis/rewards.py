@@ -1,4 +1,4 @@
-"""Rewards that teach nothing, and rewards that rise without the task being learned."""
+"""Checks for rewards that teach nothing, or that rise without the task being learned."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tandem.observe.diagnosis.evidence import Evidence, SampleRow, change, held_
 from tandem.observe.diagnosis.finding import Finding
 
 MOST_GROUPS = 0.9
-"""Share of groups without spread, in the last quarter of a run, from which on nearly nothing is learned."""
+"""Share of groups without spread, in the last quarter of a run, from which almost nothing is learned."""
 RISE, FALL = 0.1, 0.1
-"""By how much rewards rise while held-out accuracy falls, where the reward is not what is wanted."""
+"""Rise of rewards, and fall of held-out accuracy, from which the reward is not the intended one."""
 SAME_SHARE, SAME_PROBLEMS = 0.5, 3
-"""Share of a step's samples with one response, and the problems that it is given to, from which on it is a habit."""
+"""Share of a step's samples with the same response, and number of their problems, from which it is a habit."""
 BEYOND_ANSWERS = 1.5
-"""Times the share of the most common reference answer, which that share must be at least: of questions to be answered
-by yes or no, half of the responses may well be the same."""
+"""Least ratio of that share to the share of the most common reference answer: with yes-or-no questions, half of the
+responses may well be equal."""
 MANY_RIGHT, LEAST_RIGHT = 0.1, 8
-"""Share of samples that have their problem's answer, beyond those that have another problem's, and their number, from
-which on rewards can be judged by it."""
+"""Share of samples that contain their problem's answer, beyond those that contain another problem's, and their number,
+from which rewards can be judged by it."""
 _FIRST_STEPS = 3
 _OF_A_WRONG_REWARD = (
     "equal rewards",
@@ -34,12 +34,12 @@ _OF_A_WRONG_REWARD = (
     "no progress",
 )
 WRONG_WAY = 0.5
-"""Share of the range of rewards by which the right ones must get less than the others to be the wrong way round."""
+"""Share of the range of rewards by which right answers must get less for the reward to be the wrong way round."""
 _GRADIENT = ("groups without spread", "no gradient", "no progress")
 
 
 def equal_rewards(evidence: Evidence) -> Finding | None:
-    """Find steps all of whose samples have the same reward."""
+    """Find steps in which all samples have the same reward."""
     streak = evidence.streak("reward_max")
     if streak is None:
         return None
@@ -64,13 +64,13 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
 
 
 def _examples(evidence: Evidence) -> list[str]:
-    """Return what a model answered in the last step that is recorded."""
+    """Return an example of an answer from the last recorded step."""
     last = [row for row in evidence.samples if row.response][-1:]
-    return [f"such as, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
+    return [f"for example, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
 def groups_without_spread(evidence: Evidence) -> Finding | None:
-    """Find steps whose groups have one reward each."""
+    """Find steps in which each group has one reward."""
     name = "groups_without_spread"
     condition, streak, course = evidence.condition(name), evidence.streak(name), change(evidence, name)
     if condition is None or course is None or (streak is None and course.late < MOST_GROUPS):
@@ -80,7 +80,7 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
     return Finding(
         name="groups without spread",
         what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing."
-        + (" The problems were solved from the beginning on: they are too easy." if evidence.is_solved else ""),
+        + (" The problems were solved from the start: they are too easy." if evidence.is_solved else ""),
         evidence=(*lines, f"{course}; {MOST_GROUPS:g} is the threshold"),
         look_at=f"{condition.look_at}; grpo.use_dynamic_sampling leaves such groups out",
         certainty="certain" if streak is not None else "likely",
@@ -92,7 +92,7 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
 
 
 def one_answer(evidence: Evidence) -> Finding | None:
-    """Find one response that is given to whatever is asked."""
+    """Find a response that is given to every prompt."""
     if not evidence.samples:
         return None
     last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
@@ -108,12 +108,12 @@ def one_answer(evidence: Evidence) -> Finding | None:
     pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
     return Finding(
         name="one answer to everything",
-        what="The policy gives the same response whatever is asked"
-        + (", and is rewarded for it: the reward does not ask for what is wanted." if pays else "."),
+        what="The policy gives the same response to every prompt"
+        + (", and is rewarded for it: the reward does not measure the task." if pays else "."),
         evidence=(
             f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
             f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
-            f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
+            f"its mean reward is {worth:.4g}; that of all samples of step {before[0].step} was {was:.4g}",
         ),
         look_at=f"{evidence.config.environment_keys}, loss_fn.reference_policy_kl_penalty and "
         "policy.generation.temperature",
@@ -124,13 +124,13 @@ def one_answer(evidence: Evidence) -> Finding | None:
 
 
 def _habitual_share(rows: Sequence[SampleRow]) -> float:
-    """Return the share of samples with one response that is a habit, however few answers problems have."""
+    """Return the share of samples with one response that makes it a habit, given how few answers the problems have."""
     ((answer, count),) = Counter(row.reference_answer for row in rows).most_common(1)
     return max(SAME_SHARE, min(1.0, BEYOND_ANSWERS * count / len(rows))) if answer else SAME_SHARE
 
 
 def reward_without_accuracy(evidence: Evidence) -> Finding | None:
-    """Find rewards that rise while what is held out gets worse."""
+    """Find rewards that rise while held-out accuracy falls."""
     reward, held = change(evidence, "reward"), held_out(evidence, "val_accuracy")
     if reward is None or len(held) < 2:
         return None
@@ -140,7 +140,7 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
     return Finding(
         name="reward without accuracy",
         what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
-        "solving them, or the training problems are learned by heart.",
+        "solving them, or the training problems are memorised.",
         evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
         look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
         certainty="likely",
@@ -150,14 +150,14 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
 
 
 def against_the_answers(evidence: Evidence) -> Finding | None:
-    """Find rewards that do not go to responses with the reference answer, by the first steps that are recorded."""
+    """Find rewards that do not go to responses with the reference answer, in the first recorded steps."""
     steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
     rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
     right = [row for row in rows if _has(row.response, row.reference_answer)]
     others = [row for row in rows if not _has(row.response, row.reference_answer)]
     if len(right) < LEAST_RIGHT or not others:
         return None
-    # What is said of another problem's answer is chance.
+    # Another problem's answer in a response is chance.
     chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shifted(rows), strict=True))
     if len(right) - chance < MANY_RIGHT * len(rows):
         return None
@@ -169,13 +169,13 @@ def against_the_answers(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="right answers unrewarded" if unrewarded else "reward against the answers",
-        what="Responses have the right answer, and the environment never rewards them: it looks for another form."
+        what="Responses have the right answer, but the environment never rewards them: it expects another form."
         if unrewarded
         else "Responses with the right answer get less than those without it: the reward is the wrong way round.",
         evidence=(
             f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
             f"answer, {chance} that of another problem",
-            f"these are worth {worth:.4g} in the mean, the others {other:.4g}; such as "
+            f"the mean reward of these is {worth:.4g}, of the others {other:.4g}; for example "
             f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
         ),
         look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",
@@ -186,12 +186,12 @@ def against_the_answers(evidence: Evidence) -> Finding | None:
 
 
 def _has(response: str, answer: str) -> bool:
-    """Return whether a response has an answer, as a word or number of its own."""
+    """Return whether a response contains an answer as a separate word or number."""
     return re.search(rf"(?<![\w.-]){re.escape(answer)}(?![\w]|\.\d)", response) is not None
 
 
 def _shifted(rows: list[SampleRow]) -> list[SampleRow]:
-    """Return for each sample one of another problem, with another answer where there is one."""
+    """Return for each sample one of another problem, with another answer if possible."""
     ordered = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
     return [
         next((each for each in (other, *ordered) if each.reference_answer != row.reference_answer), other)

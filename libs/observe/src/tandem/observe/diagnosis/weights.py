@@ -1,4 +1,4 @@
-"""Weights that are not what they should be: damaged ones, and such as training does not change."""
+"""Checks for damaged weights, weights that training does not change, and how the run ended."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tandem.observe.diagnosis.finding import Finding
 from tandem.observe.health import learning_rate_keys
 
 NUM_REPAIRS = 3
-"""Refits of one engine that had to be repeated, from which on something is wrong with it."""
+"""Repeated refits of one engine from which its hardware or link is suspected."""
 NUM_EQUAL = 3
-"""Versions in a row with the same digest, from which on training changes nothing."""
+"""Consecutive versions with the same digest from which training changes nothing."""
 _NOT_HELD = re.compile(r"does not hold version (\d+)")
 _OF_REFITS = re.compile(r"failed while (refitting|attesting|copying weights|committing)")
 _SHOWN = 3
 
 
 def damaged_weights(evidence: Evidence) -> Finding | None:
-    """Find engines, or trainers' copies, that did not hold what was trained."""
+    """Find engines, or trainers' copies, that did not hold the trained weights."""
     repaired = [
         (record.version, engine, why) for record in evidence.refits for engine, why in record.quarantined.items()
     ]
@@ -31,10 +31,10 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
         version = _NOT_HELD.search(ending.why)
         return Finding(
             name="damaged weights",
-            what="An engine did not hold the weights that were trained, again after a second transfer, so that the run "
+            what="An engine did not hold the trained weights, even after a second transfer, so that the run "
             "ended before any of its samples was trained on.",
             evidence=(ending.why, *shown),
-            look_at="the memory and the link of the process that is named, and refit.alias; refit.verify found it",
+            look_at="the memory and the link of the named process, and refit.alias; refit.verify found it",
             certainty="certain",
             since=int(version[1]) + 1 if version else evidence.first_step,
             explains=("run failed",),
@@ -45,8 +45,8 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
     often = count >= NUM_REPAIRS
     return Finding(
         name="damaged weights",
-        what=f"Engines did not hold the weights that were trained, {len(repaired)} times; they were repaired before a "
-        f"sample of theirs was trained on{f', and {engine} had it {count} times' if often else ''}.",
+        what=f"Engines did not hold the trained weights {len(repaired)} times; they were repaired before any of "
+        f"their samples was trained on{f', {engine} {count} times' if often else ''}.",
         evidence=tuple(shown),
         look_at=f"the memory and the link of {engine}, and its log",
         certainty="likely" if often else "possible",
@@ -55,15 +55,15 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
 
 
 def damaged_checkpoint(evidence: Evidence) -> Finding | None:
-    """Find a checkpoint whose files are not what was written."""
+    """Find a checkpoint with files that differ from what was written."""
     ending = evidence.ending
     if ending is None or ending.kind != "DamagedCheckpoint":
         return None
     return Finding(
         name="damaged checkpoint",
-        what="The checkpoint that the run was to go on from is not what was written.",
+        what="The checkpoint that the run was to resume from differs from what was written.",
         evidence=(ending.why,),
-        look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP goes on from "
+        look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP resumes from "
         "another checkpoint",
         certainty="certain",
         explains=("run failed",),
@@ -71,7 +71,7 @@ def damaged_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def unchanged_weights(evidence: Evidence) -> Finding | None:
-    """Find versions of weights that are equal to the bit though steps were taken between them."""
+    """Find versions of weights that are equal to the bit despite steps between them."""
     digests = [(r.version, r.digest) for r in evidence.refits if r.verify == "full" and r.digest]
     runs = [[version for version, _ in group] for _, group in itertools.groupby(digests, lambda pair: pair[1])]
     same = max((sorted({*versions}) for versions in runs), key=len, default=[])
@@ -82,7 +82,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
     last = moved[-1].metrics
     return Finding(
         name="unchanged weights",
-        what="Steps were taken, and the weights stayed the same to the bit: their updates are smaller than the "
+        what="Steps were taken, but the weights stayed the same to the bit: updates are smaller than the "
         "precision of the weights.",
         evidence=(
             f"versions {same[0]} to {same[-1]} have one digest ({NUM_EQUAL} are enough to tell)",
@@ -95,7 +95,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
 
 
 def run_failed(evidence: Evidence) -> Finding | None:
-    """Find what a run says that it failed of, whatever that is."""
+    """Find the error that ended the run, whatever it is."""
     ending = evidence.ending
     if ending is None or ending.outcome != "failed":
         return None
@@ -113,26 +113,26 @@ def run_failed(evidence: Evidence) -> Finding | None:
 
 
 def killed(evidence: Evidence) -> Finding | None:
-    """Find a run that stopped without an end: its coordinator was killed, or its machine went down."""
+    """Find a run without a recorded end: its coordinator was killed, or its machine went down."""
     last = evidence.steps[-1].step if evidence.steps else 0
     if evidence.ending is not None or evidence.is_running or last >= (planned_steps(evidence) or last):
         return None
     return Finding(
         name="killed",
-        what=f"The run stopped after step {last} and says nothing of an end: its coordinator was killed, or its "
+        what=f"The run stopped after step {last} without a recorded end: its coordinator was killed, or its "
         "machine went down.",
         evidence=(
             f"{in_steps(1, last)} of {planned_steps(evidence)} are done" if last else "no step is done",
             "no process has the run folder now",
         ),
-        look_at="the memory of the machine, and whoever may end jobs; coordinator up CONFIG --resume goes on",
+        look_at="the memory of the machine, and what may end jobs; coordinator up CONFIG --resume continues the run",
         certainty="certain",
         since=last + 1,
     )
 
 
 def planned_steps(evidence: Evidence) -> int | None:
-    """Return the last step that the run was to take; None where its data decide that, too."""
+    """Return the last planned step of the run; None if that depends on its data."""
     config = evidence.config
     if config.replay is not None:
         return config.replay.to_step

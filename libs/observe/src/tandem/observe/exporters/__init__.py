@@ -1,1 +1,1 @@
-"""Metrics and spans on their way to other programs, and what GPUs say"""
+"""Metrics and spans exported to other programs, and measurements of GPUs"""

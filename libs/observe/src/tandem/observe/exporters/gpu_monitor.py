@@ -1,6 +1,7 @@
-"""Watch the GPUs of a process by a thread of its own, where `logger.monitor_gpus` says so.
+"""A thread that monitors the GPUs of a process, if `logger.monitor_gpus` is set.
 
-It takes no part in the run: what the driver does not answer is left out, and a driver that hangs holds up this thread.
+It is not part of the run: values that the driver does not give are left out, and a driver that hangs blocks only this
+thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ENDED_S = 5.0
 
 
 class GpuMonitor:
-    """Reads how GPUs are doing now and then; returns the means since it was last asked."""
+    """Monitor of GPUs: it reads them at intervals, and returns means since the last call."""
 
     def __init__(self, logger: Logger, opened: Callable[[], Nvml | None] = open_nvml) -> None:
         self._is_on = logger.monitor_gpus
@@ -27,20 +28,20 @@ class GpuMonitor:
         self._thread: threading.Thread | None = None
 
     def begin(self, first: int, count: int) -> None:
-        """Watch so many GPUs from `first` on, among those that this process may use; none where there are none."""
+        """Monitor `count` GPUs from `first`, among those that this process may use; none if there are none."""
         if not self._is_on or not count or self._thread is not None:
             return
         self._thread = threading.Thread(target=self._watch, args=(first, count), name="gpu monitor", daemon=True)
         self._thread.start()
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each number since this was asked before; nothing where nothing was read."""
+        """Return the mean of each measurement since the last call, without those that were not read."""
         with self._lock:
             read, self._read = self._read, {}
         return {name: sum(values) / len(values) for name, values in read.items()}
 
     def close(self) -> None:
-        """Stop."""
+        """Stop monitoring."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_ENDED_S)

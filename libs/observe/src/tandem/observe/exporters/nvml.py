@@ -1,6 +1,6 @@
-"""Ask NVIDIA's driver, through NVML, how its GPUs are doing and how they are linked.
+"""State and links of GPUs, as NVIDIA's driver reports them through NVML.
 
-Where there is no GPU, no driver, or one that does not answer, there is nothing to tell, and that is no error.
+Without a GPU or a driver, or if the driver does not answer, there is nothing to report, which is not an error.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ _ALL_LINKS = 0xFFFFFFFF
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as it is now; None is what its driver does not say."""
+    """The current state of one GPU; None for values that its driver does not report."""
 
     index: int
     name: str
     memory_gb: float | None = None
-    """That it has; 10^9 bytes, as everywhere."""
+    """Total memory; 10^9 bytes, as everywhere."""
     used_gb: float | None = None
-    """Memory that is taken, by whatever process."""
+    """Memory used by all processes."""
     utilisation: float | None = None
-    """Share of the last moments in which it computed."""
+    """Share of the most recent moments in which it computed."""
     power_w: float | None = None
     temperature_c: float | None = None
     pcie_gb_per_s: float | None = None
-    """Sent and received over PCIe in the last moments."""
+    """Rate of sending and receiving over PCIe in the most recent moments."""
     nvlink_gb_per_s: float | None = None
-    """Sent and received over all of its NVLinks since it was asked before."""
+    """Rate of sending and receiving over all NVLinks since the last call."""
 
 
 MEASURED = tuple(name for name in GpuUse.__struct_fields__ if name not in ("index", "name", "memory_gb"))
-"""What changes, and is measured again and again."""
+"""Names of the values that change, and are measured repeatedly."""
 
 
 class GpuLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """How one GPU is connected."""
+    """The connections of one GPU."""
 
     index: int
     name: str
     memory_gb: float | None
     num_nvlinks: int
-    """That are up."""
+    """Number of active NVLinks."""
     pcie: str
-    """Such as ``PCIe 5 x16``; empty where the driver does not say."""
+    """Such as ``PCIe 5 x16``; empty if the driver does not report it."""
     peers: dict[int, str]
-    """How it reaches each other GPU: ``NVLink``, or what their way through PCIe has in common."""
+    """Link to each other GPU: ``NVLink``, or the closest common part of their PCIe routes."""
 
 
 class Nvml:
     """The driver, open until it is closed."""
 
     def __init__(self, library: Any) -> None:
-        """`library` is the module ``pynvml``, initialised."""
+        """Use the initialised module ``pynvml`` as `library`."""
         self._library = library
         self._error: type[Exception] = library.NVMLError
         self._moved: dict[int, tuple[float, float]] = {}
-        """When each GPU was asked, and how much had gone over its NVLinks by then."""
+        """Time and NVLink traffic of each GPU at the last call."""
 
     def driver(self) -> str:
-        """Return the driver's version; empty where it does not say."""
+        """Return the driver's version; empty if it does not report one."""
         return str(self._ask(self._library.nvmlSystemGetDriverVersion) or "")
 
     def num_gpus(self) -> int:
-        """Return how many GPUs there are."""
+        """Return the number of GPUs."""
         return int(self._ask(self._library.nvmlDeviceGetCount) or 0)
 
     def uses(self, indices: Sequence[int] | None = None) -> list[GpuUse]:
-        """Return GPUs as they are now: all, or some, of which those that are not there are left out."""
+        """Return the current state of all or some GPUs, without missing ones."""
         chosen = range(self.num_gpus()) if indices is None else indices
         handles = ((index, self._ask(self._library.nvmlDeviceGetHandleByIndex, index)) for index in chosen)
         return [self._use(index, handle) for index, handle in handles if handle is not None]
 
     def links(self) -> list[GpuLinks]:
-        """Return how each GPU is connected."""
+        """Return the connections of each GPU."""
         library = self._library
         handles = [self._ask(library.nvmlDeviceGetHandleByIndex, index) for index in range(self.num_gpus())]
         found = []
@@ -106,7 +106,7 @@ class Nvml:
         return found
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         with contextlib.suppress(self._error):
             self._library.nvmlShutdown()
 
@@ -130,7 +130,7 @@ class Nvml:
         )
 
     def _nvlink_rate(self, index: int, handle: Any) -> float | None:
-        """Return the traffic since this was asked before; None the first time, and where nothing counts it."""
+        """Return the traffic since the last call; None for the first call, and if it is not counted."""
         library = self._library
         fields = (library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         counted = self._ask(library.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
@@ -160,7 +160,7 @@ class Nvml:
         return ways.get(self._ask(library.nvmlDeviceGetTopologyCommonAncestor, handle, peer), "unknown")
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the answer; None where the driver does not have one."""
+        """Return the answer; None if the driver has none."""
         try:
             return question(*arguments)
         except self._error:
@@ -169,7 +169,7 @@ class Nvml:
 
 @contextlib.contextmanager
 def opened_nvml() -> Iterator[Nvml | None]:
-    """Open the driver; None where there is none."""
+    """Open the driver for the block; None if there is none."""
     nvml = open_nvml()
     try:
         yield nvml
@@ -179,7 +179,7 @@ def opened_nvml() -> Iterator[Nvml | None]:
 
 
 def open_nvml() -> Nvml | None:
-    """Open the driver, which the caller closes; None where there is none."""
+    """Open the driver, which the caller closes; None if there is none."""
     try:
         import pynvml
     except ImportError:
@@ -192,9 +192,9 @@ def open_nvml() -> Nvml | None:
 
 
 def own_gpus(num_gpus: int, visible: str | None = None) -> list[int]:
-    """Return the numbers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` has them; all without it.
+    """Return the numbers of the GPUs that this process may use, from ``CUDA_VISIBLE_DEVICES``; all without it.
 
-    GPUs that are named by anything but their number are not told apart: then it is all of them, too.
+    It also returns all of them if GPUs are named by anything but numbers.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     if visible is None:

@@ -1,8 +1,8 @@
-"""Write metrics to TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
+"""Metrics written to TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
 
-The journal keeps a step's numbers by short names (``reward``, ``val_accuracy``; seconds by phase). Dashboards get them
-as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, and those of a validation set with a
-name (``val_easy/loss``) as ``validation-easy/loss``, so that curves of both systems lie on top of each other. Nothing
+The journal has a step's metrics under short names (``reward``, ``val_accuracy``), and its seconds by phase. Dashboards
+get them as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``. Metrics of a named
+validation set (``val_easy/loss``) become ``validation-easy/loss``. So curves of both systems can be overlaid. Nothing
 here imports torch.
 """
 
@@ -23,7 +23,7 @@ from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError
 
 VALIDATION_PREFIX = "val_"
-"""How the short name of a held-out metric begins."""
+"""Prefix of held-out metrics' short names."""
 
 _TIMINGS = {
     "total": "total_step_time",
@@ -34,7 +34,7 @@ _TIMINGS = {
     "validation": "total_validation_time",
     "checkpointing": "checkpointing",
 }
-"""NeMo-RL's name for each phase of a step; a phase that it has no name for keeps ours."""
+"""NeMo-RL's names for the phases of a step; other phases keep their own."""
 
 
 def dashboard_names(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
@@ -52,36 +52,36 @@ def dashboard_names(metrics: Mapping[str, float], seconds: Mapping[str, float]) 
 
 
 class WandbRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run goes on Weights & Biases. ``WANDB_MODE=offline`` and its other variables are respected."""
+    """A run's place on Weights & Biases. ``WANDB_MODE=offline`` and its other variables are respected."""
 
     project: str
     name: str | None
-    """None lets the service choose."""
+    """Name of the run; None lets the service choose."""
     run_id: str
-    """Continues that run there if it exists."""
+    """Id of the run, which is continued if it exists there."""
     config: dict[str, Any]
     """The resolved configuration, shown beside the curves."""
 
 
 class MlflowRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run goes on MLflow. ``MLFLOW_TRACKING_URI`` and its other variables are respected."""
+    """A run's place on MLflow. ``MLFLOW_TRACKING_URI`` and its other variables are respected."""
 
     tracking_uri: str | None
-    """None: what the environment says, else files in the run folder."""
+    """Address of the server; None for that in the environment, or else files in the run folder."""
     experiment: str
     name: str | None
-    """None lets MLflow choose."""
+    """Name of the run; None lets MLflow choose."""
     run_id: str
-    """Continues the run there that has this id as a tag, if it exists."""
+    """Id of the run; a run with this tag is continued if it exists there."""
     config: dict[str, Any]
-    """The resolved configuration, whose values become the run's parameters."""
+    """The resolved configuration; its values become the run's parameters."""
 
 
 class MetricWriter(Protocol):
     """One dashboard."""
 
     def go_back_to(self, first_step: int) -> None:
-        """Take note that what was written of `first_step` and later is done again."""
+        """Expect `first_step` and later steps to be written again."""
         ...
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -94,10 +94,10 @@ class MetricWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Event files, through the ``tensorboard`` package itself: torch's writer is a wrapper of the same."""
+    """Event files, written with the ``tensorboard`` package itself, which torch's writer wraps."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Hide what an earlier, interrupted run wrote of `first_step` and later."""
+        """Hide what an earlier, interrupted run wrote from `first_step` on."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -108,11 +108,11 @@ class TensorBoardWriter:
         self.go_back_to(first_step)
 
     def go_back_to(self, first_step: int) -> None:
-        """Hide what was written of `first_step` and later."""
+        """Hide what was written from `first_step` on."""
         self._file.add_event(self._event(wall_time=time.time(), step=first_step, session_log=self._restart))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event that holds every metric."""
+        """Write one event with all metrics."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._file.flush()
@@ -123,14 +123,13 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases."""
+    """A run's dashboard on Weights & Biases."""
 
     def __init__(self, folder: Path, run: WandbRun) -> None:
-        """Start or continue the run there; its local files go to ``wandb/`` in `folder`, which need not exist.
+        """Start or continue the run; its local files go to ``wandb/`` in `folder`, which need not exist.
 
         Raises:
-            ConfigError: the extra is not installed, or the service does not accept the run. Of a new `folder` nothing
-                is left then.
+            ConfigError: the extra is not installed, or the service does not accept the run. A new `folder` is removed.
 
         """
         try:
@@ -151,16 +150,16 @@ class WandbWriter:
                 config=run.config,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except (wandb.Error, OSError, ValueError) as error:  # ValueError: of a variable that it reads
+        except (wandb.Error, OSError, ValueError) as error:  # ValueError: an environment variable is invalid
             wandb.teardown()
             if is_new:
                 shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"logger.wandb_enabled: {' '.join(str(error).split())}") from error
-        # Its own counter refuses to go back, as a run that resumes from an older checkpoint does.
+        # wandb's own counter refuses to go back, as a run resumed from an older checkpoint does.
         self._run.define_metric("*", step_metric="step")
 
     def go_back_to(self, first_step: int) -> None:
-        """Do nothing: of rows with the same step, the last one counts."""
+        """Do nothing: the last of several rows with the same step counts."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row."""
@@ -172,21 +171,21 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """MLflow: a server of it, or files."""
+    """A run's dashboard on an MLflow server, or in MLflow's files."""
 
     _RUN_ID = "tandem.run_id"
     _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_VALUE = 1000, 100, 6000
-    """What MLflow takes at once."""
+    """MLflow's limits per call."""
 
     def __init__(self, folder: Path, run: MlflowRun) -> None:
-        """Start or continue the run there; where it goes to files, they are in ``mlflow/`` in `folder`.
+        """Start or continue the run; files, if it has any, are in ``mlflow/`` in `folder`.
 
         Raises:
-            ConfigError: the extra is not installed, or the server cannot be reached or does not accept the run. Of a
-                new `folder` nothing is left then.
+            ConfigError: the extra is not installed, or the server cannot be reached or does not accept the run. A new
+                `folder` is removed.
 
         """
-        # A server that is gone should not be waited for by the step; its own patience is minutes.
+        # The step should not wait for a server that is gone; MLflow's own timeout is minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -203,7 +202,7 @@ class MlflowWriter:
         self._where = run.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self._where is None:
             self._where = (folder / "mlflow").absolute().as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it would rather have a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow prefers a database
         is_new = not folder.exists()
         try:
             self._client = MlflowClient(tracking_uri=self._where)
@@ -214,7 +213,7 @@ class MlflowWriter:
             raise ConfigError(f"logger.mlflow_enabled: {self._where}: {' '.join(str(error).split())}") from error
 
     def _start(self, run: MlflowRun) -> str:
-        """Return MLflow's id of the run, which is made unless there is one."""
+        """Return MLflow's id of the run, creating the run if necessary."""
         client = self._client
         experiment = client.get_experiment_by_name(run.experiment)
         experiment_id = client.create_experiment(run.experiment) if experiment is None else experiment.experiment_id
@@ -231,7 +230,7 @@ class MlflowWriter:
         return str(made.info.run_id)
 
     def go_back_to(self, first_step: int) -> None:
-        """Do nothing: of values with the same step, the last one counts."""
+        """Do nothing: the last of several values with the same step counts."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a step's metrics; those that cannot be sent now go with the next step's."""
@@ -244,12 +243,12 @@ class MlflowWriter:
             while self._unsent:
                 self._client.log_batch(self._run_id, metrics=self._unsent[: self._MOST_METRICS])
                 del self._unsent[: self._MOST_METRICS]
-        except Exception:  # the library raises what its stores raise
+        except Exception:  # the library raises whatever its stores raise
             return False
         return True
 
     def close(self) -> None:
-        """Send what is left, and end the run's session."""
+        """Send the rest, and end the run's session."""
         is_whole = self._send()
         try:
             self._client.set_terminated(self._run_id)
@@ -260,7 +259,7 @@ class MlflowWriter:
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested mappings, each with its path."""
+    """Yield the leaves of nested mappings, each with its path."""
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -269,27 +268,27 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _allowed(name: str) -> str:
-    """Return a name with nothing in it that MLflow refuses."""
+    """Return a name without the characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", name)
 
 
 class MetricWriters:
-    """Every dashboard that is switched on, as one; none is fine."""
+    """All enabled dashboards as one; there may be none."""
 
     def __init__(self) -> None:
         self._writers: list[MetricWriter] = []
 
     def add(self, writer: MetricWriter) -> None:
-        """Write to this one as well, from now on, and close it at the end."""
+        """Write to this one as well from now on, and close it at the end."""
         self._writers.append(writer)
 
     def go_back_to(self, first_step: int) -> None:
-        """Take note that what was written of `first_step` and later is done again."""
+        """Expect `first_step` and later steps to be written again."""
         for writer in self._writers:
             writer.go_back_to(first_step)
 
     def write(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Write a step that is done, by its short names."""
+        """Write a finished step, given by short names."""
         named = dashboard_names(metrics, seconds)
         for writer in self._writers:
             writer.write(step, named)

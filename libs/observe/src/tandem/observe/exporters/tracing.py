@@ -1,7 +1,7 @@
-"""Send the steps of a timeline, with their refits and requests, to a collector of OpenTelemetry.
+"""Spans of a timeline's steps, refits and requests, sent to an OpenTelemetry collector.
 
-Spans are handed over when their step is done, to a thread of the library's, which sends them. A collector that is slow
-or gone costs the run nothing but its spans, and that is said once.
+When a step is done, its spans go to a thread of the library, which sends them. A collector that is slow or gone costs
+the run nothing but spans, which is reported once.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from opentelemetry.trace import SpanKind, Tracer, set_span_in_context
 from tandem.observe.run_folder.timeline_file import COORDINATOR, Span, StepSpans
 
 _TIMEOUT_S = 5.0
-"""How long the collector may take to answer, at the end of a run as well."""
+"""Longest time that the collector takes to answer, also at the end of a run."""
 _MOST_SPANS = 1 << 16
-"""That wait to be sent; those beyond are dropped."""
+"""Most spans waiting to be sent; more are dropped."""
 
 
 class Tracing:
-    """Sends spans until it is closed."""
+    """Sender of spans, until it is closed."""
 
     def __init__(
         self, endpoint: str, run_id: str, say: Callable[[str], None], exporter: SpanExporter | None = None
     ) -> None:
-        """`exporter` takes the place of what sends to `endpoint`; `say` is told, once, that spans do not arrive."""
-        # The library would log each batch that fails; it is said once instead.
+        """Start; `exporter` replaces the sender to `endpoint`; `say` is called once if spans do not arrive."""
+        # Silence the library, which would log each failed batch; the failure is reported once instead.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         watched = _Watched(exporter or OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S), endpoint, say)
         resource = Resource.create({"service.name": "tandem", "tandem.run_id": run_id})
@@ -41,7 +41,7 @@ class Tracing:
         self._tracer: Tracer = self._provider.get_tracer("tandem")
 
     def send(self, steps: Sequence[StepSpans]) -> None:
-        """Hand over what has happened: a span for each step, and within it one for all that ended meanwhile."""
+        """Send finished steps: a span for each, with nested spans for all that ended during it."""
         for step in steps:
             root = self._tracer.start_span(
                 f"step {step.step}", attributes={"tandem.step": step.step}, start_time=_nanoseconds(step.start)
@@ -51,7 +51,7 @@ class Tracing:
                 child = self._tracer.start_span(
                     span.what,
                     context,
-                    # A process is asked over the network; the coordinator's own spans are phases of the run.
+                    # Requests go to processes over the network; the coordinator's own spans are phases of the run.
                     SpanKind.INTERNAL if span.process == COORDINATOR else SpanKind.CLIENT,
                     _attributes(span),
                     start_time=_nanoseconds(span.start),
@@ -60,12 +60,12 @@ class Tracing:
             root.end(_nanoseconds(step.end))
 
     def close(self) -> None:
-        """Send what is left, while the collector answers, and end."""
+        """Send the rest, as long as the collector answers, and end."""
         self._provider.shutdown()
 
 
 class _Watched(SpanExporter):
-    """Says once that what another exporter sends does not arrive."""
+    """An exporter that reports once that another exporter's spans do not arrive."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str, say: Callable[[str], None]) -> None:
         self._exporter = exporter
@@ -77,19 +77,19 @@ class _Watched(SpanExporter):
         """Send spans."""
         try:
             result = self._exporter.export(spans)
-        except Exception:  # a thread that died of it would send nothing any more
+        except Exception:  # an exception would end the thread, and nothing more would be sent
             result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS and not self._has_said:
             self._has_said = True
-            self._say(f"logger.opentelemetry.endpoint: {self._endpoint} does not take spans; the run goes on without")
+            self._say(f"logger.opentelemetry.endpoint: {self._endpoint} takes no spans; the run goes on without it")
         return result
 
     def shutdown(self) -> None:
-        """Pass it on."""
+        """Shut the wrapped exporter down."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Pass it on."""
+        """Flush the wrapped exporter."""
         return bool(self._exporter.force_flush(timeout_millis))
 
 

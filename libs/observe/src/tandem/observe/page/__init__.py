@@ -1,1 +1,1 @@
-"""The page of a run: a program that reads run folders and answers browsers"""
+"""The page of a run: a web server that reads run folders"""

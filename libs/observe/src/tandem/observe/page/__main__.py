@@ -1,4 +1,4 @@
-"""The process of the page beside a run: it ends with the coordinator, its parent, and not before."""
+"""The process of a run's page, which ends with its parent, the coordinator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.common.process_lifetime import die_with
 
 
 def main() -> None:
-    """Serve the page of one run, on a socket that the coordinator listens with, until that asks this process to end."""
+    """Serve the page of one run on the coordinator's listening socket, until the coordinator ends this process."""
     parser = argparse.ArgumentParser(prog="page")
     parser.add_argument("run", type=Path)
     parser.add_argument("--socket", type=int, required=True, help="its descriptor")

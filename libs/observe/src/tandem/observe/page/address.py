@@ -1,4 +1,4 @@
-"""Where the page listens, and what to open in a browser; imports no web server."""
+"""The page's socket, and its address in a browser; imports no web server."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from urllib.parse import quote
 from tandem.common.errors import ConfigError
 
 END = signal.SIGUSR1
-"""Asks the page's process to end. What asks the whole run to end, the page leaves to the coordinator."""
+"""Signal that ends the page's process. The page leaves signals that end the whole run to the coordinator."""
 FIRST_PORT = 8700
 _PORTS = 100
-"""How many are tried from the first on, before any that is free is taken."""
+"""Number of ports tried from the first on, before any free one is taken."""
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on a port; without one, on the first that is free from `FIRST_PORT` on, or any.
+    """Return a socket that listens on a port; without one, on the first free port from `FIRST_PORT` on, or any.
 
-    Raises `ConfigError` if that cannot be.
+    Raises `ConfigError` if that is impossible.
     """
     ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + _PORTS), 0]
     why = ""
@@ -36,7 +36,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 def _bound(family: int, address: object) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A page that has just ended leaves connections behind, which keep nobody from the port.
+        # Connections left by a page that has just ended must not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)  # type: ignore[arg-type]
         listener.listen(128)

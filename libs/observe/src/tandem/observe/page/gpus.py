@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by the driver's own tool; none where there is none."""
+"""The GPUs of this machine, read with the driver's own tool; none without it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import msgspec
 
 _FIELDS = ("index", "name", "memory.total", "memory.used", "utilization.gpu")
 _PAUSE_S = 2.0
-"""Between two times that the tool is asked, at least, however many ask the page."""
+"""Shortest interval between two calls of the tool, however many requests there are."""
 _TIMEOUT_S = 5.0
 _MIB = 2**20
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as it is now."""
+    """The current state of one GPU."""
 
     host: str
     index: int
     name: str
     memory_gb: float
-    """10^9 bytes, as everywhere."""
+    """Total memory; 10^9 bytes, as everywhere."""
     used_gb: float
     utilisation: float | None
-    """Share of the last moments in which it computed; None where the driver does not say."""
+    """Share of the most recent moments in which it computed; None if the driver does not report it."""
 
 
 class Gpus:
-    """Asks the driver now and then, while anybody asks."""
+    """Reader of GPUs, which calls the tool only on request."""
 
     def __init__(self, tool: str = "nvidia-smi") -> None:
         self._tool = shutil.which(tool)
@@ -40,7 +40,7 @@ class Gpus:
         self._found: list[Gpu] = []
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs, as they were at most two seconds ago."""
+        """Return the GPUs' state of at most two seconds ago."""
         if self._tool is None:
             return []
         with self._lock:
@@ -54,13 +54,13 @@ def _ask(tool: str) -> list[Gpu]:
     command = [tool, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):  # a driver that is not loaded, or hangs
+    except (OSError, subprocess.SubprocessError):  # the driver is not loaded, or hangs
         return []
     return [gpu for line in done.stdout.splitlines() if (gpu := _parse(line)) is not None]
 
 
 def _parse(line: str) -> Gpu | None:
-    """Return what a line says; None for one that is none of a GPU."""
+    """Parse a line of the tool's output; return None if it describes no GPU."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != len(_FIELDS) or not fields[0].isdigit():
         return None
@@ -77,7 +77,7 @@ def _parse(line: str) -> Gpu | None:
 
 
 def _number(text: str) -> float | None:
-    """Return a number; None for what the driver says instead, such as [N/A]."""
+    """Return a number; None for other text, such as [N/A]."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Serve the page until this process is asked to end."""
+"""The page's main loop, until the process is asked to end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tandem.observe.page.server import make_app
 from tandem.observe.page.stream import Watch
 
 _END_S = 5
-"""How long requests may take that are not answered when the program is to end."""
+"""Longest time for unfinished requests once the program is to end."""
 
 
 def serve(
     folders: Sequence[Path], listener: socket.socket, token: str | None = None, *, heeds_signals: bool = True
 ) -> None:
-    """Serve the page of these runs until this process gets SIGINT or SIGTERM; `END` if it does not heed these."""
+    """Serve the page of these runs until SIGINT or SIGTERM, or only `END` without `heeds_signals`."""
     app = make_app(folders, token)
     config = uvicorn.Config(
         app,
@@ -39,7 +39,7 @@ def serve(
     )
     server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
     with asyncio.Runner() as runner:
-        # A loop that a signal interrupts while it is made complains when it is collected.
+        # Block signals: an event loop interrupted during creation warns when it is collected.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             runner.get_loop()
@@ -49,13 +49,13 @@ def serve(
 
 
 class _Server(SignalledServer):
-    """Ends its streams as well."""
+    """A server that also ends its streams."""
 
     def __init__(self, config: uvicorn.Config, watch: Watch, *, heeds_signals: bool) -> None:
         super().__init__(config, heeds_signals=heeds_signals, end=END)
         self._watch = watch
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, or they would be waited for."""
+        """End the streams first, because the shutdown waits for them."""
         self._watch.end()
         await super().shutdown(sockets)

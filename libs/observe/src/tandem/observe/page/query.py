@@ -1,4 +1,4 @@
-"""The parameters of a request, checked: what is wrong with one is one line."""
+"""The parameters of a request, checked; a problem is one line of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Choice = TypeVar("Choice", bound=str)
 
 
 class BadQuery(TandemError):
-    """A parameter that cannot be understood."""
+    """A malformed parameter."""
 
 
 def whole_number(request: Request, name: str, default: int, least: int = 0, most: int = 2**53) -> int:
@@ -46,7 +46,7 @@ def maybe_number(request: Request, name: str) -> float | None:
 
 
 def choice(request: Request, name: str, choices: Sequence[Choice]) -> Choice:
-    """Return a parameter that is one of the choices, the first if it is not given."""
+    """Return a parameter that is one of the choices; the first if it is not given."""
     text = request.query_params.get(name) or choices[0]
     for each in choices:
         if each == text:

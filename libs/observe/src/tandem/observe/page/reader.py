@@ -1,7 +1,7 @@
-"""One run, as the page reads it: the journal, ``live.json``, and whether a coordinator has the lock.
+"""One run, as the page reads it: the journal, ``live.json``, and whether a coordinator holds the lock.
 
-Nothing here is kept open between two requests, and no read is long: the journal has a rollback journal, so that the
-coordinator's commits wait for whoever reads.
+Nothing stays open between requests, and every read is short: the journal has a rollback journal, so the coordinator's
+commits wait for readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     created_at: float
     state: State
-    """``ended`` if nobody knows how: its coordinator was killed."""
+    """``ended`` if the end is unknown, because the coordinator was killed."""
     last_step: int | None
     num_steps: int | None
     updated_at: float
@@ -52,11 +52,11 @@ class Refit(msgspec.Struct, frozen=True, kw_only=True):
     bound_s: float
     share_of_bound: float
     digest: str
-    """In hexadecimal, which JavaScript does not round; empty if it was not verified."""
+    """Digest in hexadecimal, which JavaScript does not round; empty if it was not verified."""
     verify: str
     quarantined: dict[str, str]
     aliased: bool
-    """Whether engines read all of it where the trainer keeps it: not a byte was copied."""
+    """Whether engines read all of it in the trainer's memory, without copies."""
 
 
 class PastEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class PastEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run's record is: what tells whether there is anything new."""
+    """The extent of a run's record, which tells whether there is anything new."""
 
     last_step: int | None
     last_event: int
@@ -78,17 +78,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReader:
-    """Reads one run folder."""
+    """Reader of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `RunFolderError` if there is no journal in it, or none that can be read."""
+        """Check the folder. Raises `RunFolderError` if it has no readable journal."""
         self.folder = folder.absolute()
         with self.journal():
             pass
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[sqlite3.Connection]:
-        """Open the journal. Raises `RunFolderError`, also for what goes wrong inside the block."""
+        """Open the journal. Raises `RunFolderError`, also for errors inside the block."""
         require_journal(self.folder)
         with contextlib.closing(connect_checked(self.folder, checks_pages=False)) as connection:
             connection.execute("PRAGMA query_only = ON")
@@ -96,7 +96,7 @@ class RunReader:
                 yield connection
 
     def summary(self, index: int) -> RunSummary:
-        """Return what the run is, and how far."""
+        """Return the run's properties and progress."""
         with self.journal() as journal:
             run_id, created_at, algorithm = journal.execute("SELECT run_id, created_at, algorithm FROM run").fetchone()
             (config_json,) = journal.execute(_CONFIG).fetchone()
@@ -124,11 +124,11 @@ class RunReader:
         )
 
     def _state(self, journal: sqlite3.Connection) -> State:
-        """Return how the run is; what ended before it was begun the last time is over."""
+        """Return the state of the run, ignoring ends before its last start."""
         return outcome_in(last_event(journal)) or ("running" if is_taken(self.folder) else "ended")
 
     def live(self) -> Live | None:
-        """Return what the coordinator said last; None once the run has ended."""
+        """Return the coordinator's last status; None once the run has ended."""
         live = read_live(self.folder)
         if live is None:
             return None
@@ -136,19 +136,19 @@ class RunReader:
             return live if self._state(journal) == "running" else None
 
     def run_id(self) -> str:
-        """Return the run's name."""
+        """Return the run's id."""
         with self.journal() as journal:
             return str(journal.execute("SELECT run_id FROM run").fetchone()[0])
 
     def configuration(self) -> dict[str, Any]:
-        """Return the configuration that the run goes by."""
+        """Return the run's configuration."""
         with self.journal() as journal:
             (config_json,) = journal.execute(_CONFIG).fetchone()
         found: dict[str, Any] = msgspec.json.decode(config_json)
         return found
 
     def models(self) -> list[str]:
-        """Return where the model's tokenizer may be: its folder or name, and the newest checkpoint."""
+        """Return places of the model's tokenizer: its folder or name, and the newest checkpoint."""
         newest = (
             "SELECT checkpoint FROM steps WHERE checkpoint != '' AND superseded_at IS NULL ORDER BY id DESC LIMIT 1"
         )
@@ -158,13 +158,14 @@ class RunReader:
         policy = msgspec.json.decode(config_json).get("policy", {})
         tokenizer = policy.get("tokenizer") or {}
         named = [tokenizer.get("name"), policy.get("model_name")]
-        # Names are relative to where the run was begun, which the page need not be; checkpoints mostly lie in the run.
+        # Names are relative to the folder where the run was started, not the page; checkpoints are mostly in the run's
+        # folder.
         folders = [self.folder / "checkpoints" / Path(folder).name for (folder,) in checkpoints]
         found = [*named, *(f"{folder}/policy" for (folder,) in checkpoints), *(f / "policy" for f in folders)]
         return [str(name) for name in found if name]
 
     def step_seconds(self, step: int) -> tuple[float, dict[str, float]] | None:
-        """Return when a step was committed, and its seconds by phase; None if it is not done."""
+        """Return a step's commit time, and its seconds by phase; None if it is not done."""
         query = "SELECT id, committed_at FROM steps WHERE step = ? AND superseded_at IS NULL"
         with self.journal() as journal:
             row = journal.execute(query, (step,)).fetchone()
@@ -174,21 +175,21 @@ class RunReader:
         return row[1], dict(seconds)
 
     def refits(self, limit: int) -> list[Refit]:
-        """Return the newest refits of versions that still count, in order."""
+        """Return the newest refits of valid versions, in order."""
         query = "SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id DESC LIMIT ?"
         with self.journal() as journal:
             rows = journal.execute(query, (limit,)).fetchall()
         return [_refit(msgspec.json.decode(record, type=RefitRecord)) for (record,) in reversed(rows)]
 
     def events(self, after: int, limit: int) -> list[PastEvent]:
-        """Return the events that follow one, the newest of them, in order."""
+        """Return the newest events after a given one, in order."""
         query = "SELECT id, at, member, text FROM events WHERE id > ? ORDER BY id DESC LIMIT ?"
         with self.journal() as journal:
             rows = journal.execute(query, (after, limit)).fetchall()
         return [PastEvent(id=i, at=at, source=member, text=text) for i, at, member, text in reversed(rows)]
 
     def mark(self) -> Mark:
-        """Return how far the record is."""
+        """Return the extent of the record."""
         with self.journal() as journal:
             (last_step,) = journal.execute("SELECT max(step) FROM steps WHERE superseded_at IS NULL").fetchone()
             (last_event,) = journal.execute("SELECT max(id) FROM events").fetchone()

@@ -1,4 +1,4 @@
-"""The samples of a run as the page shows them: a list of some, and one with its tokens."""
+"""The samples of a run for the page: a list of some, or one with its tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
 from tandem.observe.page.tokens import texts_of
 
-if TYPE_CHECKING:  # Arrow takes a while to be imported
+if TYPE_CHECKING:  # Arrow is slow to import
     from tandem.observe.samples import SampleQuery
     from tandem.samples.sample_record import RecordedSample
 
 SORTS: tuple[Literal["group", "reward", "length", "advantage"], ...] = ("group", "reward", "length", "advantage")
 PURPOSES: tuple[Purpose, ...] = ("train", "validate")
 _MAX_STEPS = 200
-"""Of which the samples of a problem are looked up, the newest."""
+"""Number of newest steps in which samples of a problem are looked up."""
 
 
 class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +28,9 @@ class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int | None
     total: int
-    """That the query asks for."""
+    """Number of samples that match the query."""
     steps: dict[str, tuple[int, int]]
-    """The first step and the last that are recorded, by purpose."""
+    """First and last recorded step, by purpose."""
     rows: list[dict[str, Any]]
 
 
@@ -39,7 +39,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     text: str
-    """That is complete with it; where a character takes several tokens, it is the last one's."""
+    """Text that the token completes; a character of several tokens belongs to the last one."""
     made_by_policy: bool
     logprob: float | None
     trainer_logprob: float | None
@@ -47,7 +47,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def query_samples(run: Path, query: SampleQuery, run_id: str) -> SampleRows:
-    """Return what a query asks for. Raises `SamplesError` for a damaged file."""
+    """Return the samples that match a query. Raises `SamplesError` for a damaged file."""
     from tandem.observe.samples import recorded_steps, search
 
     there = {purpose: steps for purpose in PURPOSES if (steps := recorded_steps(run, purpose))}
@@ -62,7 +62,7 @@ def query_samples(run: Path, query: SampleQuery, run_id: str) -> SampleRows:
 def one_sample(
     run: Path, place: tuple[int, int, int], purpose: Purpose, run_id: str, models: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a sample with its tokens, by its step, group and number; `models` are where a tokenizer may be.
+    """Return a sample with its tokens, by step, group and number; `models` are places of a tokenizer.
 
     Raises `SamplesError` if there is none.
     """
@@ -80,7 +80,7 @@ def one_sample(
 
 
 def samples_of_problem(run: Path, problem_id: str, run_id: str) -> list[dict[str, Any]]:
-    """Return the samples of a problem in the newest steps, in order of steps, those of validation among them."""
+    """Return the samples of a problem in the newest steps, in order of steps, including validation."""
     from tandem.observe.samples import SampleQuery, recorded_steps, select
 
     found: list[dict[str, Any]] = []
@@ -92,13 +92,13 @@ def samples_of_problem(run: Path, problem_id: str, run_id: str) -> list[dict[str
             except SamplesError:
                 if step in recorded_steps(run, purpose):
                     raise
-                continue  # the oldest are deleted where the record is bounded
+                continue  # the oldest samples are deleted if the rollout log is bounded
             found += [_row(sample) | {"purpose": purpose} for sample in samples]
     return sorted(found, key=lambda row: (row["step"], row["purpose"], row["group"], row["sample"]))
 
 
 def _row(sample: RecordedSample) -> dict[str, Any]:
-    """Return a sample under the names of the record's columns."""
+    """Return a sample under the names of the rollout log's columns."""
     scored: dict[str, Any] = msgspec.to_builtins(sample.scored)
     return scored | {
         "step": sample.step,

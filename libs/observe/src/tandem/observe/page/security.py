@@ -1,6 +1,6 @@
-"""Who may read the page: on loopback no web site (`web.foreign`); elsewhere a token's holder.
+"""Access to the page: on loopback, no web site (`web.foreign`); elsewhere, only holders of a token.
 
-The token comes once in the address and is kept as a cookie.
+The token is given once in the address, and then kept as a cookie.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _HEADERS = {
 
 
 def error(status: int, text: str) -> Response:
-    """Return an answer that says on one line what is wrong."""
+    """Return an answer that states the problem on one line."""
     body = msgspec.json.encode({"error": " ".join(text.split())})
     return Response(body, status, media_type="application/json")
 
 
 class Guard:
-    """Lets requests through that may read the page, and says in every answer what a browser may do with it."""
+    """Middleware that passes permitted requests on, and adds headers that restrict browsers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """`token` is None on loopback."""
+        """Guard `app`; `token` is None on loopback."""
         self._app = app
         self._token = token
 
@@ -61,7 +61,7 @@ class Guard:
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """Return what is answered to a request that is not let through."""
+        """Return the answer to a request that is not permitted, or None."""
         if scope["method"] not in _METHODS:
             return error(405, "the page is read-only: GET and HEAD are all it answers")
         if self._token is None:
@@ -71,18 +71,18 @@ class Guard:
         given = request.query_params.get("token")
         if given is not None and _are_equal(given, self._token):
             rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
-            # Two slashes at the beginning would be the name of a host.
+            # A path that begins with two slashes would be a host name.
             path = "/" + quote(scope["path"].lstrip("/\\"))
             response = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
             return response
         if _are_equal(request.cookies.get(COOKIE, ""), self._token):
             return None
-        return error(401, "open the page once by the address with ?token=, which was printed when it began")
+        return error(401, "open the page once with the address that it printed at its start, which has ?token=")
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return an unguessable token."""
     return secrets.token_urlsafe(24)
 
 

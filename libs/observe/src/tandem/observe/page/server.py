@@ -1,4 +1,4 @@
-"""The page's program: a web server that reads run folders, and does nothing else."""
+"""The page's program: a web server that only reads run folders."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _MOST_STEPS = 200
 
 
 class Run:
-    """A run, and what of it is kept between requests."""
+    """A run, and its data cached between requests."""
 
     def __init__(self, folder: Path, gpus: Gpus) -> None:
-        """Raises `RunFolderError` if it cannot be read."""
+        """Open the run. Raises `RunFolderError` if it cannot be read."""
         self.gpus = gpus
         self.reader = RunReader(folder)
         self.curves = Curves(self.reader)
 
 
 Answer = Callable[[Run, Request], Any]
-"""Returns what a request about a run is answered with; what it raises is said on one line."""
+"""A function that answers a request about a run; its errors are reported on one line."""
 
 
 def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
-    """Return the program over these run folders; its state has the `Watch` of its streams.
+    """Return the program for these run folders; its state has the `Watch` of its streams.
 
     Raises `RunFolderError` for a folder that cannot be read.
     """
@@ -88,7 +88,7 @@ def _answer(runs: Sequence[Run], answer: Answer, request: Request) -> Response:
 
 
 def _said(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Have what an endpoint raises said on one line."""
+    """Wrap an endpoint so that its errors are reported on one line."""
 
     def answer(request: Request) -> Response:
         try:
@@ -104,7 +104,7 @@ def _said(endpoint: Callable[[Request], Response]) -> Callable[[Request], Respon
 
 
 def _json(answer: Any) -> Response:
-    """Encode an answer; what is not a number is null."""
+    """Encode an answer; NaN becomes null."""
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -113,7 +113,7 @@ async def _refused(request: Request, problem: Exception) -> Response:
     return error(problem.status_code, f"{request.url.path[:200]}: {problem.detail}")
 
 
-# --- what is asked about a run -------------------------------------------------------------------------------------
+# --- answers about a run -------------------------------------------------------------------------------------------
 
 
 def _metrics(run: Run, request: Request) -> Any:
@@ -160,7 +160,7 @@ def _config(run: Run, request: Request) -> Any:
 
 
 def _gpus(run: Run, request: Request) -> Any:
-    """Return the GPUs of this machine while the run goes on, which may be one of several."""
+    """Return the GPUs of this machine, which may be one of several, while the run is live."""
     return run.gpus.read() if run.reader.live() is not None else []
 
 

@@ -1,9 +1,9 @@
-"""The steps of a run that count, as arrays: read once, then what is new.
+"""The valid steps of a run as arrays, read incrementally.
 
-The journal says which they are. To fetch 100,000 of its rows takes half a second of a busy machine, so that they are
-taken from ``curves.f64`` where that has them, which is found out with a few rows: its one writer appends nothing more
-after a row that it could not write, and writes all anew if it was not whole when the run was resumed. So rows that
-follow each other without a gap are the journal's if the first and the last are.
+The journal lists them, but fetching 100,000 of its rows takes half a second on a busy machine. So they are taken from
+``curves.f64`` where possible, which a few rows can show. Its only writer appends nothing after a row that it could not
+write, and rewrites the file if it was incomplete when the run was resumed. So contiguous rows equal the journal's if
+the first and the last do.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from tandem.observe.run_folder.curves_file import CurvesTable, Ids, Numbers
 
 _MOST_COMPARED = 256
-"""Steps of the file that are looked up in the journal, from the first to the last."""
+"""Steps of the file, from the first to the last, that are compared with the journal."""
 _COUNTS = "superseded_at IS NULL"
 
 
 class Steps:
-    """All steps that count, in order."""
+    """All valid steps, in order."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -29,20 +29,20 @@ class Steps:
 
     def _forget(self) -> None:
         self.ids: Ids = np.zeros(0, np.int64)
-        """In the journal, ascending."""
+        """Ids in the journal, ascending."""
         self.steps: Ids = np.zeros(0, np.int64)
         self.committed_at: Numbers = np.zeros(0)
 
     @property
     def newest(self) -> int:
-        """The id of the last one; 0 if there is none."""
+        """Id of the newest step; 0 if there is none."""
         return int(self.ids[-1]) if len(self.ids) else 0
 
     def update(self, journal: sqlite3.Connection, table: CurvesTable | None) -> bool:
-        """Read what is new; return whether it goes on from what was known.
+        """Read new steps; return whether they continue the known ones.
 
-        It does not if the run was resumed from an earlier step, or is another: then all was read anew. `table` was read
-        before, and helps where nothing is known yet.
+        They do not if the run was resumed from an earlier step, or is another; then everything was read again. `table`
+        was read before, and helps if nothing is known yet.
         """
         (run_id,) = journal.execute("SELECT run_id FROM run").fetchone()
         goes_on = run_id == self._run_id and self._still_counts(journal)
@@ -61,12 +61,12 @@ class Steps:
         return goes_on
 
     def _still_counts(self, journal: sqlite3.Connection) -> bool:
-        """Tell whether the newest step does: a resume that does any over again begins with what was done last."""
+        """Return whether the newest step is still valid: a resume that repeats steps invalidates the newest first."""
         query = f"SELECT count(*) FROM steps WHERE id = ? AND {_COUNTS}"
         return not len(self.ids) or bool(journal.execute(query, (self.newest,)).fetchone()[0])
 
     def _take(self, journal: sqlite3.Connection, table: CurvesTable) -> None:
-        """Take the steps of the file, where these are the journal's up to its last one."""
+        """Take the steps of the file, if they are the journal's up to the file's last one."""
         (last,) = journal.execute(f"SELECT max(step) FROM steps WHERE {_COUNTS}").fetchone()
         steps, committed_at = table.steps_up_to(last or 0)
         if not len(steps) or steps[-1] - steps[0] + 1 != len(steps):

@@ -1,4 +1,4 @@
-"""Changes of runs as server-sent events: files are looked at twice a second while anybody listens."""
+"""Changes of runs as server-sent events; files are checked twice a second while there are listeners."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.observe.run_folder.live import LIVE_NAME
 
 _LOOK_S = 0.5
-"""How often, which is also how often a listener hears of a run at most."""
+"""Interval of the checks, and so the shortest interval of events about a run."""
 _ALIVE_S = 15.0
-"""After so much silence a listener is told that nothing is new, or what lies between would end the connection."""
+"""Silence after which listeners get a comment, because proxies would close the connection."""
 
 
 class Watch:
-    """Looks at runs for all who listen."""
+    """A watch of the runs for all listeners."""
 
     def __init__(self, readers: Sequence[RunReader]) -> None:
         self._readers = readers
         self._has_ended = False
 
     def end(self) -> None:
-        """Have all streams end: nobody can end them otherwise but the listeners."""
+        """End all streams, which otherwise only the listeners can."""
         self._has_ended = True
 
     async def changes(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield how far each run is, and again whenever that is further, until nobody listens.
+        """Yield the extent of each run's record, and again whenever it grows, until the listener leaves.
 
-        When the program is to end, all is looked at once more: that may be because the run has ended.
+        When the program is to end, it checks once more, because the run's end may be the reason.
         """
         seen: list[tuple[object, Mark | None]] = [(None, None)] * len(self._readers)
         silent_s = 0.0
@@ -58,13 +58,13 @@ class Watch:
 
 
 def _look(reader: RunReader, before: object, told: Mark | None) -> tuple[object, Mark | None]:
-    """Return what the files are like, and how far the run is; the journal is opened only where they have changed."""
+    """Return the state of the files, and the extent of the record; the journal is opened only if files have changed."""
     now = _files(reader)
     if now == before:
         return before, told
     try:
         return now, reader.mark()
-    except RunFolderError:  # it is being moved away, or made
+    except RunFolderError:  # the folder is being moved away, or created
         return None, told
 
 

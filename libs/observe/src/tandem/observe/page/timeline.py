@@ -1,4 +1,4 @@
-"""The timeline of the newest steps, a lane a process, and the flame of one step."""
+"""The timeline of the newest steps, with a lane per process, and the flame graph of one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.observe.page.reader import RunReader
 from tandem.observe.run_folder.timeline_file import COORDINATOR, Span, StepSpans, What, read_timeline
 
 _LEAST_S = 1e-3
-"""Shorter waits are not told: they are the message's way."""
+"""Shorter waits are left out: they are the time of messages."""
 _PHASES: dict[str, What] = {
     "generation": "generating",
     "get_logprobs": "log-probabilities",
@@ -23,12 +23,12 @@ _PHASES: dict[str, What] = {
     "validation": "validating",
     "checkpointing": "saving",
 }
-"""Of a step's seconds, in the order in which they pass."""
+"""Names of a step's phases, in order of time."""
 _KINDS = ("coordinator", "trainer", "rollout", "refit")
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """When a step was in progress."""
+    """The time span of a step."""
 
     step: int
     start: float
@@ -36,7 +36,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process did."""
+    """An activity of a process."""
 
     what: What
     step: int
@@ -46,14 +46,14 @@ class LaneSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one process did."""
+    """All activities of one process."""
 
     process: str
     spans: list[LaneSpan]
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One bar of a flame: those of a depth lie within one of the depth above."""
+    """A bar of a flame graph; bars lie within one of the depth above."""
 
     name: str
     start: float
@@ -63,7 +63,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest steps."""
+    """The newest steps, their lanes, and possibly a flame graph."""
 
     steps: list[StepTimes]
     lanes: list[Lane]
@@ -71,7 +71,7 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
-    """Return the newest steps up to one."""
+    """Return the newest steps up to a given one."""
     rows = read_timeline(folder, num_steps, to)
     if not rows:
         return TimelineView(steps=[], lanes=[])
@@ -89,9 +89,9 @@ def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
 
 
 def flame(reader: RunReader, step: int) -> list[Frame]:
-    """Return a step, its phases, and within these what processes did; without a timeline what its seconds tell.
+    """Return a step, its phases, and the processes' activities in them; without a timeline, the recorded seconds.
 
-    What goes on through several phases is cut where one ends.
+    An activity in several phases is cut where each phase ends.
     """
     rows = [row for row in read_timeline(reader.folder, 1, step) if row.step == step]
     if not rows:
@@ -122,7 +122,7 @@ def _flame_of_seconds(reader: RunReader, step: int) -> list[Frame]:
 
 
 def _lane(spans: Sequence[Span], first: float, last: float) -> list[LaneSpan]:
-    """Return what a process did, in order, and when it waited; the coordinator does nothing itself and never waits."""
+    """Return a process's activities and waits, in order; the coordinator has no waits."""
     ordered = sorted(spans, key=_start)
     if ordered[0].process != COORDINATOR:
         ordered = sorted([*ordered, *_waits(ordered, first, last)], key=_start)
@@ -149,7 +149,7 @@ def _spans(rows: Iterable[StepSpans]) -> Iterator[Span]:
 
 
 def _clipped(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]:
-    """Yield what of spans lies between two moments."""
+    """Yield the parts of spans between two moments."""
     for span in spans:
         start, end = max(first, span.start), min(last, span.end)
         if end > start:
@@ -165,6 +165,6 @@ def _start(span: Span) -> float:
 
 
 def _place(process: str) -> tuple[int, int, str]:
-    """Return what processes are sorted by: their kind, and their number."""
+    """Return the sort key of processes: their kind, then their number."""
     kind, _, number = process.partition("-")
     return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), int(number) if number.isdigit() else 0, process

@@ -1,4 +1,4 @@
-"""The text of each token, by the model's own tokenizer file, so that transformers is not imported."""
+"""Texts of tokens, from the model's own tokenizer file, without importing transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FILE = "tokenizer.json"
 
 
 def texts_of(models: Sequence[str], ids: Sequence[int]) -> list[str]:
-    """Return a text for each token; where a character takes several, it is the last one's, and the others have none.
+    """Return a text for each token; a character of several tokens is given to the last one, and the others are empty.
 
-    The tokenizer is that of the first model, a folder or a name in the Hub's cache, that has one which can be read;
-    without any, texts are numbers in brackets.
+    The tokenizer is that of the first model with a readable one; a model is a folder or a name in the Hub's cache.
+    Without a tokenizer, texts are numbers in brackets.
     """
     tokenizer = next(filter(None, map(_tokenizer, models)), None)
     if tokenizer is None:
@@ -30,15 +30,15 @@ def texts_of(models: Sequence[str], ids: Sequence[int]) -> list[str]:
 
 
 def _tokenizer(model: str) -> Tokenizer | None:
-    """Return a model's tokenizer, None if there is none; what lies elsewhere than in a folder is in the Hub's cache."""
+    """Return a model's tokenizer, from a folder or else the Hub's cache; None if there is none."""
     path = (Path(model) / _FILE).absolute()
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
         found = None
-        with contextlib.suppress(HFValidationError):  # it is no name of a model
-            found = try_to_load_from_cache(model, _FILE)  # nothing is downloaded
+        with contextlib.suppress(HFValidationError):  # not a name of a model
+            found = try_to_load_from_cache(model, _FILE)  # downloads nothing
         if not isinstance(found, str):
             return None
         path = Path(found)
@@ -49,6 +49,6 @@ def _tokenizer(model: str) -> Tokenizer | None:
 def _read(path: Path, changed_at: int) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
-    with contextlib.suppress(Exception):  # the library has no error of its own
+    with contextlib.suppress(Exception):  # the library has no error class of its own
         return Tokenizer.from_file(str(path))
     return None

@@ -1,1 +1,1 @@
-"""Reports of runs: summaries, charts, and one page that holds them"""
+"""Reports of runs: summaries, charts, and a single page with both"""

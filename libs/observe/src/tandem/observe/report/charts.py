@@ -1,7 +1,7 @@
-"""Charts as SVG, for a page that loads nothing: lines on two axes, and layers on top of each other.
+"""SVG charts for a page that loads nothing: lines on two axes, and stacked layers.
 
-A curve has at most two points for each of `_COLUMNS` columns, the least and the greatest value there, so that a page is
-small however long the run was, and no peak is lost.
+A curve has at most two points in each of `_COLUMNS` columns, its minimum and maximum there. So a page is small however
+long the run was, and no peak is lost.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 56, 12, 28
 _COLUMNS = 300
 _TICKS = 4
 ROUNDING = 1e-4
-"""Values that differ by less, relative to them, are told apart by no axis."""
+"""Relative difference of values below which an axis does not separate them."""
 _LARGE = 1e6
-"""Ticks of larger values are written in powers of ten."""
+"""Value from which ticks are written as powers of ten."""
 _FEW = 40
-"""Points up to which each is marked."""
+"""Number of points below which each is marked."""
 
 
 class Line(NamedTuple):
-    """A curve: what it is called, and how it looks."""
+    """A curve: its label, points and style."""
 
     label: str
     points: Points
     colour: int
-    """Of the page's palette."""
+    """Number of a colour in the page's palette."""
     dash: int
     is_right: bool = False
-    """Whether it belongs to the axis to the right."""
+    """Whether it uses the right axis."""
 
 
 def line_chart(lines: Sequence[Line]) -> str:
-    """Return an SVG of lines, with axes for those that have any."""
+    """Return an SVG of lines, with axes where there are lines."""
     lines = [line._replace(points=[point for point in line.points if math.isfinite(point[1])]) for line in lines]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -60,7 +60,7 @@ def line_chart(lines: Sequence[Line]) -> str:
 
 
 def layer_chart(steps: Sequence[int], layers: Sequence[Sequence[float]]) -> str:
-    """Return an SVG of layers on top of each other, the first at the bottom, each of the colour of its number."""
+    """Return an SVG of stacked layers, the first at the bottom, each in the colour of its number."""
     if not steps or not layers:
         return ""
     chosen = _every_nth(len(steps))
@@ -81,7 +81,7 @@ def layer_chart(steps: Sequence[int], layers: Sequence[Sequence[float]]) -> str:
 
 
 def key(line: Line) -> str:
-    """Return a small piece of a line, for a legend."""
+    """Return a short piece of a line, for a legend."""
     return (
         f'<svg class="key" viewBox="0 0 24 8" width="24" height="8" aria-hidden="true">'
         f'<path class="c{line.colour} d{line.dash}" d="M0 4H24"/></svg>'
@@ -97,7 +97,7 @@ def layer_key(number: int) -> str:
 
 
 class _Axis(NamedTuple):
-    """Where values lie: `low` at `first`, `high` at `last`."""
+    """A linear scale: `low` is at `first`, `high` at `last`."""
 
     low: float
     high: float
@@ -106,7 +106,7 @@ class _Axis(NamedTuple):
 
     @staticmethod
     def over(low: float, high: float, first: float, last: float) -> _Axis:
-        """Return an axis of these values; such as are equal but for rounding lie in the middle, zeros at its end."""
+        """Return an axis for these values; values equal up to rounding are in the middle, zeros at its end."""
         if low == high == 0:
             high = 1.0
         elif high - low < ROUNDING * max(abs(low), abs(high)):
@@ -118,7 +118,7 @@ class _Axis(NamedTuple):
         return self.first + (value - self.low) / (self.high - self.low) * (self.last - self.first)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return round values, about `_TICKS` of them, and how they are written."""
+        """Return about `_TICKS` round values, with their texts."""
         rough = (self.high - self.low) / _TICKS
         magnitude = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
@@ -158,7 +158,7 @@ def _drawn(line: Line, across: _Axis, up: _Axis) -> Iterator[str]:
 
 
 def _thinned(points: Points) -> Points:
-    """Return the least and the greatest value of each column, in the order of steps."""
+    """Return the minimum and maximum of each column, in the order of steps."""
     if len(points) <= 2 * _COLUMNS:
         return points
     kept: list[tuple[int, float]] = []
@@ -170,7 +170,7 @@ def _thinned(points: Points) -> Points:
 
 
 def _every_nth(count: int) -> list[tuple[int, int]]:
-    """Cut so many points into columns; return where each begins and ends."""
+    """Divide `count` points into columns; return the start and end of each."""
     num_columns = min(count, _COLUMNS)
     edges = [round(column * count / num_columns) for column in range(num_columns + 1)]
     return [*itertools.pairwise(edges)]

@@ -1,6 +1,6 @@
-"""Runs as PNG: the eight panels of a report, and the two that the README shows.
+"""PNG figures of runs: the eight panels of a report, and the two shown in the README.
 
-Matplotlib is imported when one is made.
+Matplotlib is imported when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TITLES = {
 }
 _STYLES = ("-", "--", ":")
 _FEW = 40
-"""Points up to which each is marked: a curve of one point is nothing without."""
+"""Number of points below which each is marked; a curve of one point would be invisible otherwise."""
 
 
 @gc_tuning.paused()  # the import
@@ -49,7 +49,7 @@ def draw_panels(runs: Sequence[Run], path: Path) -> None:
 
 
 def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
-    """Draw the curves of a panel; several runs differ in colour, the curves of one as well."""
+    """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
     left, right = panel.drawn([run.curves for run in runs])
     if not left and not right:
         axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
@@ -73,7 +73,7 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
 
 
 def _widen(side: Any) -> None:
-    """Have an axis show no differences that rounding makes, which it would label by an offset that nobody can read."""
+    """Hide differences due to rounding, which would give an axis an unreadable offset."""
     low, high = side.get_ylim()
     least = ROUNDING * max(abs(low), abs(high))
     if high - low < least:
@@ -111,7 +111,7 @@ def _stack(axes: Any, run: Run) -> None:
 
 
 def stacked_seconds(summary: RunSummary) -> dict[str, list[float]]:
-    """Return the seconds of each phase at every step, and of what is in none of them; by what people call them."""
+    """Return the seconds of each phase at every step, and the rest, by label."""
     totals = summary.seconds.get("total", [])
     layers: dict[str, list[float]] = {}
     for name, label in PHASES.items():
@@ -126,9 +126,9 @@ def stacked_seconds(summary: RunSummary) -> dict[str, list[float]]:
 
 @gc_tuning.paused()  # the import
 def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
-    """Draw what runs trained on and what they held out, by step: two panels, which their algorithms declare."""
+    """Draw the training and held-out curves of runs by step: two panels, declared by their algorithms."""
     pyplot = _pyplot()
-    # Margins that tick labels fit into: finding them out would have it all drawn twice.
+    # Margins that fit tick labels: computing them would draw everything twice.
     margins = {"left": 0.08, "right": 0.98, "bottom": 0.13, "top": 0.91, "wspace": 0.2}
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), gridspec_kw=margins)
     for label, summary in runs.items():

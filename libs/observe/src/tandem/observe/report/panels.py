@@ -1,7 +1,7 @@
-"""The eight panels of a report: which metrics each of them draws, of which algorithm.
+"""The eight panels of a report, with the metrics that each draws, by algorithm.
 
 A panel has two axes, because a length and a share, or a norm and a share, have no common scale. Its first curve is
-drawn solid, the others dashed; several runs differ in colour.
+solid, the others dashed; several runs differ in colour.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import msgspec
 from tandem.config.schema.declarations import ALGORITHMS
 
 Points = Sequence[tuple[int, float]]
-"""Of a curve: steps and values."""
+"""Steps and values of a curve."""
 
 
 class Curve(NamedTuple):
-    """A metric, and what people call it."""
+    """A metric, and its label."""
 
     name: str
     label: str
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """What one panel draws, as far as runs have it."""
+    """The curves of one panel, drawn as far as runs have them."""
 
     title: str
     left: tuple[Curve, ...] = ()
-    """On the axis to the left."""
+    """Curves on the left axis."""
     right: tuple[Curve, ...] = ()
     missing: str
-    """What is said where no run has any of these."""
+    """Text shown if no run has any of the curves."""
 
     def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[Curve], list[Curve]]:
-        """Return the curves of both axes that some run has; one without a reference has a KL of 0 from it."""
+        """Return the curves of both axes that some run has. A KL that stays 0 means that there is no reference."""
         known = {
             name
             for of_run in curves
@@ -47,7 +47,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SECONDS, MEMORY = "seconds by phase", "memory"
-"""The titles of the panels whose curves are no metrics of the algorithm's."""
+"""Titles of the panels with curves other than metrics of the algorithm."""
 PHASES = {
     "generation": "generation",
     "get_logprobs": "log-probabilities",
@@ -56,7 +56,7 @@ PHASES = {
     "validation": "validation",
     "checkpointing": "checkpoints",
 }
-"""Parts of a step's seconds, as they are stacked."""
+"""Parts of a step's seconds, in stacking order."""
 TOTAL = Curve("seconds/total", "a whole step")
 _PHASES_OF_MEMORY = ("generation", "training", "refit")
 _KINDS = ("trainer", "engine")
@@ -125,7 +125,7 @@ _PREFERENCES = (
 
 
 def panels_of(algorithms: Iterable[str]) -> tuple[Panel, ...]:
-    """Return the eight panels of runs of these algorithms; of several, each panel has the curves of all."""
+    """Return the eight panels for runs of these algorithms; for several, each panel has the curves of all."""
     sets = list(dict.fromkeys(_panels(name) for name in algorithms))
     return tuple(_together(panels) for panels in zip(*sets, strict=True))
 
@@ -148,7 +148,7 @@ def _together(panels: Sequence[Panel]) -> Panel:
 
 
 def peak_memory(curves: Mapping[str, Points]) -> dict[str, list[tuple[int, float]]]:
-    """Return the most memory that a process of each kind had in any phase of a step, as curves."""
+    """Return the peak memory of a process of each kind in any phase of a step, as curves."""
     found: dict[str, dict[int, float]] = {}
     for kind in _KINDS:
         for phase in _PHASES_OF_MEMORY:

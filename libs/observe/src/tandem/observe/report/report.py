@@ -1,4 +1,4 @@
-"""Report on runs, side by side: as one HTML file, as PNG, and as JSON."""
+"""Reports on runs, side by side: as one HTML file, as PNG, and as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tandem.observe.report.summary import format_breakdown, format_curves
 
 
 def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[Run]:
-    """Write the report of one or more runs to a folder; ``report.json`` is of the first of them.
+    """Write the report of one or more runs to a folder; ``report.json`` describes the first of them.
 
-    Where it is to be brief, ``report.png`` has the two panels that are drawn in a fraction of the time of eight.
-
-    Raises `RunFolderError` where there is no run, or the folder cannot be written.
+    If it is brief, ``report.png`` has two panels, which take a fraction of the time of eight. Raises `RunFolderError`
+    if there is no run, or the folder cannot be written.
     """
     runs = load_runs(folders)
     try:
@@ -37,7 +36,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) 
 
 
 def format_report(runs: Sequence[Run], out: Path) -> str:
-    """Describe runs that ended: their curves, what they reached, where the time went, where the report lies."""
+    """Describe finished runs: curves, results, time spent, and the place of the report."""
     lines: list[str] = []
     for run in runs:
         if len(runs) > 1:
@@ -61,11 +60,11 @@ def format_report(runs: Sequence[Run], out: Path) -> str:
 
 
 _WIDEST = 40
-"""Characters of a value in a table on the terminal; the page has all of it."""
+"""Most characters of a value in a table on the terminal; the page shows all of it."""
 
 
 def _table(runs: Sequence[Run], rows: Sequence[Row]) -> list[str]:
-    """Lay rows out in columns, a run each."""
+    """Lay rows out in columns, one per run."""
     cells = [("", *(run.label for run in runs)), *((row.what, *row.values) for row in rows)]
     short = [[cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(*short, strict=True)]

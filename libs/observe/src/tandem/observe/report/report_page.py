@@ -1,6 +1,6 @@
 """A report as one HTML file that loads nothing and links to nothing.
 
-Whatever a model or a user wrote is escaped.
+All text written by models or users is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.observe.report.side_by_side import Row, Run, configuration_differenc
 
 _NUM_COLOURS = 10
 _NUM_NOTES = 40
-"""Of what was said during a run, the last so many lines are shown."""
+"""Number of lines shown of a run's events, the newest."""
 _LONGEST_NOTE = 400
 
 _STYLE = """
@@ -61,7 +61,7 @@ def page(runs: Sequence[Run]) -> str:
         f"<title>{title}</title><style>{_STYLE}{colours}</style></head><body>",
         f"<h1>{title}</h1>",
         f"<p>{escape(_subtitle(runs))}</p>",
-        "<h2>What was reached</h2>",
+        "<h2>Results</h2>",
         _table(runs, reached(runs)),
         '<h2>Curves</h2><div class="panels">',
         *(_panel(panel, runs) for panel in panels_of(run.summary.algorithm for run in runs)),
@@ -89,7 +89,7 @@ def _panel(panel: Panel, runs: Sequence[Run]) -> str:
 
 
 def _lines(panel: Panel, runs: Sequence[Run]) -> tuple[str, str]:
-    """Return a chart of curves and its legend; several runs differ in colour, the curves of one as well."""
+    """Return a chart of curves and its legend; several runs differ in colour, as do the curves of a single run."""
     left, right = panel.drawn([run.curves for run in runs])
     lines = [
         Line(
@@ -126,15 +126,15 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     if len(runs) == 1:
         return
     rows = configuration_differences(runs)
-    yield "<h2>How their configurations differ</h2>"
-    yield _table(runs, rows) if rows else "<p>in nothing but their folders</p>"
+    yield "<h2>Differences in configuration</h2>"
+    yield _table(runs, rows) if rows else "<p>none but the folders</p>"
 
 
 def _notes(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         lines = [text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]} …" for _, text in run.notes]
         if lines:
-            yield f"<h2>What was said{f' in {escape(run.label)}' if len(runs) > 1 else ''}</h2>"
+            yield f"<h2>Console{f' in {escape(run.label)}' if len(runs) > 1 else ''}</h2>"
             if len(lines) > _NUM_NOTES:
                 yield f"<p>the last {_NUM_NOTES} of {len(lines)} lines</p>"
             yield f"<pre>{escape(chr(10).join(lines[-_NUM_NOTES:]))}</pre>"

@@ -1,4 +1,4 @@
-"""The tables of a report: runs side by side, and in which keys their configurations differ."""
+"""Tables of a report: runs side by side, and the keys in which their configurations differ."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from tandem.observe.run_folder.journal import JournalReader, RefitRecord, RunRec
 from tandem.observe.run_folder.journal_file import damage
 
 _OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
-"""Keys that differ between any two runs, and say nothing."""
+"""Keys that differ between any two runs, and mean nothing."""
 _NONE = "-"
 
 
 class Run(NamedTuple):
-    """A run as a report shows it."""
+    """A run in a report."""
 
     label: str
     folder: Path
     record: RunRecord
     summary: RunSummary
     config: dict[str, Any]
-    """As its journal has it, whichever release wrote it."""
+    """Configuration from its journal, of whichever release."""
     refits: list[RefitRecord]
     notes: list[tuple[float, str]]
-    """What was said during the run, with Unix times."""
+    """Lines of the console during the run, with Unix times."""
     curves: dict[str, list[tuple[int, float]]]
-    """Metrics, seconds and memory by step, under the names that panels draw."""
+    """Metrics, seconds and memory by step, under the names that panels use."""
 
 
 class Row(NamedTuple):
-    """A row of a table: what it is, and what each run has."""
+    """A row of a table: a label, and a value for each run."""
 
     what: str
     values: tuple[str, ...]
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the journals of runs. Raises `RunFolderError` where there is none."""
+    """Read the journals of runs. Raises `RunFolderError` if one has none."""
     return [_load(label, folder) for label, folder in zip(labels(folders), folders, strict=True)]
 
 
@@ -76,7 +76,7 @@ def _plain_config(journal: JournalReader) -> dict[str, Any]:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell folders apart."""
+    """Return the shortest ends of paths that distinguish the folders."""
     parts = [folder.absolute().parts for folder in folders]
     longest = max(len(each) for each in parts)
     for depth in range(1, longest + 1):
@@ -87,7 +87,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def reached(runs: Sequence[Run]) -> list[Row]:
-    """Return what became of each run: steps, curves from first to last, time, tokens."""
+    """Return the results of each run: steps, curves from first to last, time, tokens."""
     rows = [
         _row("run", (run.record.run_id for run in runs)),
         _row("algorithm", (run.record.algorithm for run in runs)),
@@ -112,7 +112,7 @@ def reached(runs: Sequence[Run]) -> list[Row]:
 
 
 def times(runs: Sequence[Run]) -> list[Row]:
-    """Return where the time of a step went in the median, and how fast tokens came."""
+    """Return the median time of a step by phase, and the speed of generation."""
     rows = [_row(TOTAL.label, (_seconds(run.summary, "total") for run in runs))]
     rows += [_row(label, (_seconds(run.summary, name) for run in runs)) for name, label in PHASES.items()]
     for name, label in (
@@ -128,7 +128,7 @@ def times(runs: Sequence[Run]) -> list[Row]:
 
 
 def memory(runs: Sequence[Run]) -> list[Row]:
-    """Return the most memory that a process of each kind had in each phase, in all steps."""
+    """Return the peak memory of a process of each kind in each phase, over all steps."""
     names = sorted({name for run in runs for name in run.summary.curves if name.startswith("memory_")})
     return [
         _row(
@@ -140,7 +140,7 @@ def memory(runs: Sequence[Run]) -> list[Row]:
 
 
 def configuration_differences(runs: Sequence[Run]) -> list[Row]:
-    """Return the keys in which configurations differ, and what each run has there."""
+    """Return the keys in which configurations differ, with each run's value."""
     keys = dict.fromkeys(key for run in runs[1:] for key in differing(runs[0].config, run.config))
     return [_row(key, (_value_of(run.config, key) for run in runs)) for key in keys if key not in _OF_EVERY_RUN]
 
@@ -159,7 +159,7 @@ def _row(what: str, values: Iterable[str]) -> Row:
 
 
 def _ending(run: Run) -> str:
-    """Say how a run ended, as its journal has it."""
+    """Return how a run ended, according to its journal."""
     ends = [text for _, text in run.notes if ENDED.match(text)]
     return ends[-1].removeprefix("the run ") if ends else "no end is recorded"
 

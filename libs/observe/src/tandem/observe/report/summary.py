@@ -21,25 +21,25 @@ _BREAKDOWN = {
 }
 """The rows of NeMo-RL's published step-time table."""
 SUMMED_UP = ("reward", "val_accuracy", "loss", "val_loss", "val_rewards_chosen_mean", "val_rewards_rejected_mean")
-"""Metrics whose way from first to last is told, of those that a run has."""
+"""Metrics summarised from first to last value, if a run has them."""
 _PHASES = ("generation", "training", "refit")
 _PROCESSES = ("trainer", "engine")
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in numbers: what ``report.json`` holds."""
+    """A run in numbers: the content of ``report.json``."""
 
     run_id: str
     algorithm: str
     num_steps: int
     curves: dict[str, list[tuple[int, float]]]
-    """Metric by name, as pairs of step and value."""
+    """Pairs of step and value, by metric."""
     median_seconds: dict[str, float]
-    """Of a training step, by phase."""
+    """Median seconds of a training step, by phase."""
     wall_seconds: float
-    """All steps together."""
+    """Seconds of all steps together."""
     seconds: dict[str, list[tuple[int, float]]] = msgspec.field(default_factory=dict)
-    """Of each step, by phase, as `curves` has metrics."""
+    """Pairs of step and seconds, by phase."""
 
     @classmethod
     def of(cls, journal: JournalReader) -> Self:
@@ -73,7 +73,7 @@ def _curves(steps: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, list[
 
 
 def format_curves(summary: RunSummary) -> list[str]:
-    """Describe the way of a run's main metrics from first to last, a line each."""
+    """Describe a run's main metrics from first to last value, one line each."""
     told = {name: summary.curves[name] for name in SUMMED_UP if len(summary.curves.get(name, [])) > 1}
     width = max([14, *(len(name) for name in told)])
     lines = []
@@ -98,7 +98,7 @@ def format_breakdown(summary: RunSummary) -> str:
 
 
 def _memory_table(summary: RunSummary) -> list[str]:
-    """Return the most memory that a process of each kind had in each phase, in all steps."""
+    """Return a table of the peak memory of a process of each kind in each phase, over all steps."""
     found = {
         (kind, phase): max(value for _, value in points)
         for kind in _PROCESSES

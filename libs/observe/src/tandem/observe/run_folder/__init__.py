@@ -1,1 +1,1 @@
-"""The files of a run's folder: the journal, checkpoints, curves, and how the run stands"""
+"""The files of a run's folder: the journal, checkpoints, curves, and the live status"""

@@ -1,9 +1,9 @@
-"""Checkpoint folders: their names, when they count as whole, and which of them are kept.
+"""Checkpoint folders: their names, when they count as complete, and which of them are kept.
 
-Trainer ranks write into a temporary folder, while later steps go on. Only when every rank has synced its part does the
-coordinator add ``training.json`` and ``manifest.json`` and rename the folder to ``step_<n>``, which is atomic: a folder
-of that name was whole when it got it. The link ``latest`` then points to it. What happens to its files later shows in
-the manifest (`tandem.samples.manifest`).
+Trainer ranks write into a temporary folder while later steps run. Once every rank has synced its part, the coordinator
+adds ``training.json`` and ``manifest.json``, and renames the folder to ``step_<n>``. The rename is atomic, so a folder
+of that name was complete when it got the name. The link ``latest`` then points to it. The manifest reveals later damage
+to its files (`tandem.samples.manifest`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _RECORD = "training.json"
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``training.json`` says."""
+    """The content of ``training.json``."""
 
     step: int
     version: int
     metric_name: str
     metric: float | None
-    """The value checkpoints are ranked by; None if it was not measured at this step."""
+    """Value by which checkpoints are ranked; None if it was not measured at this step."""
     config_json: str
-    """The resolved configuration of the run that wrote it."""
+    """Resolved configuration of the run that wrote it."""
 
 
 class CheckpointFolder:
     """The checkpoints of one run."""
 
     def __init__(self, root: Path, *, keep_top_k: int | None, higher_is_better: bool, run_id: str = "") -> None:
-        """`keep_top_k` of None keeps all."""
+        """Use the folder `root`; with a `keep_top_k` of None, all checkpoints are kept."""
         self._root = root
         self._run_id = run_id
         self._temporary = f"{_TEMPORARY}{{step}}.{secrets.token_hex(4)}"
@@ -50,14 +50,14 @@ class CheckpointFolder:
 
     @property
     def temporary_pattern(self) -> str:
-        """Path of the folder ranks write to, with ``{step}`` standing for the step.
+        """Path of the folder that ranks write to, with ``{step}`` in place of the step.
 
-        No other run has it: a rank whose coordinator was killed may write on for a while, beside the run that resumes.
+        No other run uses it: after its coordinator was killed, a rank may go on writing beside the resumed run.
         """
         return str(self._root.absolute() / self._temporary)
 
     def prepare(self) -> None:
-        """Make the folder and clear what a crash left half-written or half-deleted."""
+        """Make the folder, and remove what a crash left half-written or half-deleted."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             for leftover in [*self._root.glob(f"{_TEMPORARY}*"), *self._root.glob(f"{_RETIRED}*")]:
@@ -66,9 +66,9 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpointing.checkpoint_dir: cannot use {self._root}: {error.strerror}") from error
 
     def publish(self, record: CheckpointRecord, configuration: str = "") -> Path:
-        """Give a fully written checkpoint its final name, and delete those that are no longer kept.
+        """Give a completely written checkpoint its final name, and delete those that are no longer kept.
 
-        `configuration` is the fingerprint of the one that it was made with.
+        `configuration` is the fingerprint of its configuration.
         """
         temporary = Path(self.temporary_pattern.format(step=record.step))
         final = self.folder_of(record.step)
@@ -83,7 +83,7 @@ class CheckpointFolder:
             )
             _write_synced(temporary / manifest.NAME, msgspec.json.encode(whole))
             _sync_folder(temporary)
-            if final.exists():  # left by a run whose journal is gone
+            if final.exists():  # left by a run without its journal
                 self._delete(final)
             temporary.rename(final)
             self._point_latest_to(final)
@@ -98,12 +98,12 @@ class CheckpointFolder:
         return self._root / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, whether or not it can be read, in order."""
+        """Return the steps with a checkpoint, readable or not, in order."""
         numbers = [path.name.partition("_")[2] for path in self._root.glob("step_*")]
         return sorted(int(number) for number in numbers if number.isdecimal())
 
     def read_record(self, step: int) -> CheckpointRecord:
-        """Return what a checkpoint says of itself. Raises `DamagedCheckpoint`."""
+        """Return the record of a checkpoint. Raises `DamagedCheckpoint`."""
         path = self.folder_of(step) / _RECORD
         try:
             return msgspec.json.decode(path.read_bytes(), type=CheckpointRecord)
@@ -120,7 +120,7 @@ class CheckpointFolder:
         return (steps[-1], self.folder_of(steps[-1])) if steps else None
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints of later steps, which then no longer count; return where they are."""
+        """Rename the checkpoints of later steps, which invalidates them; return their new folders."""
         found = []
         for later in self.steps():
             if later > step:
@@ -132,7 +132,7 @@ class CheckpointFolder:
         return found
 
     def _prune(self, newest: int) -> None:
-        """Keep the best `keep_top_k` and, so that the run can always be resumed, the newest."""
+        """Keep the best `keep_top_k`, and the newest, so that the run can always be resumed."""
         if self._keep_top_k is None:
             return
         sign = 1.0 if self._higher_is_better else -1.0
@@ -144,7 +144,7 @@ class CheckpointFolder:
 
         readable: dict[int, CheckpointRecord] = {}
         for step in self.steps():
-            with contextlib.suppress(DamagedCheckpoint):  # it is kept for whoever mends it
+            with contextlib.suppress(DamagedCheckpoint):  # keep it in case the user can repair it
                 readable[step] = self.read_record(step)
         best_first = sorted(readable.items(), key=rank, reverse=True)
         for step, _ in best_first[self._keep_top_k :]:
@@ -153,7 +153,7 @@ class CheckpointFolder:
 
     def _delete(self, folder: Path) -> None:
         retired = self._root / folder.name.replace("step_", _RETIRED)
-        folder.rename(retired)  # first, so that a half-deleted folder never looks whole
+        folder.rename(retired)  # rename first, so that a half-deleted folder never looks complete
         shutil.rmtree(retired)
 
     def _point_latest_to(self, final: Path) -> None:

@@ -1,9 +1,9 @@
-"""``curves.f64``: a run's metrics and seconds once more, as a table of numbers that is read at once.
+"""``curves.f64``: a copy of a run's metrics and seconds, as a table of numbers that is fast to read.
 
-The journal is what counts. There a metric lies among all others of its step, and to read one of 100,000 steps takes
-seconds; here it takes milliseconds. A row is a step: its number, when it was committed, and a number for each name of
-the header, a line of JSON that spaces fill up. Who reads it compares the first two with the journal, so that a row of a
-step that was done over again, or of another run, is none. What is lost of the file is written anew on the next resume.
+The journal is authoritative, but it stores a metric among all others of its step. Reading one metric of 100,000 steps
+takes seconds there, and milliseconds here. A row is a step: its number, its commit time, and a number for each name in
+the header, which is a line of JSON padded with spaces. Readers compare the first two numbers with the journal, and
+ignore rows of superseded steps or of another run. If part of the file is lost, the next resume rewrites it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tandem.observe.run_folder.journal import StepRecord
 
 CURVES_NAME = "curves.f64"
 SECONDS = "seconds/"
-"""Begins the name of the curve of a phase's seconds."""
+"""Prefix of the names of curves of seconds, by phase."""
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 Ids: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 
 _ABSENT = np.array([0x7FF8_0000_0AB5_E47F], np.int64)
-"""What there is for a metric that a step has not: not a number, and not the one that a metric may be."""
+"""Marker of a missing metric: a NaN unlike those that metrics may have."""
 _KEYS = 2
-"""Columns before those of the names."""
+"""Number of columns before those of the names."""
 _HEADER_BYTES = 64
-"""The header is a multiple of it."""
+"""The header's size is a multiple of this."""
 
 
 class CurvesTable:
-    """The file as it is now."""
+    """The current content of the file."""
 
     def __init__(self, names: Sequence[str], rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> None:
         self.names = tuple(names)
@@ -42,7 +42,7 @@ class CurvesTable:
         self._place = {name: place for place, name in enumerate(names, _KEYS)}
 
     def steps_up_to(self, last: int) -> tuple[Ids, Numbers]:
-        """Return the steps up to one, and when they were committed; of those done over again only the last time."""
+        """Return the steps up to `last`, with their commit times; of repeated steps, only the latest."""
         steps = np.array(self._rows[:, 0])
         is_asked_for = (steps >= 0) & (steps <= last)
         found, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
@@ -53,7 +53,7 @@ class CurvesTable:
         return found[stays], committed_at[stays]
 
     def rows_of(self, steps: Ids, committed_at: Numbers) -> Ids:
-        """Return in which row each of these steps is; -1 where it is in none."""
+        """Return the row of each of these steps; -1 for missing ones."""
         at = np.array(self._rows[:, 1])
         if np.array_equal(at, committed_at) and np.array_equal(self._rows[:, 0], steps):
             return np.arange(len(steps))
@@ -65,7 +65,7 @@ class CurvesTable:
         return np.where((at[row] == committed_at) & (self._rows[row, 0] == steps), row, -1)
 
     def columns(self, names: Sequence[str], rows: Ids) -> dict[str, tuple[Numbers, Flags]]:
-        """Return what each of these metrics is in these rows, and where it is: all are read in one go over the file."""
+        """Return the values of these metrics in these rows, and where they exist; the file is read once."""
         there = [name for name in names if name in self._place]
         places = [self._place[name] for name in there]
         is_range = len(rows) > 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
@@ -76,7 +76,7 @@ class CurvesTable:
 
 
 def read_curves(folder: Path) -> CurvesTable | None:
-    """Return what is in the file; None if there is none, or none that can be read."""
+    """Return the content of the file; None if there is none, or it is unreadable."""
     try:
         with (folder / CURVES_NAME).open("rb") as file:
             line = file.readline()
@@ -84,7 +84,7 @@ def read_curves(folder: Path) -> CurvesTable | None:
             whole = (os.fstat(file.fileno()).st_size - len(line)) // _row_bytes(names)
             if not whole:
                 return CurvesTable(names, np.zeros((0, _KEYS + len(names))))
-            # A row that is being written, or was when the writer was killed, is none.
+            # An incomplete row, being written or left by a killed writer, is ignored.
             shape = (whole, _KEYS + len(names))
             return CurvesTable(names, np.memmap(file, np.float64, mode="r", offset=len(line), shape=shape))
     except (OSError, ValueError, msgspec.MsgspecError):
@@ -92,10 +92,10 @@ def read_curves(folder: Path) -> CurvesTable | None:
 
 
 class CurvesFile:
-    """The one writer of the file. Every method raises `OSError`; then it is good for nothing more."""
+    """The only writer of the file. Every method may raise `OSError`, after which the writer is unusable."""
 
     def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:
-        """Go on with what is there, if that is all of `history`; write it anew otherwise."""
+        """Continue the file if it has all of `history`; rewrite it otherwise."""
         self._path = folder / CURVES_NAME
         table = read_curves(folder)
         if table is None or not _has_all(table, history):
@@ -110,7 +110,7 @@ class CurvesFile:
         self._file.seek(0, os.SEEK_END)
 
     def append(self, record: StepRecord) -> None:
-        """Write a step; where it has a metric that none before had, all rows are written anew."""
+        """Write a step; if it has a new metric, rewrite all rows."""
         new = [name for name in _values(record) if name not in self._names]
         if new:
             table = read_curves(self._path.parent)
@@ -122,11 +122,11 @@ class CurvesFile:
         self._file.write(_row(record, self._names))
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
     def _begin(self, rows: Iterable[bytes]) -> None:
-        """Write the file, whole, and go on behind."""
+        """Write the whole file, and leave it open for appending."""
         temporary = self._path.with_name(f".{CURVES_NAME}")
         self._file = temporary.open("w+b", buffering=0)
         try:

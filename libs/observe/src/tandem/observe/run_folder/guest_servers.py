@@ -1,4 +1,4 @@
-"""``guests.json``: where the rollouts of a run answer OpenAI's API, while it goes on."""
+"""``guests.json``: addresses at which the rollouts of a live run answer OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ GUESTS_NAME = "guests.json"
 
 
 class GuestServersFile:
-    """Writes the file, which is there as long as a rollout answers. It has secrets: others may not read it."""
+    """The writer of the file, which exists while a rollout answers. It has secrets, so only its user may read it."""
 
     def __init__(self, folder: Path) -> None:
-        """Forget what was said before."""
+        """Discard earlier content."""
         self._path = folder / GUESTS_NAME
         self._servers: dict[str, GuestServer] = {}
         self._write()
 
     def open(self, member: str, server: GuestServer) -> None:
-        """Say that a rollout answers."""
+        """Add a rollout that answers."""
         self._servers[member] = server
         self._write()
 
     def close(self, member: str) -> None:
-        """Say that it does so no more."""
+        """Remove a rollout."""
         if self._servers.pop(member, None) is not None:
             self._write()
 
     def end(self) -> None:
-        """Say that none does."""
+        """Remove all rollouts."""
         self._servers.clear()
         self._write()
 
     def _write(self) -> None:
-        """Write the file, whole; what the disk says to it never stops the run."""
+        """Write the whole file; errors of the disk never stop the run."""
         temporary = self._path.with_name(f".{GUESTS_NAME}")
         with contextlib.suppress(OSError):
             if not self._servers:
@@ -53,7 +53,7 @@ class GuestServersFile:
 
 
 def read_guest_servers(folder: Path) -> dict[str, GuestServer] | None:
-    """Return where the rollouts of the run in a folder answer, by name; None if no run goes on there."""
+    """Return the servers of the rollouts of the run in a folder, by name; None if no run is live there."""
     if not is_taken(folder):
         return None
     try:

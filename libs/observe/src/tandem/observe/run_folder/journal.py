@@ -1,11 +1,11 @@
-"""The journal: what a run did, on disk, so that it can be continued and looked back on.
+"""The journal: a run's history on disk, for resuming it and looking back on it.
 
-One SQLite file in the run folder, ``journal.sqlite``. A step is done when `Journal.commit_step` returns, not before:
-its metrics and seconds are written in one transaction that is synced to disk. Nothing is ever deleted: what a
-run that resumes from an older checkpoint does over again is marked as superseded and left in place.
+It is a SQLite file in the run folder, ``journal.sqlite``. A step is done only when `Journal.commit_step` returns: its
+metrics and seconds are written in one transaction, which is synced to disk. Nothing is ever deleted. Steps that a run
+repeats, after it resumes from an older checkpoint, are marked as superseded and left in place.
 
-One process writes, from one thread; a lock in the folder, which the kernel gives back however the process ends, keeps
-others out. Anyone may read at any time with `read_journal`.
+One process writes, from one thread. A lock in the folder, which the kernel releases however the process ends, excludes
+others. `read_journal` may read at any time.
 """
 
 from __future__ import annotations
@@ -36,62 +36,62 @@ from tandem.observe.run_folder.journal_file import (
 )
 
 _SHORTAGE_S = 8.0
-"""How long to wait for a descriptor: connections of strangers end after five seconds (`tandem.common.curve`)."""
+"""Longest wait for a descriptor: connections of strangers end after five seconds (`tandem.common.curve`)."""
 _LOOK_S = 0.05
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is kept of one step. Step 0 is the validation of the weights that a run starts from."""
+    """The record of one step. Step 0 is the validation of the weights that a run starts from."""
 
     step: int
     version: int
     """Weight version after the step."""
     metrics: dict[str, float]
-    """Of the training batch; those of the held-out problems, where the step was validated, begin with ``val_``."""
+    """Metrics of the training batch and, if the step was validated, of the held-out problems (``val_``)."""
     seconds: dict[str, float]
     """Wall seconds by phase: ``total`` is the whole step, the others are its parts."""
     checkpoint: str = ""
-    """Folder of the checkpoint that holds this step's weights, which may be written later; empty if there is none."""
+    """Folder of the checkpoint with this step's weights, which may be written later; empty if there is none."""
     committed_at: float = 0.0
-    """Unix time; the journal fills it in."""
+    """Unix time, filled in by the journal."""
 
 
 class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight version that reached these engines whole."""
+    """The refit of these engines to one weight version."""
 
     version: int
-    """The number of training steps behind it."""
+    """Number of training steps behind the version."""
     engines: tuple[str, ...]
     num_bytes: dict[str, int]
-    """Bytes counted on each link, named ``trainer-0>rollout-1``; none where engines read the trainer's memory."""
+    """Bytes on each link, named ``trainer-0>rollout-1``; zero if engines read the trainer's memory."""
     seconds: dict[str, float]
-    """By phase. Wall time of the coordinator: ``transfer``, ``attest`` (beside other work) and ``commit``; of the
-    slowest process: ``copy``, which is part of transfer, and ``digest``, which is part of attest."""
+    """Seconds by phase. Wall time of the coordinator: ``transfer``, ``attest`` (beside other work) and ``commit``. Of
+    the slowest process: ``copy``, a part of transfer, and ``digest``, a part of attest."""
     predicted_s: float
-    """What the plan said that copy takes."""
+    """Predicted time of the copy, from the plan."""
     bound_s: float
-    """What no plan could do it in; see `tandem.refit.cost`."""
+    """Lower bound of the copy's time for any plan; see `tandem.refit.cost`."""
     digest: int
-    """Of the whole version, as every engine holds it; zero if it was not verified. See `tandem.refit.digests.task`."""
+    """Digest of the whole version, as every engine holds it; zero if not verified. See `tandem.refit.digests.task`."""
     quarantined: dict[str, str]
-    """Engines that had to be refitted once more, and why."""
+    """Engines that had to be refitted again, with the reason."""
     verify: str = ""
-    """``refit.verify`` at the time: digests of different elements cannot be compared."""
+    """Value of ``refit.verify`` at the time; digests of different elements cannot be compared."""
 
     @property
     def share_of_bound(self) -> float:
-        """The bound over what copying took: one is the best there is."""
+        """The bound divided by the actual time of copying; one is the best."""
         copy_s = self.seconds.get("copy", 0.0)
         return self.bound_s / copy_s if copy_s else 1.0
 
     @property
     def is_aliased(self) -> bool:
-        """Whether engines read all of it where the trainer keeps it: not a byte was copied."""
+        """Whether engines read all of it in the trainer's memory, without copies."""
         return not any(self.num_bytes.values())
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a journal says about its run as a whole."""
+    """The journal's record of its run as a whole."""
 
     run_id: str
     created_at: float
@@ -102,7 +102,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JournalReader:
-    """Reads a journal; `Journal` and `read_journal` give one out."""
+    """A reader of a journal, obtained from `Journal` or `read_journal`."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
         self.folder = folder
@@ -118,12 +118,12 @@ class JournalReader:
 
     @property
     def run_id(self) -> str:
-        """The run's name, made when the journal was."""
+        """Name of the run, created with the journal."""
         return self.run.run_id
 
     @property
     def config_json(self) -> bytes:
-        """The configuration that the run goes by now: the last one written."""
+        """Current configuration of the run: the last one written."""
         rows = self._rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")
         with damage(self.folder):
             if not rows or not isinstance(rows[0][0], bytes):
@@ -132,16 +132,16 @@ class JournalReader:
 
     @property
     def num_begun(self) -> int:
-        """How many coordinators have begun the run or gone on with it."""
+        """Number of coordinators that have started or resumed the run."""
         return int(self._rows("SELECT count(*) FROM configs")[0][0])
 
     def last_step(self) -> int | None:
-        """Return the newest step that is done; None if there is none."""
+        """Return the newest finished step; None if there is none."""
         (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
         return None if step is None else int(step)
 
     def steps(self, *, after: int = -1, since: float = 0.0) -> list[StepRecord]:
-        """Return the steps that are done, in order, without those that were superseded.
+        """Return the finished steps in order, without superseded ones.
 
         Only those `after` a step, and those committed `since` a Unix time.
         """
@@ -149,28 +149,28 @@ class JournalReader:
         return self._steps(f"superseded_at IS NULL AND {which} ORDER BY step")
 
     def step(self, step: int) -> StepRecord:
-        """Return one step, which is done."""
+        """Return one finished step."""
         (record,) = self._steps(f"superseded_at IS NULL AND step = {step:d}")
         return record
 
     def superseded_steps(self) -> list[StepRecord]:
-        """Return the steps that a resume from an older checkpoint did over again, in the order they were committed."""
+        """Return the steps that a resume from an older checkpoint superseded, in the order of their commits."""
         return self._steps("superseded_at IS NOT NULL ORDER BY id")
 
     def refits(self) -> list[RefitRecord]:
-        """Return every refit of a version that still counts, in order."""
+        """Return every refit of a valid version, in order."""
         rows = self._rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
         with damage(self.folder):
             return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
-        """Return what happened to processes, in order: Unix time, member, text."""
+        """Return the events of processes, in order: Unix time, process, text."""
         return [
             (at, member, text) for at, member, text in self._rows("SELECT at, member, text FROM events ORDER BY id")
         ]
 
     def last_event(self) -> str:
-        """Return what `last_event` does."""
+        """Return the newest event, as `last_event` does."""
         with file_errors(self.folder):
             return last_event(self._connection)
 
@@ -216,7 +216,7 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The one writer of a run's journal. It must be used from the thread that opened it."""
+    """The only writer of a run's journal. It must be used from the thread that opened it."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
         self._lock = lock
@@ -224,10 +224,10 @@ class Journal(JournalReader):
 
     @classmethod
     def create(cls, folder: Path, config_json: bytes, algorithm: str, run_id: str | None = None) -> Self:
-        """Start a run in `folder`, which is made if it is not there; without a name it gets a new one.
+        """Start a run in `folder`, which is created if necessary; without `run_id` it gets a new one.
 
         Raises:
-            RunFolderError: the folder already holds a run, is taken by a running coordinator, or cannot be written.
+            RunFolderError: the folder already holds a run, is in use by a coordinator, or cannot be written.
 
         """
         try:
@@ -260,10 +260,10 @@ class Journal(JournalReader):
             raise
 
     def commit_step(self, record: StepRecord) -> StepRecord:
-        """Write a step, whole, to disk; return it with the time at which it became done.
+        """Write a complete step to disk; return it with its commit time.
 
         Raises:
-            RunFolderError: the disk is full or the file cannot be written; the step is then not in the journal at all.
+            RunFolderError: the disk is full or the file cannot be written; the journal then does not have the step.
 
         """
         record = msgspec.structs.replace(record, committed_at=time.time())
@@ -282,15 +282,15 @@ class Journal(JournalReader):
         return record
 
     def record_checkpoint(self, step: int, folder: str) -> None:
-        """Write that the checkpoint of a step that is done is whole."""
+        """Record that the checkpoint of a finished step is complete."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE steps SET checkpoint = ? WHERE step = ? AND superseded_at IS NULL", (folder, step)
             )
 
     def record_refit(self, record: RefitRecord) -> None:
-        """Write that a weight version reached engines."""
-        # A digest is an unsigned 64-bit number, which SQLite has not: hence JSON.
+        """Record that a weight version reached engines."""
+        # A digest is an unsigned 64-bit number, which SQLite lacks: hence JSON.
         encoded = msgspec.json.encode(record).decode()
         with self._transaction() as connection:
             connection.execute(
@@ -298,17 +298,17 @@ class Journal(JournalReader):
             )
 
     def record_event(self, member: str, text: str) -> None:
-        """Write what happened to a process: joined, lost, failed."""
+        """Record an event of a process: registered, lost, failed."""
         with self._transaction() as connection:
             connection.execute("INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), member, text))
 
     def record_config(self, config_json: bytes) -> None:
-        """Write the configuration that the run goes on with; the earlier ones stay."""
+        """Record the configuration with which the run continues; earlier ones stay."""
         with self._transaction() as connection:
             connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (time.time(), config_json))
 
     def forget_after(self, step: int) -> int:
-        """Mark what came after `step` as superseded, for a run that goes on from there; return how many steps."""
+        """Mark everything after `step` as superseded, for a run that resumes there; return the number of steps."""
         now = time.time()
         with self._transaction() as connection:
             for table in ("steps", "refits"):
@@ -319,17 +319,17 @@ class Journal(JournalReader):
             return int(count)
 
     def close(self) -> None:
-        """Close the file and give the folder back."""
+        """Close the file and release the folder."""
         super().close()
         os.close(self._lock)
 
     def _begin(self) -> None:
-        """Begin a transaction; where the process has no descriptor left just now, wait until it has one."""
+        """Begin a transaction; if the process has no free descriptor, wait for one."""
         deadline = time.monotonic() + _SHORTAGE_S
         while True:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                # The first statement that writes opens the file to roll back by.
+                # The first statement that writes opens the rollback file.
                 self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             except sqlite3.OperationalError as error:
                 self._connection.execute("ROLLBACK")
@@ -353,14 +353,14 @@ class Journal(JournalReader):
 
 
 def last_event(connection: sqlite3.Connection) -> str:
-    """Return the newest event since the run was begun or resumed the last time; empty if there is none."""
+    """Return the newest event since the run was last started or resumed; empty if there is none."""
     (begun_at,) = connection.execute("SELECT at FROM configs ORDER BY id DESC LIMIT 1").fetchone()
     newest = connection.execute("SELECT at, text FROM events ORDER BY id DESC LIMIT 1").fetchone()
     return newest[1] if newest is not None and newest[0] >= begun_at else ""
 
 
 def read_journal(folder: Path) -> JournalReader:
-    """Open the journal of `folder` for reading, also while its run is going on.
+    """Open the journal of `folder` for reading, also while its run is live.
 
     Raises:
         RunFolderError: there is no journal, or it cannot be read.

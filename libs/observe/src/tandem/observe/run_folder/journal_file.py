@@ -1,4 +1,4 @@
-"""The file under the journal: its tables, its lock, and how it is opened."""
+"""The journal's file: its tables, its lock, and how it is opened."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tandem.common.messages import PROTOCOL_VERSION
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 CONFIG_NAME = "config.yaml"
-"""Of the run's configuration, resolved, for people."""
+"""File with the run's resolved configuration, for people."""
 RESOLVED_FROM = "# resolved from "
-"""Begins its first line, which names the file that the run was begun with."""
+"""Beginning of that file's first line, which names the file that the run was started with."""
 SCHEMA_VERSION = 2
-"""Raised whenever a table changes; a journal of another version is refused, never guessed at."""
+"""Version of the tables, raised with every change; a journal of another version is refused."""
 
 _APPLICATION_ID = 0x54414E44
-"""``TAND``: tells our files from other people's SQLite files."""
+"""``TAND``: distinguishes our files from other SQLite files."""
 
 _BUSY_TIMEOUT_S = 30.0
 _PROBES = 10
 _PROBE_S = 0.02
-"""Whoever asks whether a folder is taken has its lock for a moment: it is looked at so often, so long after another."""
+"""Attempts to lock, and pause between them: checking whether a folder is taken holds its lock for a moment."""
 
 _SCHEMA = """
 CREATE TABLE run (
@@ -62,7 +62,7 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT N
 
 
 def refuse_journal(folder: Path) -> None:
-    """Refuse a folder in which a run was begun."""
+    """Refuse a folder that already has a run."""
     if (folder / JOURNAL_NAME).exists():
         raise RunFolderError(
             f"{folder} already holds a run: continue it with --resume, set it aside with --restart, or choose another "
@@ -71,7 +71,7 @@ def refuse_journal(folder: Path) -> None:
 
 
 def require_journal(folder: Path) -> None:
-    """Refuse a folder in which no run was begun."""
+    """Refuse a folder without a run."""
     if not (folder / JOURNAL_NAME).is_file():
         raise RunFolderError(f"{folder} holds no run: there is no {JOURNAL_NAME} in it")
 
@@ -98,7 +98,7 @@ def take_folder(folder: Path) -> int:
 
 
 def is_taken(folder: Path) -> bool:
-    """Tell whether a coordinator runs in the folder; one that wants to begin there is not kept from it."""
+    """Return whether a coordinator runs in the folder, without preventing another from starting there."""
     try:
         lock = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -113,7 +113,7 @@ def is_taken(folder: Path) -> bool:
 
 
 def _lock(lock: int) -> None:
-    """Take a lock; raises `OSError` if another coordinator has it, but not if someone asks just now whether one has."""
+    """Take a lock. Raises `OSError` if another coordinator has it, but not if a process is just checking the lock."""
     for _ in range(_PROBES - 1):
         with contextlib.suppress(OSError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,10 +122,10 @@ def _lock(lock: int) -> None:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open the file; transactions are ours to begin and end."""
+    """Open the file, without implicit transactions."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-    # A rollback journal and not a write-ahead log: run folders lie on network file systems, where the log's shared
+    # Use a rollback journal, not a write-ahead log: run folders are on network file systems, where the log's shared
     # memory does not work. FULL syncs before a commit returns.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
@@ -133,14 +133,14 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def connect_checked(folder: Path, *, checks_pages: bool = True) -> sqlite3.Connection:
-    """Open an existing journal and make sure that it is one of ours, of this version, and whole.
+    """Open an existing journal, and check that it is one of ours, of this version, and undamaged.
 
-    Without `checks_pages` the last is left to whoever reads a damaged page: looking at all of them takes a second
-    where there are 100,000 steps.
+    Without `checks_pages`, damaged pages are only noticed when they are read: checking all pages takes a second for
+    100,000 steps.
     """
     path = folder / JOURNAL_NAME
     with file_errors(folder):
-        # Also readers open it for writing where they may: a crash in mid-commit leaves a step to be rolled back.
+        # Readers also open it for writing if they may: a crash in mid-commit leaves a step to be rolled back.
         connection = _connect(path, "rw")
         try:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
@@ -166,12 +166,12 @@ def connect_checked(folder: Path, *, checks_pages: bool = True) -> sqlite3.Conne
 
 
 def new_run_id() -> str:
-    """Return a name for a run, unlike any other, that sorts by time."""
+    """Return a unique run id that sorts by time."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def write_new_file(folder: Path, run_id: str, config_json: bytes, algorithm: str) -> None:
-    """Make the journal of a new run; it has another name until it is whole, so that a crash leaves no half of one."""
+    """Create the journal of a new run under a temporary name, so that a crash does not leave an incomplete one."""
     unfinished = folder / f"{JOURNAL_NAME}.unfinished"
     with file_errors(folder):
         unfinished.unlink(missing_ok=True)
@@ -196,13 +196,13 @@ def _write_schema(connection: sqlite3.Connection, run_id: str, config_json: byte
 
 
 def _statements(script: str) -> Iterable[str]:
-    """Split a script; `executescript` would commit each statement on its own."""
+    """Split a script into statements; `executescript` would commit each of them on its own."""
     return (statement for statement in script.split(";") if statement.strip())
 
 
 @contextlib.contextmanager
 def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
-    """Let several reads see one state, however much is written beside them."""
+    """Let several reads see one state, whatever is written at the same time."""
     connection.execute("BEGIN")
     try:
         yield
@@ -212,7 +212,7 @@ def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_errors(folder: Path) -> Iterator[None]:
-    """Turn what SQLite and the file system complain of into one line that names the file."""
+    """Turn errors of SQLite and the file system into one line that names the file."""
     try:
         yield
     except sqlite3.IntegrityError:
@@ -223,7 +223,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def damage(folder: Path) -> Iterator[None]:
-    """Turn what cannot be made of a journal's rows, which SQLite itself finds whole, into one line that names it."""
+    """Turn errors in a journal's rows, which SQLite cannot notice, into one line that names the file."""
     try:
         yield
     except (msgspec.MsgspecError, TypeError, ValueError, LookupError) as error:

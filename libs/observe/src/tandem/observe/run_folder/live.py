@@ -1,4 +1,4 @@
-"""``live.json``: how a run stands now, in its folder, for whoever looks at it from outside."""
+"""``live.json``: the current status of a run, in its folder, for observers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 LIVE_NAME = "live.json"
 LEAVING = "leaving"
-"""The status of an engine that was told to."""
+"""Status of a draining engine."""
 
 
 class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,11 +17,11 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     status: str
     version: int
-    """What it holds, or is being refitted to; -1 if that is nothing whole."""
+    """Version that it holds or is being refitted to; -1 if its weights are partial."""
     outstanding_tokens: int
-    """That it keeps for steps to come, or may have to."""
+    """Tokens that it keeps, or may have to keep, for steps to come."""
     in_flight: int
-    """Groups that it is generating."""
+    """Number of groups that it is generating."""
     host: str
     device: str
 
@@ -33,7 +33,7 @@ class LiveTrainer(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     version: int
     doing: str
-    """What it said last."""
+    """Activity that it last reported."""
     host: str
     device: str
 
@@ -46,15 +46,15 @@ class LiveGroups(msgspec.Struct, frozen=True, kw_only=True):
     ready: int = 0
     taken: int = 0
     dropped: int = 0
-    """Since the run began, or was resumed: what made them was too old, or they were made again."""
+    """Number of groups dropped since the last start, because they were too old or were generated again."""
 
 
 class LiveBuffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that are ready to be trained on."""
+    """Groups that are ready for training."""
 
     size: int = 0
     by_age: dict[str, int] = {}
-    """By how many versions their oldest weights are behind the newest."""
+    """Number of groups by how many versions their oldest weights are behind the newest."""
 
 
 class LiveVersions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +66,10 @@ class LiveVersions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run stands."""
+    """The status of a run."""
 
     at: float
-    """Unix time at which it was so."""
+    """Unix time of the status."""
     step: int
     num_steps: int
     phase: str
@@ -81,13 +81,13 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     trainers: tuple[LiveTrainer, ...] = ()
     versions: LiveVersions | None = None
     failures: int = 0
-    """Samples on which an environment failed."""
+    """Number of samples on which an environment failed."""
     notes: tuple[str, ...] = ()
-    """The newest lines of the console."""
+    """Newest lines of the console."""
 
 
 def read_live(folder: Path) -> Live | None:
-    """Return what the coordinator of the run in a folder said last; None if that is nothing that can be read."""
+    """Return the last status from the coordinator of the run in a folder; None if there is no readable one."""
     try:
         return msgspec.json.decode((folder / LIVE_NAME).read_bytes(), type=Live)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: its configuration, its checkpoints, and steps in words."""
+"""A run's configuration and checkpoints, read from its folder, and steps in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 
 def config_of(journal: JournalReader) -> Config:
-    """Return the configuration of a run. Raises `RunFolderError` for one that this release does not know."""
+    """Return the configuration of a run. Raises `RunFolderError` if this release does not know it."""
     try:
         return config_from_json(journal.config_json)
     except ConfigError as error:
@@ -22,7 +22,7 @@ def config_of(journal: JournalReader) -> Config:
 
 
 def checkpoints_of(run: Path, config: Config) -> CheckpointFolder:
-    """Return the checkpoints of the run in a folder, which may have been moved, and they within it."""
+    """Return the checkpoints of the run in a folder; both may have been moved together."""
     root, log_dir = Path(config.checkpointing.checkpoint_dir), Path(config.logger.log_dir)
     if root.is_relative_to(log_dir):
         root = run / root.relative_to(log_dir)

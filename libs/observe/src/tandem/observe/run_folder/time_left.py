@@ -1,4 +1,4 @@
-"""How much longer a run will take: the same for the console and for the page."""
+"""The remaining time of a run, for the console and for the page."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from tandem.observe.run_folder.journal import StepRecord
 
 NUM_RECENT = 20
-"""Steps whose seconds say how long those to come take."""
+"""Number of recent steps from which the remaining time is estimated."""
 
 
 def seconds_left(
     records: Sequence[StepRecord], last_step: int, since_s: float = 0.0, again: Sequence[StepRecord] = ()
 ) -> float | None:
-    """Return how long the steps to come will take if they take what the latest did in the mean; None if none is done.
+    """Return the remaining time, estimated from the mean of the latest steps; None if no step is done.
 
-    A mean has its share of validations and checkpoints, which a median would leave out. The first step, in which
-    everything warms up, counts only while there is no other. `since_s` have passed since the last one was done. Where
-    none is done any more, steps that are done `again` took as long.
+    A mean includes validations and checkpoints, which a median would ignore. The first step, in which everything warms
+    up, counts only while it is the only one. `since_s` is the time since the last step was done. If all steps are being
+    repeated, the estimate uses `again`, their earlier records.
     """
     done = [record for record in (records or again)[-NUM_RECENT:] if record.step]
     recent = [record for record in done if record.step > 1] or done

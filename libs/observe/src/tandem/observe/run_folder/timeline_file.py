@@ -1,7 +1,7 @@
-"""``timeline.sqlite``: what each process of a run did when, a row a step.
+"""``timeline.sqlite``: the activities of each process of a run over time, with one row per step.
 
-Nothing is synced for it: people look at the file, and a crash may cost its last rows. The newest
-`MAX_STEPS` steps stay.
+The file is not synced: it is only for people to look at, and a crash may cost its last rows. The newest `MAX_STEPS`
+steps are kept.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ What = Literal[
     "waiting",
 ]
 _TIMEOUT_S = 1.0
-"""How long the coordinator waits for whoever reads the file, which takes milliseconds."""
+"""Longest time that the coordinator waits for readers of the file, which take milliseconds."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process did from one moment to another, in Unix time."""
+    """An activity of a process, with start and end in Unix time."""
 
     process: str
     what: What
     step: int
-    """That it was for."""
+    """Step that it was for."""
     start: float
     end: float
     detail: str = ""
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, and the spans that ended while it was in progress, some of which are for other steps."""
+    """A step, and the spans that ended during it, some of which are for other steps."""
 
     step: int
     start: float
@@ -55,7 +55,7 @@ class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_timeline(folder: Path, num_steps: int, to: int | None) -> list[StepSpans]:
-    """Return the newest steps up to one, in order; none where nothing is recorded, or nothing that can be read."""
+    """Return the newest steps up to `to`, in order; empty if none are recorded or readable."""
     path = folder / TIMELINE_NAME
     if not path.is_file():
         return []
@@ -72,7 +72,7 @@ def read_timeline(folder: Path, num_steps: int, to: int | None) -> list[StepSpan
 
 
 def open_timeline(path: Path, first_step: int) -> sqlite3.Connection:
-    """Open the file for writing; what is there and cannot be read, as after a crash of the machine, is made anew."""
+    """Open the file for writing; an unreadable one, as after a crash of the machine, is replaced."""
     try:
         return _prepared(path, first_step)
     except sqlite3.DatabaseError:

@@ -35,7 +35,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     (found,) = adapters_in(arguments.adapters)
     words = [str(found.folder), str(arguments.target), *([arguments.base] if arguments.base else [])]
     # In a process of its own: this one imports no torch.
-    code = subprocess.run([sys.executable, "-m", "tandem.trainer.merging", *words], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "tandem.trainer.files.merging", *words], check=False).returncode
     if code == OK:
         print(f"{arguments.target} is {found.label} with its adapters merged")
     return code

@@ -1,8 +1,8 @@
 """The tensors of a Hugging Face checkpoint: names, shapes and element types, without the weights.
 
-They come from a ``config.json`` for the architectures whose shapes are known here, and from the headers of safetensors
-files for any other. The names are those of checkpoints, where every expert has tensors of its own; how transformers
-fuses them in its modules is the business of `tandem.refit.adapters.huggingface`.
+For the architectures known here they come from ``config.json``; for any other, from the headers of the safetensors
+files. Names are those of checkpoints, in which every expert has its own tensors. `tandem.refit.adapters.huggingface`
+handles how transformers fuses experts in memory.
 """
 
 from __future__ import annotations
@@ -35,48 +35,49 @@ from tandem.refit.layout import Tensor
 
 _QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
 _HALF = 2
-"""Bytes an element from which a checkpoint's type is taken for the weights' own and not for a quantisation."""
+"""Smallest element size, in bytes, of a checkpoint's unquantised weights; smaller types are quantised."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """What adapters need to know of a model. Made by `from_config` or `from_checkpoint`; equal only to itself."""
+    """The tensors and sizes of a model. Made by `from_config` or `from_checkpoint`; equal only to itself."""
 
     tensors: tuple[Tensor, ...]
-    """As a checkpoint has them; tied tensors once. Layouts share this very tuple."""
+    """The tensors of its checkpoint; tied tensors appear once. All layouts share this tuple."""
     geometry: Geometry | None
-    """None for an architecture known only by its tensors; Megatron-Core and vLLM cannot lay such a model out."""
+    """Sizes of a known architecture; None for others, which Megatron-Core and vLLM cannot lay out."""
 
     @property
     def num_parameters(self) -> int:
-        """Elements in all tensors."""
+        """Number of elements in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Where each name is in `tensors`."""
+        """Position in `tensors`, by name."""
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     @property
     def known(self) -> Geometry:
-        """The geometry. Raises `ModelError` where there is none."""
+        """The geometry. Raises `ModelError` if there is none."""
         if self.geometry is None:
             raise ModelError(f"only the tensors of this model are known; an adapter knows {', '.join(FAMILIES)}")
         return self.geometry
 
     def shape_of(self, pattern: str) -> tuple[int, ...] | None:
-        """Return the shape of the tensors of a name pattern; None if the model has none."""
+        """Return the shape of the tensors that match a name pattern; None if there are none."""
         found = self.indices(pattern)
         held = found[found >= 0]
         return self.tensors[held[0]].shape if held.size else None
 
     def indices(self, pattern: str) -> NDArray[np.int64]:
-        """Return where the tensors of a name pattern are in `tensors`, -1 where the model has none.
+        """Return the positions in `tensors` of those that match a name pattern, -1 for those that the model lacks.
 
         Args:
-            pattern: a name, with ``{layer}`` and ``{expert}`` in the places of their numbers.
+            pattern: a name, with ``{layer}`` and ``{expert}`` in place of their numbers.
 
         Returns:
-            Shape (layers, experts), (layers,) or (), by what the pattern has.
+            Shape (layers, experts), (layers,) or (), depending on the placeholders of the pattern.
+
         """
         cache: dict[str, NDArray[np.int64]] = self.__dict__.setdefault("indices of pattern", {})
         if pattern not in cache:
@@ -95,7 +96,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def formats(self) -> NDArray[np.int64]:
-        """A number for each tensor: equal for those of the same element type and block of scales; shape (tensors,)."""
+        """A number for each tensor, shape (tensors,): equal for equal element types and blocks of scales."""
         numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         found = [numbers.setdefault((tensor.dtype, tensor.block), len(numbers)) for tensor in self.tensors]
         return np.array(found, np.int64)
@@ -114,7 +115,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ModelShape(tensors, self.geometry)
 
     def with_scalar_head(self, *, has_bias: bool) -> ModelShape:
-        """Return the model with a layer that makes one number of a hidden state, in place of the output layer."""
+        """Return the model with a layer from a hidden state to one number in place of the output layer."""
         norm = self.tensors[self.index["model.norm.weight"]]
         tensors = [tensor for tensor in self.tensors if tensor.name != OUTPUT_LAYER]
         tensors.append(Tensor(f"{SCALAR_HEAD}.weight", (1, *norm.shape), norm.dtype))
@@ -123,9 +124,9 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ModelShape(tuple(tensors), msgspec.structs.replace(self.known, is_tied=False))
 
     def with_adapters(self, layers: Iterable[str], rank: int, dtype: str | None = None) -> ModelShape:
-        """Return the model with low-rank adapters of these layers behind its own tensors (`tandem.config.models.lora`).
+        """Return the model with low-rank adapters of these layers after its own tensors (`tandem.config.models.lora`).
 
-        Their element type is that of the layers unless another is given.
+        They have the layers' element type unless another is given.
         """
         added = []
         for layer in layers:
@@ -136,10 +137,10 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ModelShape((*self.tensors, *added), self.geometry)
 
     def quantised(self, block: tuple[int, int] = (128, 128), dtype: str = "float8_e4m3fn") -> ModelShape:
-        """Return the model with the weights of its linear layers quantised, a float32 scale for each block of one.
+        """Return the model with its linear layers' weights quantised, with one float32 scale per block.
 
-        As in the checkpoint of DeepSeek-V3 (arXiv:2412.19437, section 3.3): embeddings, norms, biases, routers and the
-        output layer stay as they are. The scales of ``name`` are called ``name_scale_inv``.
+        Follows the checkpoint of DeepSeek-V3 (arXiv:2412.19437, section 3.3): embeddings, norms, biases, routers and
+        the output layer stay unquantised. The scales of ``name`` are called ``name_scale_inv``.
         """
         tensors: list[Tensor] = []
         for tensor in self.tensors:
@@ -154,14 +155,15 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
-    """Return the shape of the model that a ``config.json`` describes.
+    """Return the shape of the model described by a ``config.json``.
 
     Args:
         config: the file's content.
-        dtype: element type of the weights; default is the file's own, or bfloat16 where it has none.
+        dtype: element type of the weights; default: the file's own, or bfloat16 if it names none.
 
     Raises:
-        ModelError: the architecture is not known, or a field is missing or of the wrong kind.
+        ModelError: the architecture is unknown, or a field is missing or of the wrong kind.
+
     """
     if config.get("model_type") not in FAMILIES:
         raise ModelError(f"model_type {config.get('model_type')!r} has no catalogue; known are {', '.join(FAMILIES)}")
@@ -178,13 +180,14 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
 def from_checkpoint(folder: Path) -> ModelShape:
     """Return the shape of a checkpoint, from ``config.json`` and the headers of its safetensors files.
 
-    For a known architecture, with the head of a language model or of a classifier with one label, the tensors are the
-    configuration's, which the headers must agree with: others, such as
-    the multi-token prediction layers of DeepSeek-V3 or the scales of a quantised checkpoint, take no part in a refit.
-    For any other architecture they are all of the headers'.
+    For a known architecture (with a language model's head or a one-label classifier's) the tensors come from the
+    configuration, and the headers must agree with them. Other tensors in the files take no part in a refit, such as the
+    multi-token prediction layers of DeepSeek-V3 or the scales of a quantised checkpoint. For any other architecture,
+    all tensors in the headers are used.
 
     Raises:
         ModelError: a file is missing or damaged, or contradicts the configuration.
+
     """
     found = headers.read_headers(folder)
     try:

@@ -1,4 +1,4 @@
-"""Deployments: all ranks of a parallel program, and the hosts they run on."""
+"""Deployments: all ranks of a parallel program, and their hosts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tandem.refit.layout import Layout, Storage
 
 
 class Hosts(msgspec.Struct, frozen=True):
-    """Hosts ``name-0``, ``name-1``, ... that take `per_host` ranks each, in order of rank."""
+    """Hosts ``name-0``, ``name-1``, ... with `per_host` ranks each, in order of rank."""
 
     name: str
     per_host: int = 8
     has_gpus: bool = True
     """Whether each rank has a GPU of its own."""
     first: int = 0
-    """Places that are taken by others: rank 0 comes after them."""
+    """Number of places that are already taken; rank 0 comes after them."""
 
     def host(self, rank: int) -> str:
         """Return the host of a rank."""
         return f"{self.name}-{(self.first + rank) // self.per_host}"
 
     def device(self, rank: int) -> str:
-        """Return the device of a rank, by a name that no other has."""
+        """Return a unique name for a rank's device."""
         return f"{self.host(rank)}/gpu-{(self.first + rank) % self.per_host}" if self.has_gpus else "cpu"
 
 
@@ -36,11 +36,12 @@ def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
     """Return a layout with the addresses of a process's live parameters.
 
     Args:
-        layout: that an adapter made for the process.
-        found: contiguous parameters of the process, by name; it may have others that no tensor lies in.
+        layout: made by an adapter for this process.
+        found: contiguous parameters of the process, by name; may include others that hold no tensor.
 
     Raises:
-        RefitError: the process lacks a parameter, or has it in another size: the adapter describes another model.
+        RefitError: a parameter is missing or has another size, so the adapter describes another model.
+
     """
     storages = []
     for storage in layout.storages:
@@ -53,32 +54,33 @@ def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """The parallel sizes of a program; its subclasses know what each rank holds."""
+    """The parallel sizes of a program; subclasses know what each rank holds."""
 
     @property
     @abstractmethod
     def num_ranks(self) -> int:
-        """Processes of the program."""
+        """Number of processes in the program."""
 
     @abstractmethod
     def place(self, rank: int) -> Hashable:
-        """Return all that decides what a rank holds: replicas are ranks of equal places."""
+        """Return a key for what a rank holds; ranks with equal keys are replicas."""
 
     @abstractmethod
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return a rank's layout without its host."""
 
     def layout(self, model: ModelShape, rank: int, host: str, device: str = "cpu") -> Layout:
         """Return the layout of one rank.
 
         Args:
-            model: as the process keeps it: its element types are the parameters'.
-            rank: in the whole program, as its library counts.
+            model: as the process holds it, with the element types of its parameters.
+            rank: in the whole program, counted as its library does.
             host: where the process runs.
             device: UUID of its GPU, or ``cpu``.
 
         Raises:
-            RefitError: there is no such rank, or the model cannot be split like that.
+            RefitError: there is no such rank, or the model cannot be split this way.
+
         """
         if not 0 <= rank < self.num_ranks:
             raise RefitError(f"there is no rank {rank} among {self.num_ranks}")
@@ -88,7 +90,8 @@ class Deployment(msgspec.Struct, frozen=True):
         """Return the layouts of all ranks, in order of rank; replicas share the columns of their pieces.
 
         Raises:
-            RefitError: as `layout` does, or no rank has a place for some tensor, which the adapter does not know then.
+            RefitError: as for `layout`, or the adapter does not know where some tensor goes.
+
         """
         made: dict[Hashable, Layout] = {}
         layouts = []

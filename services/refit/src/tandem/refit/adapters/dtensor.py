@@ -1,9 +1,9 @@
 """Transformers models sharded with DTensor: FSDP2, tensor parallelism, both, and replicas of either.
 
-Whatever the mesh, a rank holds one box of a parameter, contiguous in memory. Each axis of the mesh that shards a
-parameter cuts what is left as `torch.chunk` does: the first ranks get ``ceil(n / size)`` elements, the last ones fewer
-or none. The order of the cuts matters: FSDP2 wraps parameters that tensor parallelism has already cut, so it cuts
-after it although its axis is the outer one (``_StridedShard`` in torch).
+Whatever the mesh, a rank holds one slice of a parameter, contiguous in memory. Each mesh axis that shards a parameter
+cuts the rest as `torch.chunk` does: the first ranks get ``ceil(n / size)`` elements, the last ones fewer or none. The
+order of the cuts matters. FSDP2 wraps parameters that tensor parallelism has already cut, so FSDP2 cuts second although
+its axis is the outer one (``_StridedShard`` in torch).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.refit.adapters.parameters import RankBuilder
 from tandem.refit.layout import Box, Layout
 
 Cuts = Sequence[tuple[int, int]]
-"""Axis of the mesh and dimension of the parameter, in the order in which they are cut."""
+"""Pairs of mesh axis and parameter dimension, in the order of the cuts."""
 
 TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
     {
@@ -47,17 +47,18 @@ TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
         "self_attn.sinks": 0,
     }
 )
-"""Which dimension tensor parallelism cuts, by the end of a parameter's name; parameters without an entry stay whole."""
+"""Dimension that tensor parallelism cuts, by the end of a parameter's name; other parameters stay whole."""
 
 
 def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[int], cuts: Cuts) -> Box:
-    """Return the box of a parameter that the rank at some coordinates of a mesh holds; maybe empty.
+    """Return the slice of a parameter, possibly empty, held by the rank at the given mesh coordinates.
 
     Args:
         shape: of the whole parameter.
-        mesh: ranks along each axis.
+        mesh: number of ranks along each axis.
         coordinates: of the rank, along each axis.
-        cuts: those that apply to this parameter.
+        cuts: the cuts of this parameter.
+
     """
     start, stop = [0] * len(shape), list(shape)
     for axis, dim in cuts:
@@ -74,14 +75,15 @@ def layout_on_mesh(
     cuts_of: Callable[[str, tuple[int, ...]], Cuts],
     fuses_experts: bool = True,
 ) -> Layout:
-    """Return the layout of a rank of any mesh, of a process without a host.
+    """Return the layout of a rank of any mesh, without its host.
 
     Args:
-        model: whose parameters are sharded.
-        mesh: ranks along each axis; the last axis varies fastest.
+        model: the model to shard.
+        mesh: number of ranks along each axis; the last axis varies fastest.
         rank: in the mesh.
-        cuts_of: the cuts of a parameter, of its name pattern and shape.
+        cuts_of: returns the cuts of a parameter from its name pattern and shape.
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+
     """
     coordinates = _coordinates(rank, mesh)
     builder = RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))
@@ -89,7 +91,7 @@ def layout_on_mesh(
         box = local_box(parameter.shape, mesh, coordinates, cuts_of(parameter.name, parameter.shape))
         window, experts = box, parameter.experts
         if experts and "{expert}" not in parameter.name:
-            # The first dimension is the experts': each of those left lies one further.
+            # The first dimension counts experts, so each remaining expert lies one further along it.
             experts = experts[box.start[0] : box.stop[0]]
             window = Box((0, *box.start[1:]), box.shape)
         clipped = [fill.clip(window) for fill in parameter.fills]
@@ -98,21 +100,21 @@ def layout_on_mesh(
 
 
 class DTensor(Deployment, frozen=True):
-    """FSDP2 over `shard` ranks of models that tensor parallelism cuts in `tensor` parts, `replicate` times (HSDP).
+    """FSDP2 over `shard` ranks of models cut in `tensor` parts by tensor parallelism, `replicate` times (HSDP).
 
-    The mesh is (replicate, shard, tensor). Context-parallel ranks count among `shard`.
+    The mesh is (replicate, shard, tensor). Context-parallel ranks count towards `shard`.
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     plan: Mapping[str, int] = TENSOR_PLAN
-    """What tensor parallelism cuts, as `TENSOR_PLAN`."""
+    """Dimensions that tensor parallelism cuts, in the form of `TENSOR_PLAN`."""
     fuses_experts: bool = True
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the program."""
+        """Number of processes in the program."""
         return math.prod(self._mesh)
 
     @property
@@ -122,8 +124,8 @@ class DTensor(Deployment, frozen=True):
     def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
         """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
 
-        A buffer is whole on every rank. Of an adapter, the matrix on the side on which its layer is cut is cut as well,
-        and the other one whole.
+        Every rank holds buffers whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side;
+        the other matrix stays whole.
         """
         if name.endswith(BIAS):
             return ()
@@ -142,7 +144,7 @@ class DTensor(Deployment, frozen=True):
         return _coordinates(rank, self._mesh)[1:]
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return a rank's layout without its host."""
         return layout_on_mesh(model, self._mesh, rank, self.cuts, self.fuses_experts)
 
 

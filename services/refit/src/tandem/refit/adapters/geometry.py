@@ -1,4 +1,4 @@
-"""Decoders of known architectures: their sizes, and the tensors that those imply."""
+"""Decoders of known architectures: their sizes, and the tensors that follow from them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FAMILIES = (
 """The known architectures, by their ``model_type``."""
 
 BIAS = "e_score_correction_bias"
-"""What routers add to their scores when they choose experts; float32 whatever the weights are."""
+"""Correction that routers add to their scores when they choose experts; always float32."""
 
 _HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
-"""What transformers takes where a file says nothing."""
+"""Head dimensions that transformers assumes when the file names none."""
 
 NORMS = (
     "input_layernorm",
@@ -39,10 +39,10 @@ NORMS = (
 
 OUTPUT_LAYER = "lm_head.weight"
 SCALAR_HEAD = "score"
-"""What Transformers' classifiers call the layer that they have in place of the output layer."""
+"""Name that Transformers' classifiers give to the layer in place of the output layer."""
 
 LAYER = "model.layers.{layer}."
-"""What the name of every tensor of a layer begins with; patterns keep the braces."""
+"""Prefix of the name of each of a layer's tensors; patterns keep the braces."""
 
 
 class Attention(msgspec.Struct, frozen=True):
@@ -58,12 +58,12 @@ class LatentAttention(msgspec.Struct, frozen=True):
 
     num_heads: int
     query_rank: int | None
-    """Rank that queries are compressed to; None where they are not."""
+    """Rank that queries are compressed to; None if they are not compressed."""
     kv_rank: int
     nope_dim: int
-    """Elements of a query or key head that carry no position."""
+    """Elements of a query or key head without position."""
     rope_dim: int
-    """Elements that carry the position; those of the keys are shared by all heads."""
+    """Elements with position; all heads share the keys' elements."""
     value_dim: int
 
 
@@ -72,32 +72,32 @@ class Experts(msgspec.Struct, frozen=True):
 
     num_experts: int
     intermediate_size: int
-    """Of one routed expert."""
+    """Intermediate size of one routed expert."""
     shared_size: int
-    """Intermediate size of the experts that see every token, taken as one; 0 where there are none."""
+    """Intermediate size of all shared experts together; 0 if there are none."""
     has_bias: bool
     """Whether the router adds a correction to its scores (``e_score_correction_bias``, always float32)."""
     layers: tuple[int, ...]
-    """The layers that have experts."""
+    """Numbers of the layers with experts."""
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """The sizes that decide how a backend cuts a decoder of a known architecture."""
+    """The sizes that decide how a backend shards a decoder of a known architecture."""
 
     model_type: str
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of dense layers."""
+    """Intermediate size of dense layers."""
     vocabulary_size: int
     is_tied: bool
-    """Whether the output layer is the embedding: there is no ``lm_head.weight`` then."""
+    """Whether the output layer is the embedding, in which case there is no ``lm_head.weight``."""
     attention: Attention | LatentAttention
     experts: Experts | None
-    """None for gpt_oss, whose experts are fused in its checkpoints too."""
+    """Experts; None for gpt_oss too, because its checkpoints already fuse the experts."""
 
     def rows_of(self, part: str) -> tuple[str, int]:
-        """Return the layer of a checkpoint that has the rows of a projection, and the first of them.
+        """Return the checkpoint layer that contains a projection, and the projection's first row in it.
 
         `part` is one of q, k, v, o, gate, up and down.
         """
@@ -111,7 +111,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
-    """Return the sizes that the ``config.json`` of a known architecture tells. Raises `KeyError` for what it lacks."""
+    """Return the sizes given in the ``config.json`` of a known architecture. Raises `KeyError` if one is missing."""
     num_heads = int(config["num_attention_heads"])
     attention: Attention | LatentAttention
     if config["model_type"] == "deepseek_v3":
@@ -165,7 +165,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
 
 
 def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the linear layers that have biases, by the last part of their names: where transformers makes them."""
+    """Return the linear layers with biases, by the last part of their names, as transformers creates them."""
     found: set[str] = set()
     heads = {"q_proj", "k_proj", "v_proj"}
     if config["model_type"] == "qwen2":
@@ -176,7 +176,7 @@ def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
                 found = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
             case "glm4_moe":
                 found = heads
-            case "mistral" | "phi3":  # which know no such field
+            case "mistral" | "phi3":  # neither family reads this field
                 pass
             case _:
                 found = heads | {"o_proj"}
@@ -208,7 +208,7 @@ _Parts = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def has_head_norms(config: Mapping[str, Any]) -> bool:
-    """Whether queries and keys are normalised, head by head."""
+    """Return whether queries and keys are normalised, head by head."""
     if config["model_type"] == "glm4_moe":
         return bool(config.get("use_qk_norm"))
     return str(config["model_type"]).startswith(("qwen3", "gemma3"))
@@ -226,7 +226,7 @@ def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
         query_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         parts = {"q": query_rows, "k": kv_rows, "v": kv_rows}
         rows = {}
-        for part, n in parts.items():  # the last of a fused layer tells how many rows that has
+        for part, n in parts.items():  # the last projection in a fused layer gives that layer's number of rows
             name, first = geometry.rows_of(part)
             rows[name] = (first + n, hidden)
         rows["o_proj"] = (hidden, query_rows)

@@ -1,4 +1,4 @@
-"""Read the headers of safetensors files, and none of the weights."""
+"""Headers of safetensors files, read without the weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tandem.common.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
+"""Longest header in bytes; the format's own limit."""
 
 FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes an element of the types that weights have."""
+"""Bytes per element, for the element types of weights."""
 
 _DTYPES = {
     "F64": "float64",
@@ -33,18 +33,18 @@ _DTYPES = {
 
 
 class Place(NamedTuple):
-    """Where a tensor is, and what it is there."""
+    """Location, shape and element type of a tensor."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors has it, such as ``BF16``."""
+    """Element type as safetensors spells it, such as ``BF16``."""
     start: int
     num_bytes: int
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: its index's, or all of the folder's. Raises `ModelError`."""
+    """Return the safetensors files of a checkpoint: those in its index, else all in the folder. Raises `ModelError`."""
     index = folder / _INDEX
     if index.is_file():
         try:
@@ -59,7 +59,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and element type of every tensor of a checkpoint, in the order of its files.
+    """Return shape and element type of every tensor in a checkpoint, in the order of its files.
 
     Raises `ModelError`.
     """
@@ -70,7 +70,7 @@ def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def read_places(folder: Path) -> dict[str, Place]:
-    """Return where every tensor of a checkpoint is, in the order of its files. Raises `ModelError`."""
+    """Return the location of every tensor in a checkpoint, in the order of its files. Raises `ModelError`."""
     found: dict[str, Place] = {}
     for path in files_of(folder):
         first, header = _read_json(path)
@@ -92,7 +92,7 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the first byte after the header, and what the header says of each tensor. Raises `ModelError`."""
+    """Return the offset of the first byte after the header, and the header's entries. Raises `ModelError`."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,8 +1,8 @@
 """A Transformers model held whole: every tensor in a parameter of its own name.
 
-From transformers 5 the experts of a layer are fused in memory: ``experts.gate_up_proj`` of shape
-(experts, 2 × intermediate, hidden) and ``experts.down_proj`` of shape (experts, hidden, intermediate), though a
-checkpoint has three tensors for each expert.
+Since version 5, transformers fuses the experts of a layer in memory: ``experts.gate_up_proj`` of shape (experts, 2 ×
+intermediate, hidden) and ``experts.down_proj`` of shape (experts, hidden, intermediate). Checkpoints still have three
+tensors for each expert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)$")
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A kind of parameter of the whole model; as for `RankBuilder.parameter`."""
+    """A kind of parameter of the whole model; the fields are arguments of `RankBuilder.parameter`."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,11 +35,12 @@ class Parameter(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=8)
 def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter, ...]:
-    """Return every kind of parameter of a model, whole, in the order of its tensors.
+    """Return every kind of parameter of a model, unsharded, in the order of its tensors.
 
     Args:
-        model: any; for an architecture known only by its tensors, each is a kind of its own.
+        model: any; if only its tensors are known, each is a kind of its own.
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+
     """
     if model.geometry is None:
         return tuple(_plain(tensor.name, tensor.shape) for tensor in model.tensors)
@@ -47,7 +48,7 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
     found: dict[str, Parameter] = {}
     for tensor in model.tensors:
         if tensor.name in model.names_of_scales:
-            continue  # They follow the tensors that they scale.
+            continue  # Added with the tensors that they scale.
         name = _OF_EXPERT.sub(".experts.{expert}.", _IN_LAYER.sub(LAYER, tensor.name))
         if "{expert}" not in name:
             found.setdefault(name, _plain(name, tensor.shape))
@@ -78,22 +79,22 @@ def _fused(model: ModelShape) -> Iterator[Parameter]:
 
 
 class HuggingFace(Deployment, frozen=True):
-    """One process, or several that each hold the whole model."""
+    """One process, or several replicas that each hold the whole model."""
 
     num_replicas: int = 1
     fuses_experts: bool = True
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the program."""
+        """Number of processes in the program."""
         return self.num_replicas
 
     def place(self, rank: int) -> Hashable:
-        """Return the same for all ranks."""
+        """Return the same key for all ranks."""
         return ()
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return a rank's layout without its host."""
         num_layers = model.geometry.num_layers if model.geometry else 0
         builder = RankBuilder(model, range(num_layers))
         for parameter in parameters(model, self.fuses_experts):
@@ -102,11 +103,11 @@ class HuggingFace(Deployment, frozen=True):
 
 
 def as_checkpoint(layout: Layout) -> Layout:
-    """Return a layout of transformers' parameters, or of shards of them, with experts named as in a checkpoint.
+    """Return a layout of transformers' parameters, or shards of them, with experts named as in a checkpoint.
 
-    ``experts.gate_up_proj`` becomes ``experts.<n>.gate_proj.weight`` and ``experts.<n>.up_proj.weight`` of every
-    expert, and ``experts.down_proj`` its ``down_proj.weight``, all in the same memory. Experts that are fused in
-    another way stay as they are.
+    ``experts.gate_up_proj`` becomes ``experts.<n>.gate_proj.weight`` and ``experts.<n>.up_proj.weight`` for each
+    expert, and ``experts.down_proj`` becomes ``experts.<n>.down_proj.weight``. The memory stays the same. Experts that
+    are fused in another way are left alone.
     """
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     fused = {index for index, tensor in enumerate(layout.tensors) if _is_fused(tensor.name, shapes)}
@@ -130,7 +131,7 @@ def as_checkpoint(layout: Layout) -> Layout:
 
 
 def _is_fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Say whether a parameter has the experts of a layer as `parameters` describes them."""
+    """Return whether a parameter fuses the experts of a layer as `parameters` describes."""
     match = _FUSED.match(name)
     if match is None:
         return False
@@ -139,7 +140,7 @@ def _is_fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _experts_in(tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
-    """Yield each tensor of a checkpoint that lies in a fused one, and its box there."""
+    """Yield each checkpoint tensor inside a fused one, with its slice of it."""
     prefix, part = tensor.name.rsplit(".", 1)
     num_experts, num_rows, num_columns = tensor.shape
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
@@ -151,7 +152,7 @@ def _experts_in(tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
 
 
 def _add_common(builder: LayoutBuilder, tensor: int, place: Box, piece: Piece, storage: int, num_dropped: int) -> None:
-    """Add what a piece has of a tensor that lies at `place`, without the first `num_dropped` dimensions."""
+    """Add the part of a piece that overlaps a tensor at `place`, without the first `num_dropped` dimensions."""
     if not piece.box.shape:
         builder.add(tensor, piece.box, storage, piece.offset, piece.strides)
         return

@@ -1,8 +1,8 @@
 """Megatron-Core's GPTModel: tensor, pipeline, context, expert and data parallel.
 
-What it fuses: ``linear_qkv`` has the heads in groups, the queries of a group before its key and value; ``linear_fc1``
-has a rank's rows of the gate before its rows of the up projection; the vocabulary is padded. Each is cut by tensor
-parallelism along its rows, ``linear_proj`` and ``linear_fc2`` along their columns. As in Megatron-Core 0.16.
+Fused parameters: ``linear_qkv`` has the heads in groups, each with its queries before its key and value. ``linear_fc1``
+has a rank's rows of the gate before its rows of the up projection. The vocabulary is padded. Tensor parallelism cuts
+these along rows, and ``linear_proj`` and ``linear_fc2`` along columns. As in Megatron-Core 0.16.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _PARTS = {
     "linear_fc1": ("gate", "up"),
     "linear_fc2": ("down",),
 }
-"""The projections that each linear layer makes. Its adapter has one ``lora_A`` for all of them."""
+"""Projections in each linear layer. Its adapter has one ``lora_A`` for all of them."""
 _HERE = "{layer}."
 
 
 def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers that can have adapters, and the layers of a checkpoint that each of them is.
+    """Return the linear layers that adapters can name, each with the checkpoint layers that it consists of.
 
-    They have Megatron-Core's names, with layers counted through all stages. Routed experts are among them, and nothing
-    of a checkpoint for them: they can have none here.
+    Names are Megatron-Core's, with layers counted through all stages. Routed experts are listed without checkpoint
+    layers, because adapters of them are not supported.
     """
     found: dict[str, tuple[str, ...]] = {}
     sparse = model.known.experts.layers if model.known.experts else ()
@@ -63,12 +63,12 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def _layers_of(parts: Sequence[str], geometry: Geometry) -> list[str]:
-    """Return the layers of a checkpoint that make these projections, which may be one, by the last of their names."""
+    """Return the checkpoint layers that contain these projections, once each, by the last part of their names."""
     return list(dict.fromkeys(geometry.rows_of(part)[0] for part in parts))
 
 
 class Coordinates(msgspec.Struct, frozen=True):
-    """Where a rank stands along the axes that decide what it holds."""
+    """A rank's position along the axes that decide what it holds."""
 
     tp: int
     pp: int
@@ -77,7 +77,7 @@ class Coordinates(msgspec.Struct, frozen=True):
 
 
 class Megatron(Deployment, frozen=True):
-    """Parallel sizes and switches by the names that Megatron-Core's configuration has for them, shortened."""
+    """Parallel sizes and switches, with shortened names from Megatron-Core's configuration."""
 
     tp: int = 1
     pp: int = 1
@@ -85,23 +85,23 @@ class Megatron(Deployment, frozen=True):
     dp: int = 1
     ep: int = 1
     etp: int | None = None
-    """Tensor parallel size of experts; None: `tp`."""
+    """Tensor parallel size of experts; None for `tp`."""
     vpp: int = 1
-    """Virtual pipeline size: chunks of the model on each stage."""
+    """Virtual pipeline size: number of model chunks on each stage."""
     num_layers_in_first_stage: int | None = None
     num_layers_in_last_stage: int | None = None
     order: str = "tp-cp-ep-dp-pp"
-    """The axes from the one that varies fastest; `ep` counts among them for experts, `cp` for the rest."""
+    """The axes, fastest-varying first; `ep` applies to experts and `cp` to the rest."""
     vocabulary_divisor: int = 128
-    """The vocabulary is padded to a multiple of this times `tp` (``make_vocab_size_divisible_by``)."""
+    """The padded vocabulary is a multiple of this times `tp` (``make_vocab_size_divisible_by``)."""
     transformer_engine: bool = True
-    """Whether layers are Transformer Engine's, which keep the norm before a linear layer in that layer."""
+    """Whether Transformer Engine provides the layers; it keeps the norm before a linear layer inside that layer."""
     experts: Literal["grouped", "sequential", "legacy"] = "grouped"
     """TEGroupedMLP (``weight0``, ``weight1``, ...), SequentialMLP, or GroupedMLP (all experts in one, transposed)."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the program."""
+        """Number of processes in the program."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
@@ -114,9 +114,9 @@ class Megatron(Deployment, frozen=True):
         return self.coordinates(rank)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands. Raises `RefitError` if the sizes or the order make no sense."""
+        """Return a rank's coordinates. Raises `RefitError` if the sizes or the order are inconsistent."""
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-            raise RefitError(f"the order of ranks has to name tp, cp, ep, dp and pp once each, not {self.order!r}")
+            raise RefitError(f"the order of ranks must name tp, cp, ep, dp and pp once each, not {self.order!r}")
         etp = self.expert_tensor_size
         expert_dp, rest = divmod(self.num_ranks, etp * self.ep * self.pp)
         if rest:
@@ -134,15 +134,15 @@ class Megatron(Deployment, frozen=True):
         return found
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         if model.known.model_type not in MEGATRON:
             known = ", ".join(MEGATRON)
-            raise RefitError(f"nothing is known of how Megatron-Core cuts a {model.known.model_type}, only of {known}")
+            raise RefitError(f"it is unknown how Megatron-Core shards a {model.known.model_type}; known are {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 
 class _Rank:
-    """One rank while it is laid out."""
+    """Builder of one rank's layout."""
 
     def __init__(self, sizes: Megatron, model: ModelShape, at: Coordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
@@ -189,12 +189,12 @@ class _Rank:
             self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
             for kind in ("weight", "bias"):
                 self._builder.whole(f"{self._prefixes[-1]}{SCALAR_HEAD}.{kind}", f"{SCALAR_HEAD}.{kind}")
-            # Without pipeline stages the output layer uses the embedding itself; the last of several has a copy.
+            # Without pipeline stages the output layer reuses the embedding; the last of several stages has a copy.
             if self._model.shape_of(output) is not None and not (is_tied and sizes.pp == 1):
                 self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, held)
 
     def _vocabulary(self, name: str, num_rows: int, tensor: str, held: Box | None) -> None:
-        """Add this rank's rows of the vocabulary, which may all be padding."""
+        """Add this rank's rows of the vocabulary; all may be padding."""
         shape = num_rows, self._geometry.hidden_size
         if held is None:
             self._builder.padding(name, shape, tensor)
@@ -206,7 +206,7 @@ class _Rank:
         num_queries = sizes.num_heads // sizes.num_kv_heads * head
         num_rows = num_queries + 2 * head
         parts = ("q", 0, num_queries), ("k", num_queries, head), ("v", num_queries + head, head)
-        # With more ranks than groups, a rank has a part of a group.
+        # With more ranks than groups, a rank has only part of a group.
         mine = cut((sizes.num_kv_heads * num_rows,), 0, self._at.tp, self._sizes.tp)
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (hidden,)), ("bias", ())]
         adapter = self._model.shape_of(f"{_ATTENTION}{self._geometry.rows_of('q')[0]}.{lora.B}")
@@ -232,7 +232,7 @@ class _Rank:
         here, fuses = _HERE + "self_attention.", self._sizes.transformer_engine
         for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
             for kind in ("weight", "bias"):
-                # Whole on every rank: Transformer Engine's, and those that Tandem has without it.
+                # Whole on every rank, with Transformer Engine and with the layers that Tandem has without it.
                 self._builder.whole(f"{here}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
             norm = f"linear_{part}_up_proj.layer_norm_weight" if fuses else f"{part}_layernorm.weight"
             self._builder.whole(here + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
@@ -256,7 +256,7 @@ class _Rank:
         self._builder.whole(name, LAYER + "post_attention_layernorm.weight", self._sparse)
 
     def _feed_forward(self, here: str, there: str) -> None:
-        """Add a dense network, or the shared experts, which are one."""
+        """Add a dense network, or the shared experts, which form one network."""
         for kind in ("weight", "bias", lora.B):
             parts = gate_and_up(self._model, there, kind, self._at.tp, self._sizes.tp)
             if parts:
@@ -295,7 +295,7 @@ class _Rank:
         self._builder.parameter(here + name.format(fc="fc2"), (hidden, n), second, experts)
 
     def _repeated(self, name: str, there: str) -> None:
-        """Add the ``lora_A`` of an adapter, which each layer of a checkpoint has that this one is made of."""
+        """Add an adapter's ``lora_A``, a copy of which each of this layer's checkpoint layers has."""
         parts = _PARTS[name.rpartition(".")[2]]
         layers = [f"{there}{layer}" for layer in _layers_of(parts, self._geometry)]
         shape = self._model.shape_of(f"{layers[0]}.{lora.A}")

@@ -1,7 +1,7 @@
-"""Parameters as a backend names them, filled with boxes of a checkpoint's tensors.
+"""Parameters by a backend's names, filled with slices of a checkpoint's tensors.
 
-An adapter says of each kind of parameter, once for all layers and experts, what it is called, what shape it has in this
-process and which boxes of which tensors lie where in it; `RankBuilder` turns that into the columns of a layout.
+An adapter describes each kind of parameter once for all layers and experts: its name, its shape in this process, and
+which slices of which tensors lie where in it. `RankBuilder` turns that into the columns of a layout.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, Tensor, 
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """A box of a tensor and where it lies in a parameter."""
+    """A slice of a tensor and its position in a parameter."""
 
     tensor: str
-    """Name pattern of the tensor, with ``{layer}`` and ``{expert}`` in the places of their numbers."""
+    """Name pattern of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers."""
     box: Box
-    """Of the tensor."""
+    """Slice of the tensor."""
     at: tuple[int, ...]
-    """Index in the parameter of the box's first element."""
+    """Index in the parameter of the slice's first element."""
     axes: tuple[int, ...] = ()
-    """Along which dimension of the parameter each of the tensor runs; empty: along the last ones, in order."""
+    """Dimension of the parameter for each of the tensor's; empty for the last ones, in order."""
 
     def dims(self, num_dims: int) -> tuple[int, ...]:
-        """Return `axes`, written out, for a parameter of `num_dims` dimensions."""
+        """Return `axes` explicitly, for a parameter of `num_dims` dimensions."""
         return self.axes or tuple(range(num_dims - len(self.box.shape), num_dims))
 
     def clip(self, window: Box) -> Fill | None:
-        """Return what of this lies in a window of the parameter, placed in an array that is that window; or None."""
+        """Return the part inside a window of the parameter, positioned relative to the window; or None."""
         dims = self.dims(len(window.start))
         place, shape = list(self.at), [1] * len(window.start)
         for dim, n in zip(dims, self.box.shape, strict=True):
@@ -49,7 +49,7 @@ class Fill(msgspec.Struct, frozen=True):
 
 
 def stack(*parts: tuple[str, Box]) -> tuple[Fill, ...]:
-    """Return boxes one after the other along the first dimension of a parameter, as `numpy.concatenate` would."""
+    """Return slices one after the other along the first dimension of a parameter, as `numpy.concatenate` would."""
     fills, row = [], 0
     for tensor, box in parts:
         fills.append(Fill(tensor, box, (row, *(0 for _ in box.shape[1:]))))
@@ -58,7 +58,7 @@ def stack(*parts: tuple[str, Box]) -> tuple[Fill, ...]:
 
 
 def cut(shape: Sequence[int], dim: int, rank: int, size: int) -> Box:
-    """Return the share of one of `size` ranks along a dimension. Raises `RefitError` if it does not come out even."""
+    """Return the slice of one of `size` ranks along a dimension. Raises `RefitError` if it does not divide evenly."""
     if shape[dim] % size:
         raise RefitError(f"{shape[dim]} elements cannot be split evenly over {size} ranks")
     n = shape[dim] // size
@@ -68,14 +68,15 @@ def cut(shape: Sequence[int], dim: int, rank: int, size: int) -> Box:
 
 
 def gate_and_up(model: ModelShape, prefix: str, kind: str, rank: int, size: int) -> tuple[tuple[str, Box], ...]:
-    """Return the rows of the gate, and those of the up projection, of one of `size` ranks; none where there are none.
+    """Return one rank's rows of the gate and of the up projection; empty if the model has none.
 
     Args:
-        model: whose they are.
+        model: the model.
         prefix: of the names of its dense feed-forward layers.
         kind: weight or bias.
         rank: in the group that shares them.
-        size: of it.
+        size: of that group.
+
     """
     parts: list[tuple[str, Box]] = []
     for part in ("gate", "up"):
@@ -92,21 +93,21 @@ def gate_and_up(model: ModelShape, prefix: str, kind: str, rank: int, size: int)
 
 
 class RankBuilder:
-    """Collects the parameters of one process."""
+    """Builder of one process's layout from its parameters."""
 
     def __init__(self, model: ModelShape, layers: Sequence[int] = (), names: Sequence[str] = ()) -> None:
-        """Begin.
+        """Start with no parameters.
 
         Args:
-            model: whose tensors fill the parameters.
-            layers: the layers that the process has, by their numbers in the checkpoint.
-            names: what stands for ``{layer}`` in the names of parameters, one for each of `layers`; default: its
-                number.
+            model: with the tensors that fill the parameters.
+            layers: the layers of this process, by their numbers in the checkpoint.
+            names: replacements of ``{layer}`` in parameter names, one for each of `layers`; default: its number.
+
         """
         self._model = model
         self._layers = np.asarray(layers, np.int64)
         self._names = list(names) or [str(layer) for layer in layers]
-        # The host is filled in for each process that is laid out like this one.
+        # The host is filled in later, for each process with this layout.
         self._builder = LayoutBuilder(host="")
         self._builder.add_tensors(model.tensors)
 
@@ -115,20 +116,20 @@ class RankBuilder:
         self.share(name, tensor, 0, 0, 1, only)
 
     def share(self, name: str, tensor: str, dim: int, rank: int, size: int, only: Container[int] | None = None) -> None:
-        """Add a parameter that is the share of one of `size` ranks of a tensor cut along `dim`."""
+        """Add a parameter that is one rank's slice of a tensor cut along `dim` over `size` ranks."""
         shape = self._model.shape_of(tensor)
         if shape is not None:
             box = cut(shape, dim, rank, size)
             self.parameter(name, box.shape, stack((tensor, box)), only=only)
 
     def padding(self, name: str, shape: Sequence[int], tensor: str) -> None:
-        """Add a parameter of a tensor's element type in which nothing of the tensor lies."""
+        """Add a parameter of a tensor's element type that contains only padding."""
         if self._model.shape_of(tensor) is not None:
             dtype = self._model.tensors[self._model.index[tensor]].dtype
             self._builder.storage(name, math.prod(shape) * ITEM_SIZES[dtype])
 
     def build(self) -> Layout:
-        """Return the layout, of a process without a host."""
+        """Return the layout, without a host."""
         return self._builder.build()
 
     def parameter(
@@ -139,18 +140,19 @@ class RankBuilder:
         experts: range = range(0),
         only: Container[int] | None = None,
     ) -> None:
-        """Add a parameter, once for each layer of this process that has its tensors; never, if the model has not.
+        """Add a parameter for each layer of this process that has its tensors; none if the model lacks them.
 
         Args:
-            name: of the parameter, with ``{layer}``, and ``{expert}`` if each expert has one of its own.
+            name: of the parameter, with ``{layer}``, and ``{expert}`` if each expert has its own parameter.
             shape: of the parameter in this process.
-            fills: what lies in it; the rest, padding, is nobody's.
-            experts: of this process, where the tensors are experts'. In a parameter that holds them all, each lies one
+            fills: its contents; the rest is padding.
+            experts: those of this process, if the tensors are experts'. In a fused parameter, each expert lies one
                 further along the first dimension; ``{expert}`` in `name` counts from 0.
-            only: layers that may have it; None: all.
+            only: layers that may have it; None for all.
 
         Raises:
-            RefitError: a layer has some of the tensors but not all, or their element types differ.
+            RefitError: a layer has only some of the tensors, or their element types differ.
+
         """
         if not fills or not math.prod(shape):
             return
@@ -176,7 +178,7 @@ class RankBuilder:
             self._place(name + "_scale_inv", _blocks(shape, first.block), scaled, scales, rows)
 
     def _find(self, pattern: str, experts: range) -> Ints:
-        """Return indices of tensors, shape (layers, experts), 1 where the pattern has neither; -1: there is none."""
+        """Return indices of tensors, shape (layers, experts), 1 for a missing placeholder; -1 for a missing tensor."""
         found: Ints = self._model.indices(pattern)
         if "{layer}" in pattern:
             found = found[self._layers]
@@ -206,7 +208,7 @@ class RankBuilder:
             )
 
     def _storages(self, name: str, rows: Ints, num_experts: int, num_bytes: int) -> Ints:
-        """Name the storage of each layer and expert; shape (layers, experts)."""
+        """Add the storage of each layer and expert; shape (layers, experts)."""
         names = [self._names[row] for row in rows] if "{layer}" in name else [""]
         return np.array(
             [
@@ -223,13 +225,13 @@ class RankBuilder:
 
 
 def _blocks(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """Return how many blocks cover an array; `block` is for its last dimensions."""
+    """Return the number of blocks that cover an array; `block` applies to the last dimensions."""
     whole = len(shape) - len(block)
     return *shape[:whole], *(-(-n // size) for n, size in zip(shape[whole:], block, strict=True))
 
 
 def _scale_fill(fill: Fill, block: Sequence[int], tensor: Tensor) -> Fill:
-    """Return where the scales of a fill lie in the parameter of scales."""
+    """Return the position of a fill's scales in the parameter of scales."""
     at = list(fill.at)
     for dim, size, a, b, n in zip(fill.dims(len(at)), block, fill.box.start, fill.box.stop, tensor.shape, strict=True):
         if a % size or fill.at[dim] % size or (b % size and b != n):

@@ -1,4 +1,4 @@
-"""Decide which layers each pipeline stage has."""
+"""Assignment of layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tandem.common.errors import RefitError
 
 
 def contiguous(counts: Sequence[int]) -> tuple[range, ...]:
-    """Return the layers of stages that have so many each, in order."""
+    """Return the layers of consecutive stages with the given numbers of layers."""
     ends = list(accumulate(counts))
     return tuple(range(end - n, end) for end, n in zip(ends, counts, strict=True))
 
 
 def vllm(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Return the layers of each stage of vLLM, without ``VLLM_PP_LAYER_PARTITION``.
+    """Return the layers of each of vLLM's stages, without ``VLLM_PP_LAYER_PARTITION``.
 
-    What does not come out even goes to the stages before the last, from the back.
+    Remaining layers go to the stages before the last, starting from the back.
     """
     counts = [num_layers // pp] * pp
     for stage in range(num_layers % pp):
@@ -28,17 +28,18 @@ def vllm(num_layers: int, pp: int) -> tuple[range, ...]:
 def megatron(
     num_layers: int, pp: int, vpp: int, in_first: int | None = None, in_last: int | None = None
 ) -> tuple[tuple[range, ...], ...]:
-    """Return the layers of each chunk of each stage of Megatron-Core: ``[stage][chunk]``.
+    """Return the layers of each chunk of each Megatron-Core stage: ``[stage][chunk]``.
 
     Args:
         num_layers: of the model.
-        pp: stages.
-        vpp: chunks a stage, interleaved: the layers go through chunk 0 of all stages, then chunk 1, and so on.
-        in_first: layers of the first stage, all chunks together; None: as many as those in the middle.
-        in_last: layers of the last stage.
+        pp: number of stages.
+        vpp: number of chunks per stage, interleaved: layers fill chunk 0 of all stages, then chunk 1, and so on.
+        in_first: layers of the first stage, all chunks together; None for as many as the middle stages.
+        in_last: layers of the last stage; None likewise.
 
     Raises:
-        RefitError: the layers cannot be divided like that.
+        RefitError: the layers do not divide this way.
+
     """
     rest = num_layers - (in_first or 0) - (in_last or 0)
     middle = pp - (in_first is not None) - (in_last is not None)

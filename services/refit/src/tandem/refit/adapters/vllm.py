@@ -1,11 +1,13 @@
 """vLLM's models: tensor, pipeline, data and expert parallel, in any element type or float8 blocks.
 
-What it fuses: ``qkv_proj`` has a rank's query heads, then its key heads, then its value heads, and ranks share a key
-head where there are more ranks than key heads; ``gate_up_proj`` has a rank's rows of the gate before its rows of the up
-projection; ``w13_weight`` and ``w2_weight`` have the experts of a rank; ``fused_qkv_a_proj`` (DeepSeek) has both down
-projections, whole. The vocabulary is padded to a multiple of 64 and cut over the ranks. Names and shapes are those of
-vLLM 0.32 as its weight loaders fill them: a backend that packs or turns weights after loading has to be switched off,
-or to refill from these. Some models have embeddings on pipeline stages that never read them: those are not wanted.
+Fused parameters: ``qkv_proj`` has a rank's query heads, then its key heads, then its value heads; with more ranks than
+key heads, ranks share a key head. ``gate_up_proj`` has a rank's rows of the gate before its rows of the up projection.
+``w13_weight`` and ``w2_weight`` have the experts of a rank. ``fused_qkv_a_proj`` (DeepSeek) has both down projections,
+whole. The vocabulary is padded to a multiple of 64 and cut over the ranks.
+
+Names and shapes are those of vLLM 0.32 after its weight loaders have run. A backend that packs or transposes weights
+after loading must be disabled, or repack after each refit. Some models have embeddings on pipeline stages that never
+read them; those are not transferred.
 """
 
 from __future__ import annotations
@@ -28,36 +30,36 @@ _VOCABULARY_PADDING = 64
 
 
 class Coordinates(msgspec.Struct, frozen=True):
-    """Where a rank stands along the axes that decide what it holds."""
+    """A rank's position along the axes that decide what it holds."""
 
     tp: int
     pp: int
     expert: int
-    """Among the `dp` × `tp` ranks of a stage that share its experts."""
+    """Position among the `dp` × `tp` ranks of a stage that share its experts."""
 
 
 class Vllm(Deployment, frozen=True):
-    """Parallel sizes by vLLM's names. Ranks are counted with `tp` fastest, then `pp`, `dp`, and the replicas."""
+    """Parallel sizes by vLLM's names. Ranks count with `tp` fastest, then `pp`, `dp` and the replicas."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    """Data parallel: dense weights are repeated, experts are spread over ``dp × tp`` ranks."""
+    """Data parallel size: dense weights are repeated, experts are spread over ``dp × tp`` ranks."""
     replicas: int = 1
-    """Engines that know nothing of each other."""
+    """Number of independent engines."""
     expert_parallel: bool = False
-    """Whether each rank has whole experts (``enable_expert_parallel``); otherwise a part of every expert."""
+    """Whether each rank has whole experts (``enable_expert_parallel``) rather than a slice of every expert."""
     experts_module: str = "mlp.experts.routed_experts"
-    """Where in a layer ``w13_weight`` is: ``mlp.experts`` in older releases."""
+    """Module within a layer that has ``w13_weight``: ``mlp.experts`` in older releases."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes of all engines."""
+        """Number of processes in all engines."""
         return self.tp * self.pp * self.dp * self.replicas
 
     @property
     def repeats_shared_experts(self) -> bool:
-        """Whether each rank has the shared experts whole, as vLLM does where it spreads a batch over `tp`."""
+        """Whether each rank has the shared experts whole, as in vLLM when it spreads a batch over `tp`."""
         return self.expert_parallel and self.tp > 1 and self.dp > 1
 
     def place(self, rank: int) -> Hashable:
@@ -65,21 +67,21 @@ class Vllm(Deployment, frozen=True):
         return self.coordinates(rank)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands."""
+        """Return a rank's coordinates."""
         rank, tp = divmod(rank, self.tp)
         rank, pp = divmod(rank, self.pp)
         return Coordinates(tp, pp, rank % self.dp * self.tp + tp)
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         if model.known.model_type not in VLLM_PLANNED:
             known = ", ".join(VLLM_PLANNED)
-            raise RefitError(f"nothing is known of how vLLM cuts a {model.known.model_type}, only of {known}")
+            raise RefitError(f"it is unknown how vLLM shards a {model.known.model_type}; known are {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 
 class _Rank:
-    """One rank while it is laid out."""
+    """Builder of one rank's layout."""
 
     def __init__(self, sizes: Vllm, model: ModelShape, at: Coordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
@@ -159,7 +161,7 @@ class _Rank:
             self._cut(f"{_ATTENTION}{part}_proj.weight")
 
     def _feed_forward(self, prefix: str, is_cut: bool = True) -> None:
-        """Add a dense network, or the shared experts, which are one."""
+        """Add a dense network, or the shared experts, which form one network."""
         rank, size = (self._at.tp, self._sizes.tp) if is_cut else (0, 1)
         for kind in ("weight", "bias"):
             parts = gate_and_up(self._model, prefix, kind, rank, size)
@@ -186,7 +188,7 @@ class _Rank:
         self._builder.parameter(f"{here}w2_weight", (len(experts), *columns.shape), [fill], experts)
 
     def _fused(self, name: str, *parts: tuple[str, Box]) -> None:
-        """Add a parameter that is boxes one after the other."""
+        """Add a parameter of slices one after the other."""
         num_rows = sum(box.shape[0] for _, box in parts)
         self._builder.parameter(name, (num_rows, *parts[0][1].shape[1:]), stack(*parts))
 

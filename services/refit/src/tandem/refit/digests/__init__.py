@@ -1,1 +1,1 @@
-"""Digests of weights: their definition, their computation beside other work, their comparison."""
+"""Digests of weights: definition, computation beside other work, comparison."""

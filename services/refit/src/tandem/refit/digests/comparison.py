@@ -1,6 +1,6 @@
-"""Compare digests: do engines hold what the trainers meant to send?
+"""Comparison of digests: do engines hold the weights that the trainers sent?
 
-No torch here: the refit service compares, for models of any size.
+No torch here: the refit service compares digests for models of any size.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tandem.common.errors import RefitError
 from tandem.refit.layout import Layout, Tensor
 
 Digests = NDArray[np.uint64]
-"""One member's shares, one for each of its `Layout.tensors`."""
+"""One process's partial digests, one for each of its `Layout.tensors`."""
 
 Held = tuple[Layout, Digests]
 
 _NUM_NAMED = 3
-"""Tensors that are named for each engine that differs."""
+"""Number of tensors named for each engine that differs."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """An engine that does not hold what was meant for it."""
+    """An engine with weights that differ from the trainers'."""
 
     engine: str
     tensors: tuple[str, ...]
-    """The first of those that differ, in the order of the layouts."""
+    """The first tensors that differ, in the order of the layouts."""
     num_tensors: int
-    """How many differ."""
+    """Number of tensors that differ."""
 
     def __str__(self) -> str:
         others = self.num_tensors - len(self.tensors)
@@ -39,33 +39,33 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What comparing the digests of a version says."""
+    """The result of comparing the digests of a version."""
 
     differences: tuple[Difference, ...]
-    """Empty if every engine holds what was meant for it."""
+    """Engines that differ; empty if the version is verified."""
     digest: int
-    """Of all tensors together, as the trainers have them."""
+    """Digest of all tensors together, as the trainers hold them."""
 
     @property
     def differing(self) -> dict[str, str]:
-        """The engines that differ, and for each which tensors."""
+        """Tensors that differ, as text, by engine."""
         return {difference.engine: str(difference) for difference in self.differences}
 
 
 def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held]]) -> Verdict:
-    """Compare what engines digested with what trainers did.
+    """Compare the digests of engines with those of trainers.
 
-    A tensor's shares, added up over an engine's members, must be the sources' sum times the number of times that the
-    engine holds it: twice, for example, if two tensor-parallel ranks both have the whole of it. Tensors that nobody
-    digested, such as scales that an engine makes, agree.
+    An engine's partial digests of a tensor must add up to the sources' sum times the number of copies that the engine
+    holds: two, for example, if both tensor-parallel ranks hold the whole tensor. Tensors that were not digested, such
+    as scales that an engine computes, count as equal.
 
     Args:
-        sources: layout and digests of each trainer rank. Over all of them each element is digested once.
-        engines: for each engine, layout and digests of each of its members (one, unless it is itself sharded).
+        sources: layout and digests of each trainer rank. Over all ranks each element is digested once.
+        engines: for each engine, layout and digests of each of its processes (one, unless it is sharded).
 
     Raises:
-        RefitError: a member sent digests for another number of tensors than its layout has, or the members of an
-            engine hold some of a tensor that was digested more often than the rest.
+        RefitError: a process sent digests for another number of tensors than its layout has, or an engine holds some
+            elements of a digested tensor more often than others.
 
     """
     names = _Names()
@@ -83,45 +83,45 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
 
 
 def unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -> bool:
-    """Say whether all tensors of all sources have the digests that they had before.
+    """Return whether all tensors of all sources have the same digests as before.
 
-    After an optimizer step with an update that is not zero that is an error: what was digested is not what was trained.
-    Both must be digests of the same elements: of all, or of one choice (a `Sampling` of one version).
+    After an optimizer step with a non-zero update, that is an error: the digested weights are not the trained ones.
+    Both must be digests of the same elements: of all, or of one `Sampling` of one version.
     """
     return previous.keys() == current.keys() and all(np.array_equal(previous[name], current[name]) for name in current)
 
 
 def combine(*digests: int) -> int:
-    """Add shares up, modulo 2**64."""
+    """Add partial digests up, modulo 2**64."""
     return sum(digests) % 2**64
 
 
 def to_bytes(digests_T: Digests) -> bytes:
-    """Return digests as they travel: unsigned 64-bit little-endian integers."""
+    """Return digests in wire format: unsigned 64-bit little-endian integers."""
     return digests_T.astype("<u8").tobytes()
 
 
 def from_bytes(encoded: bytes) -> Digests:
-    """Read what `to_bytes` wrote. Raises `RefitError` for anything else."""
+    """Decode the output of `to_bytes`. Raises `RefitError` for anything else."""
     if len(encoded) % 8:
         raise RefitError(f"{len(encoded)} bytes are not digests of 8 bytes each")
     return np.frombuffer(encoded, "<u8").astype(np.uint64)
 
 
 class _Names:
-    """Numbers for the names of tensors, over all layouts. Layouts that share a tuple of tensors cost one look-up."""
+    """Numbers for tensor names over all layouts. Layouts that share a tuple of tensors cost one lookup."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._tensors: list[Tensor] = []
         self._of_tuple: dict[int, tuple[Sequence[Tensor], NDArray[np.int64]]] = {}
-        """By identity. The tuple is kept, so that no other one gets its identity."""
+        """Tuples and numbers by identity. Keeping the tuple prevents another from getting its identity."""
 
     def name(self, number: int) -> str:
         return self._tensors[number].name
 
     def total(self, members: Mapping[str, Held]) -> Digests:
-        """Return the sum of the members' shares of each tensor that has a number so far."""
+        """Return the sum of the processes' digests for each tensor numbered so far."""
         total_N = np.zeros(0, np.uint64)
         for member, (layout, digests_T) in members.items():
             if len(digests_T) != len(layout.tensors):
@@ -134,7 +134,7 @@ class _Names:
     def times_held(
         self, engine: str, members: Mapping[str, Held], is_digested_N: NDArray[np.bool_]
     ) -> NDArray[np.uint64]:
-        """Return how many times the members together hold each tensor."""
+        """Return how many copies of each tensor the processes hold together."""
         elements_N = np.zeros(len(self._tensors), np.int64)
         for layout, _ in members.values():
             pieces, numbers_T = layout.pieces, self._numbers_of(layout)

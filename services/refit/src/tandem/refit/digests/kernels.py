@@ -1,9 +1,9 @@
 """The inner sums of a digest, on the CPU and on a GPU.
 
-On a CPU the sum over the columns is a product of two matrices of bytes, those of the elements and the digits of the
-multipliers (`tandem.refit.digests.terms.signed_digits`), which the processor's 8-bit dot products run at about half the
-speed of memory. Where torch has no exact and fast one, elements are widened to 64 bits and multiplied as integers. All
-ways give the same number.
+On a CPU the sum over columns is a product of two byte matrices: the elements, and the digits of the multipliers
+(`tandem.refit.digests.terms.signed_digits`). 8-bit dot products run it at about half the speed of memory. If torch has
+no exact and fast kernel for it, elements are widened to 64 bits and multiplied as integers. All kernels give the same
+number.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tandem.common.errors import RefitError
 from tandem.refit.digests import terms
 
 Span = tuple[int, int, int, int]
-"""Global indices along one dimension: the dimension (1 is the last), the first index, how many, the step."""
+"""Global indices along one dimension: the dimension (1 is the last), the first index, the count, the step."""
 
 MAX_COLUMNS = 2**14
-"""Elements of a row that are summed at once: a sum of 2**16 products of two bytes, if elements have 4, fits 32 bits."""
+"""Elements of a row summed at once: with 4-byte elements, a sum of 2**16 products of two bytes fits 32 bits."""
 
 _FEW_COLUMNS = 2**8
-"""Rows shorter than this are joined, if dimensions outside them allow it."""
+"""Shorter rows are joined if the dimensions outside them allow it."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _LOWER_SIGNS = {1: 0, 2: 0x80, 4: 0x808080}
@@ -33,12 +33,12 @@ _LOWER_SIGNS = {1: 0, 2: 0x80, 4: 0x808080}
 
 
 def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
-    """Return ``sum_i e(i) * m_1(i_1) * ... * m_n(i_n)`` modulo 2**64 over a small part of a tensor.
+    """Return ``sum_i e(i) * m_1(i_1) * ... * m_n(i_n)`` modulo 2**64 over a small slice of a tensor.
 
     Args:
         values: elements of 1, 2 or 4 bytes, any strides, at least one dimension and one element, and at most
             `MAX_COLUMNS` along the last dimension.
-        spans: for each dimension, from the first, which global indices they have.
+        spans: global indices of the slice along each dimension, from the first.
 
     Returns:
         A scalar of type int64 on the device of `values`.
@@ -55,7 +55,7 @@ def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
         first -= 1
         num_columns *= spans[first][2]
     words_RC = values.reshape(-1, num_columns)
-    if words_RC.stride(1) != 1:  # a copy even of one column, whose stride is any number
+    if words_RC.stride(1) != 1:  # copy even a single column, which may have any stride
         words_RC = words_RC.clone(memory_format=torch.contiguous_format)
     words_RC = words_RC.view(_INTEGERS[values.element_size()])
     kernel = _device_sums if values.is_cuda else _cpu_kernel()
@@ -67,7 +67,7 @@ def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
 
 
 def _products(spans: list[Span] | tuple[Span, ...], device: torch.device) -> torch.Tensor:
-    """Return the products of multipliers for all combinations of indices, the last dimension running fastest."""
+    """Return the products of multipliers for all combinations of indices, the last dimension varying fastest."""
     joined = _multipliers(spans[0], device)
     for span in spans[1:]:
         joined = (joined[:, None] * _multipliers(span, device)).view(-1)
@@ -106,7 +106,7 @@ def _wide_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tenso
 
 
 def _device_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
-    """As `_wide_sums`; CUDA has no matrix-vector product of integers."""
+    """Sum like `_wide_sums`, without the matrix-vector product of integers that CUDA lacks."""
     return (_widened(words_RC) * _products(columns, words_RC.device)).sum(dim=1)
 
 
@@ -119,7 +119,7 @@ def _widened(words_RC: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the digits of the columns' multipliers, a row for each byte, and the weight of each digit."""
+    """Return the digits of the columns' multipliers, one row per byte, and the weight of each digit."""
     multipliers_C = _products(columns, torch.device("cpu"))
     digits_KJ = torch.from_numpy(terms.signed_digits(multipliers_C.contiguous().numpy(), item_size))
     return digits_KJ, 256 ** torch.arange(terms.NUM_DIGITS)
@@ -127,7 +127,7 @@ def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, to
 
 @functools.cache
 def _cpu_kernel() -> Kernel:
-    """Return the faster kernel of those that are exact here."""
+    """Return the fastest kernel that is exact on this processor."""
     if not _byte_sums_are_exact():
         return _wide_sums
     extreme_RC, columns = _extremes()
@@ -136,20 +136,20 @@ def _cpu_kernel() -> Kernel:
 
 @functools.cache
 def _byte_sums_are_exact() -> bool:
-    """Try whether products of bytes are added exactly on this processor.
+    """Check that products of bytes are added exactly on this processor.
 
-    Without 8-bit dot products, pairs of products are added in 16 bits that saturate. Two processes that each choose
-    the faster kernel would then differ about the same weights.
+    Without 8-bit dot products, pairs of products are added in 16 bits that saturate. Two processes that each chose the
+    faster kernel would then disagree about the same weights.
     """
     extremes = _extremes()
     return torch.equal(_byte_sums(*extremes), _wide_sums(*extremes))
 
 
 def _extremes() -> tuple[torch.Tensor, tuple[Span, ...]]:
-    """Return words and columns with the largest sums there can be.
+    """Return the words and columns with the largest possible sums.
 
-    Every byte is at its lowest in half of the rows and at its highest in the others. Both are needed: libraries move
-    bytes to 0..255 first, and then only the highest saturate.
+    Every byte is at its minimum in half of the rows and at its maximum in the others. Both are needed: libraries first
+    shift bytes to 0..255, and then only the highest saturate.
     """
     lowest_RC = torch.full((8, MAX_COLUMNS), -0x7F7F7F80, dtype=torch.int32)
     highest_RC = torch.full((8, MAX_COLUMNS), 0x7F7F7F7F, dtype=torch.int32)

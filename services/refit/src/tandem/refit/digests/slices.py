@@ -1,4 +1,4 @@
-"""Decide which elements a process digests, and where they lie."""
+"""The elements that a process digests, and their places in memory."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
 from tandem.refit.program import Quantisation, Verification
 
 _SMALL_TENSOR = 2**12
-"""Elements of a tensor that is sampled as a whole."""
+"""Largest number of elements of a tensor that is always digested whole."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """A choice of elements by their global index, so that every process makes the same, however tensors are sharded.
+    """A choice of elements by global index: every process makes the same choice, however tensors are sharded.
 
-    Of a tensor it takes every `one_in`-th row (index along the longest dimension but the last), beginning with
-    another row at each version, so a stale or swapped tensor and a shifted shard of more than `one_in` rows are caught
-    at once, and any `one_in` versions in succession read every element. Small tensors are taken whole every time.
+    It takes every `one_in`-th row of a tensor (an index along its longest dimension except the last) and starts at
+    another row for each version. So it catches a stale or swapped tensor, and a shard shifted by more than `one_in`
+    rows, at once. Any `one_in` successive versions read every element. Small tensors are always taken whole.
     """
 
     version: int
     one_in: int
 
     def first(self, name: str) -> int:
-        """Return the first row of a tensor that is taken."""
+        """Return the first sampled row of a tensor."""
         return int(self.first_rows(np.array([_spread(name)]))[0])
 
     def first_rows(self, spread_T: Ints) -> Ints:
-        """Return the first row of each tensor that is taken, by a number that its name stands for."""
+        """Return the first sampled row of each tensor, given the hash of its name."""
         first_T: Ints = (self.version + spread_T) % self.one_in
         return first_T
 
 
 class Slices(Table, frozen=True, eq=False):
-    """Boxes to digest, as columns: P rows, D dimensions, right-aligned."""
+    """Slices to digest, as columns: P rows, D dimensions, right-aligned."""
 
     tensor_P: Ints
     """Index into `Layout.tensors`."""
     storage_P: Ints
     """Index into the storages of the list's `storage_names`."""
     dtype_P: Ints
-    """Of the elements in memory: index into `DTYPES`."""
+    """Element type in memory, as an index into `DTYPES`."""
     hashed_P: Ints
-    """Element type that they are converted to before they are digested."""
+    """Element type to convert to before digesting, likewise."""
     start_PD: Ints
     step_PD: Ints
-    """Global indices from one to the next along each dimension."""
+    """Difference of successive global indices along each dimension."""
     shape_PD: Ints
-    """How many indices."""
+    """Number of indices along each dimension."""
     offset_P: Ints
-    """Bytes."""
+    """Offset in bytes."""
     strides_PD: Ints
     """Bytes from one index to the next."""
 
 
 class DigestList:
-    """What a process digests at every version, worked out once for a program: there can be many thousand tensors."""
+    """The slices that a process digests at every version, listed once per program, as there can be thousands."""
 
     def __init__(self, layout: Layout, verification: Verification, quantisations: Sequence[Quantisation] = ()) -> None:
         """List the slices.
 
-        Rows whose tensor has no element type in the verification, which nobody wants, are left out. Tensors that are
-        quantised on the way are read as they were before, out of staging memory, and their scales are left out.
+        Tensors without an element type in the verification, which no engine wants, are left out. Tensors that are
+        quantised in transit are read unquantised from staging memory, and their scales are left out.
 
         Raises:
-            RefitError: a piece of a tensor that is quantised on the way is not staged.
+            RefitError: a piece of a tensor that is quantised in transit is not staged.
 
         """
         self._tensors = layout.tensors
@@ -105,12 +105,12 @@ class DigestList:
             is_staged_T = np.array([tensor.name in staged for tensor in tensors], bool)
             slices = _staged(slices, layout, is_staged_T, quantisations, names)
         self.slices = slices
-        """Of a version that is digested in full."""
+        """Slices of a version that is digested in full."""
         self.storage_names = tuple(names)
 
     @functools.cached_property
     def salts_T(self) -> NDArray[np.uint64]:
-        """The salt of each tensor that is digested, in the element type that it is digested in; 0 for the others."""
+        """The salt of each digested tensor, for the element type that it is digested in; 0 for the others."""
         salts_T = np.zeros(len(self._tensors), np.uint64)
         digested, rows = np.unique(self.slices.tensor_P, return_index=True)
         for index, code in zip(digested.tolist(), self.slices.hashed_P[rows].tolist(), strict=True):
@@ -120,7 +120,7 @@ class DigestList:
 
     @functools.cached_property
     def _sampled_tensors(self) -> tuple[NDArray[np.bool_], Ints, Ints]:
-        """Whether each tensor is small, the number that its name stands for, and the dimension of its rows."""
+        """For each tensor, whether it is small, the hash of its name, and the dimension of its rows."""
         num_dims = self.slices.start_PD.shape[1]
         return (
             np.array([math.prod(tensor.shape) <= _SMALL_TENSOR for tensor in self._tensors], np.bool_),
@@ -129,7 +129,7 @@ class DigestList:
         )
 
     def of_version(self, sampling: Sampling | None) -> Slices:
-        """Return what is digested of one version; everything without a sampling.
+        """Return the slices to digest for one version; all without a sampling.
 
         Raises:
             RefitError: the sampling takes less than one row in one.
@@ -159,7 +159,7 @@ class DigestList:
 
 
 def _sampled_dim(shape: tuple[int, ...]) -> int:
-    """Return the longest dimension but the last; the only one of a vector."""
+    """Return the longest dimension except the last; 0 for a vector."""
     rows = shape[:-1] or shape
     return rows.index(max(rows)) if rows else 0
 
@@ -176,7 +176,7 @@ def _staged(
     quantisations: Sequence[Quantisation],
     names: list[str],
 ) -> Slices:
-    """Return the slices with those of quantised tensors moved into staging memory; add its storages to `names`."""
+    """Return the slices, with those of quantised tensors moved to staging memory; add its storages to `names`."""
     moved = [slices.rows(~is_staged_T[slices.tensor_P])]
     left = slices.rows(is_staged_T[slices.tensor_P])
     indices = {tensor.name: index for index, tensor in enumerate(layout.tensors)}
@@ -194,11 +194,11 @@ def _staged(
 
 
 def _containing(slices: Slices, quantisation: Quantisation, tensor_Q: Ints) -> tuple[Ints, Ints]:
-    """Return the slices that lie in a region of a quantisation, and for each of them that region."""
+    """Return the slices inside a region of a quantisation, and that region for each of them."""
     order_Q = np.argsort(tensor_Q, kind="stable")
     low_P, high_P = (np.searchsorted(tensor_Q[order_Q], slices.tensor_P, side) for side in ("left", "right"))
     num_P = high_P - low_P
-    slice_N = np.repeat(np.arange(len(slices)), num_P)  # each with every region of its tensor
+    slice_N = np.repeat(np.arange(len(slices)), num_P)  # pair each slice with every region of its tensor
     nth_N = np.arange(len(slice_N)) - np.repeat(np.cumsum(num_P) - num_P, num_P)
     region_N = order_Q[low_P[slice_N] + nth_N]
     start_QD, shape_QD = _region_boxes(quantisation, slices.start_PD.shape[1])
@@ -209,7 +209,7 @@ def _containing(slices: Slices, quantisation: Quantisation, tensor_Q: Ints) -> t
 
 
 def _inside(slices: Slices, quantisation: Quantisation, region_P: Ints, storage: int) -> Slices:
-    """Return slices as they lie in regions of a quantisation, which are row-major without gaps."""
+    """Return slices at their positions in the regions of a quantisation, which are row-major without gaps."""
     num_dims = slices.start_PD.shape[1]
     start_QD, shape_QD = _region_boxes(quantisation, num_dims)
     code = DTYPES.index(quantisation.staging_dtype)
@@ -230,9 +230,9 @@ def _inside(slices: Slices, quantisation: Quantisation, region_P: Ints, storage:
 
 
 def _region_boxes(quantisation: Quantisation, num_dims: int) -> tuple[Ints, Ints]:
-    """Return the regions' starts and shapes in as many dimensions as the layout has."""
+    """Return the regions' starts and shapes with the layout's number of dimensions."""
     regions = quantisation.regions
-    extra = max(0, regions.start_QD.shape[1] - num_dims)  # which have start 0 and shape 1
+    extra = max(0, regions.start_QD.shape[1] - num_dims)  # extra dimensions have start 0 and shape 1
     return (
         pad_dims(regions.start_QD[:, extra:], num_dims, 0),
         pad_dims(regions.shape_QD[:, extra:], num_dims, 1),

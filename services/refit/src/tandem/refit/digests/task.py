@@ -1,18 +1,18 @@
-"""Digest a process's weights beside other work, a slice of time after another.
+"""Digests of a process's weights, computed beside other work in short slices of time.
 
-`tandem.refit.digests.terms` says what a digest is and why damage shows in it. A process digests what its `Verification`
-names: a trainer what it holds, converted to the element type that engines hold; an engine what it computes with. Each
-gets one number a tensor, its share, and over the processes that hold a tensor the shares add up modulo 2**64;
-`tandem.refit.digests.comparison` compares the sums.
+`tandem.refit.digests.terms` defines a digest and says why it reveals damage. A process digests the slices in its
+`Verification`: a trainer its weights, converted to the engines' element type; an engine the weights that it computes
+with. The result is one partial digest per tensor. The partial digests of all processes that hold a tensor add up modulo
+2**64, and `tandem.refit.digests.comparison` compares the sums.
 
-Of a tensor that is quantised on the way an engine makes the values and scales itself, so they cannot be compared with
-the trainer's elements. What is digested is the staging memory that they were made from: give `DigestTask` the
-program's quantisations, and the staging memory among the storages. It then reads the engine's pieces of these tensors
-where they lie in staging memory, in the element type that they have there (``Quantisation.staging_dtype``, to which
-the trainer's verification must convert too), and leaves the scales out. That the values and scales are the quantisation
-of that memory, bit for bit, is checked by `tandem.refit.quantise`, on the engine.
+For a tensor that is quantised in transit, the engine computes values and scales itself, so they cannot be compared with
+the trainer's elements. Instead the engine digests the staging memory that they were computed from: give `DigestTask`
+the program's quantisations, and the staging memory among the storages. It reads the engine's pieces of these tensors in
+staging memory, in their element type there (``Quantisation.staging_dtype``), and leaves the scales out. The trainer's
+verification must convert to the same type. `tandem.refit.quantise` checks on the engine that the values and scales are
+the quantisation of that memory, bit for bit.
 
-Importing this imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tandem.refit.digests.slices import DigestList, Sampling, Slices
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
 from tandem.refit.program import Quantisation, Verification
 
-if TYPE_CHECKING:  # what compares digests needs no torch
+if TYPE_CHECKING:  # comparing digests needs no torch
     import torch
 
     from tandem.refit.digests.kernels import Span
@@ -40,20 +40,20 @@ if TYPE_CHECKING:  # what compares digests needs no torch
 __all__ = ["DigestTask", "Sampling", "combine", "digest_box", "digest_layout", "everything"]
 
 _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**23}
-"""Weights digested at a time: about a millisecond on a CPU; on a GPU few launches, which widen each element twice."""
+"""Bytes digested at a time: about a millisecond on a CPU; on a GPU a few launches, which widen each element twice."""
 
 _BYTES_PER_S = {"cpu": 3e9, "cuda": 2e11}
-"""Roughly what is digested in a second by one core, and by a GPU: a tenth of what its memory gives; not measured."""
+"""Rough bytes per second of one core and of a GPU: an estimate, a tenth of the memory's bandwidth."""
 
 _ROWS_AT_ONCE = 2**10
-"""Slices that become Python numbers at a time."""
+"""Slices converted to Python numbers at a time."""
 
 
 class DigestTask:
-    """The digests of what one process holds, computed a slab at a time.
+    """The digests of one process's weights, computed slab by slab.
 
-    Memory beside the weights: one slab, and the multipliers. Weights that are not numbers may seem to differ: torch
-    rounds a float32 NaN to one of two patterns of bits, depending on how it lies in memory.
+    Memory beside the weights: one slab, and the multipliers. Weights with NaNs may seem to differ: torch rounds a
+    float32 NaN to one of two bit patterns, depending on its place in memory.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class DigestTask:
 
         Args:
             layout: of the process.
-            storages: by name of the storage, a tensor of any type whose first element is byte 0 and that lies in one
-                gapless range; all on one device. They must hold still until the task is done.
+            storages: by storage name, a tensor of any type, its first element at byte 0, in one range without gaps;
+                all on one device. They must not change until the task is done.
             verification: which pieces to digest, and the element type to convert to first; default: all, as they are.
             sampling: digest only some rows; default: all.
             quantisations: of the process's program; their staging memory must be among `storages`.
-            digest_list: what an earlier task of the same layout, verification and quantisations has listed.
+            digest_list: that of an earlier task with the same layout, verification and quantisations.
 
         Raises:
             RefitError: a quantised tensor is not staged.
@@ -84,7 +84,7 @@ class DigestTask:
         verification = everything(layout) if verification is None else verification
         self._layout = layout
         self.digest_list = digest_list or DigestList(layout, verification, quantisations)
-        """For a task of another version."""
+        """Slices to digest, for reuse by a task of another version."""
         self._slices, names = self.digest_list.of_version(sampling), self.digest_list.storage_names
         self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._slices.storage_P).tolist()}
         self._typed: dict[tuple[int, int], torch.Tensor] = {}
@@ -94,19 +94,19 @@ class DigestTask:
 
     @property
     def expected_s(self) -> float:
-        """Roughly the seconds that the task takes where nothing else runs."""
+        """Rough duration of the task on an idle machine, in seconds."""
         item_size_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
         return self.seconds_for(int((self._slices.shape_PD.prod(axis=1) * item_size_D[self._slices.dtype_P]).sum()))
 
     def seconds_for(self, num_bytes: int) -> float:
-        """Return roughly how long so many bytes take on the device that has what it reads."""
+        """Return the rough time in seconds to digest this many bytes on the device of the weights."""
         device = next((held.device.type for held in self._ranges.values()), "cpu")
         return num_bytes / _BYTES_PER_S[device]
 
     def advance(self, seconds: float) -> bool:
-        """Work until the time is up and the slab at hand is finished; return whether everything is.
+        """Work until the time is up and the current slab is finished; return whether everything is.
 
-        Does one slab at least. On a GPU it is the launches that take this time, not the work.
+        Digests at least one slab. On a GPU the time is that of the launches, not of the work.
 
         Raises:
             RefitError: elements are not of 1, 2 or 4 bytes.
@@ -116,9 +116,9 @@ class DigestTask:
         return all(time.perf_counter() < deadline for _ in self._work)
 
     def result(self) -> NDArray[np.uint64]:
-        """Return this process's share of the digest of each of `Layout.tensors`; does what is left to do.
+        """Finish the work, and return this process's partial digest of each of `Layout.tensors`.
 
-        Tensors of which it digests nothing have 0.
+        Tensors without digested elements have 0.
         """
         self.advance(math.inf)
         digests_T = np.zeros(len(self._layout.tensors), np.uint64)
@@ -130,11 +130,11 @@ class DigestTask:
         return digests_T
 
     def results(self) -> tuple[NDArray[np.uint64]]:
-        """Return `result`, as that of the only worker shard of a process (`tandem.common.worker_shards`)."""
+        """Return `result` as that of the only worker of a process (`tandem.common.worker_shards`)."""
         return (self.result(),)
 
     def _run(self) -> Iterator[None]:
-        """Digest slice after slice, stopping after each slab."""
+        """Digest one slice after another, yielding after each slab."""
         import torch
 
         if not len(self._slices):
@@ -180,7 +180,7 @@ class DigestTask:
             yield
 
     def _as(self, slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a slab converted, in memory that the next one uses again."""
+        """Return a converted slab, in memory that the next one reuses."""
         if slab.dtype == dtype:
             return slab
         if self._converted is None or self._converted.dtype != dtype or len(self._converted) < slab.numel():
@@ -196,26 +196,26 @@ def digest_layout(
     sampling: Sampling | None = None,
     quantisations: Sequence[Quantisation] = (),
 ) -> NDArray[np.uint64]:
-    """Return the digests of what a process holds, one a tensor: a `DigestTask` run to its end."""
+    """Return the digests of a process's weights, one per tensor, by running a `DigestTask` to its end."""
     return DigestTask(layout, storages, verification, sampling=sampling, quantisations=quantisations).result()
 
 
 def everything(layout: Layout) -> Verification:
-    """Return the verification of all pieces of a layout, as they are."""
+    """Return the verification of all pieces of a layout, unconverted."""
     return Verification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
 
 
 def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
-    """Return a box's share of the digest of tensor `name`.
+    """Return a slice's partial digest of tensor `name`.
 
     Args:
         name: Hugging Face name of the tensor.
         global_shape: shape of the whole tensor.
-        box: the one that `values` holds.
-        values: of the box's shape, any strides, elements of 1, 2 or 4 bytes.
+        box: the slice in `values`.
+        values: of the slice's shape, any strides, elements of 1, 2 or 4 bytes.
 
     Returns:
-        An unsigned 64-bit number; add shares up with `combine`.
+        An unsigned 64-bit number; add partial digests up with `combine`.
 
     Raises:
         RefitError: the elements have another size.
@@ -240,7 +240,7 @@ def _spans(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) -> l
 
 
 def _slabs(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
-    """Cut a slice into slabs, and say which global indices each has."""
+    """Cut a slice into slabs, and yield each with its global indices."""
     from tandem.refit.digests.kernels import MAX_COLUMNS
 
     sizes = [num for _, _, num, _ in spans]

@@ -1,1 +1,1 @@
-"""The steps of the planner, in the order in which `tandem.refit.planner` names them."""
+"""The steps of the planner, in the order of `tandem.refit.planner`."""

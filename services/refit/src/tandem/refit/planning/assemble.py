@@ -1,4 +1,4 @@
-"""Assemble the programs of processes from what moves between them: offsets, copies, order."""
+"""Transfer programs assembled from flows: offsets, copies, order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tandem.refit.transfer import Copies, Transfer
 from tandem.refit.transports import registry
 
 Turn = tuple[int, int, int]
-"""Round, turn in it, and engine: links are served in this order at both ends."""
+"""Round, position in it, and engine: the order in which both ends serve links."""
 
 
 class _Overlaps(msgspec.Struct, frozen=True, eq=False):
-    """Boxes that move: N rows."""
+    """Slices that move: N rows."""
 
     flow_N: Ints
     overlap_N: Ints
@@ -40,7 +40,7 @@ class _Overlaps(msgspec.Struct, frozen=True, eq=False):
 
 
 class Assembler:
-    """Makes the transfers of one engine after the other."""
+    """Assembler of the transfers of one engine after another."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Assembler:
         self._first_E = np.searchsorted(moved.engine_F, np.arange(len(self._engines) + 1))
 
     def transfers(self, engine: int, *, allow_alias: bool) -> list[tuple[Turn, Transfer]]:
-        """Return what an engine receives, in the order in which links are to be served, and when the turn of each is.
+        """Return an engine's incoming transfers in the order in which links are served, each with its turn.
 
-        Receivers begin with different senders and go round, so that at no time many of them wait for the same one. A
-        sender serves its receivers in the order of their turns too, so both ends come to a link at the same time.
+        Receivers start with different senders and go round, so that few wait for the same one. A sender serves its
+        receivers in the order of their turns as well, so both ends reach a link at the same time.
         """
         moved = self._moved.rows(slice(self._first_E[engine], self._first_E[engine + 1]))
         if not len(moved):
@@ -86,13 +86,13 @@ class Assembler:
     def _numbered(
         self, engine: int, copies: Copies, group_C: Ints, flow_of_link: Flows
     ) -> Iterator[tuple[Turn, Transfer]]:
-        """Yield a transfer for each group of copies, with the storages and tensors that it uses numbered.
+        """Yield a transfer for each group of copies, numbering the storages and tensors that it uses.
 
         Args:
             engine: the receiver.
             copies: sorted by group.
-            group_C: link and number of the transport, in one number.
-            flow_of_link: some flow of each link.
+            group_C: link and number of the transport, combined.
+            flow_of_link: any flow of each link.
 
         """
         receiver = self._engines[engine]
@@ -140,7 +140,7 @@ class Assembler:
         return self._source_shards.layouts[source].storages
 
     def _overlaps(self, pattern: Pattern, moved: Flows) -> _Overlaps:
-        """Cut the overlaps of a pattern where the flows begin and end."""
+        """Cut the overlaps of a pattern at the ends of the flows."""
         first_F = np.searchsorted(pattern.high_R, moved.low_F, "right")
         last_F = np.searchsorted(pattern.low_R, moved.high_F, "left")
         flow_N, overlap_N = ranges(first_F, last_F - first_F)
@@ -166,7 +166,7 @@ class Assembler:
         return _Overlaps(flow_N, overlap_N, tensor_N, box_N, start_ND, shape_ND)
 
     def _copies(self, overlaps: _Overlaps, moved: Flows) -> Copies:
-        """Resolve both ends of each overlap to bytes."""
+        """Resolve both ends of each overlap to byte offsets."""
         pattern = self._patterns[int(moved.pattern_F[0])]
         slot = int(moved.slot_F[0])
         storage_N, offset_N, strides_ND, dtype_N = self._at_engine(pattern, slot, overlaps)
@@ -213,11 +213,11 @@ class Assembler:
 
 
 def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], Ints]:
-    """Number the distinct values of each group; groups ascend.
+    """Assign numbers to the distinct values in each group; groups ascend.
 
     Returns:
-        ``(values, first, number_C)``: the values of all groups, one group after the other; where those of each group
-        begin, and in the end where the last one's stop; and the number of each row's value in its group.
+        ``(values, first, number_C)``: the values of all groups, one group after another; the start of each group's
+        values, followed by the end of the last; and the number of each row's value in its group.
 
     """
     radix = int(value_C.max()) + 1
@@ -228,8 +228,8 @@ def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], 
 
 
 def _read_in_place(copies: Copies, transport_C: Ints, shards: DestinationShards) -> Ints:
-    """Return the transports of copies, with those that need not be made because they can be read in place."""
-    num_parameters = len(shards.layout.storages)  # what comes after them is staging memory
+    """Return the transports of copies, replacing those that can be read in place."""
+    num_parameters = len(shards.layout.storages)  # staging memory comes after the parameters
     num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]
     chosen_C = transport_C.copy()
     for number, transport in enumerate(registry.numbered()):

@@ -1,9 +1,8 @@
-"""Choose which replica sends what, so that trainers send about as many bytes each.
+"""The choice of replicas to send from: trainers send about equally many bytes.
 
-Replica sets are served from the smallest to the largest. The bytes that a set has to send are assigned to its members
-as water fills vessels: who has sent least gets most, until all stand level. Byte ranges are cut where one member's
-share ends and the next one's begins, so a large tensor is split among replicas and a small one goes to whom its middle
-belongs to.
+Replica sets are served from the smallest to the largest. Like water filling vessels, the bytes of a set go to the
+members that have sent least, until all are level. Byte ranges are cut where one member's bytes end and the next one's
+begin. So a large tensor is split among replicas, and a small one goes to the member with its middle.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from tandem.refit.planning.sharing import Pattern, ReplicaSet
 
 
 class Segments(Table, frozen=True, eq=False):
-    """Stretches of byte ranges, each from one trainer to one engine: X rows."""
+    """Parts of byte ranges, each from one trainer to one engine: X rows."""
 
     pattern_X: Ints
     range_X: Ints
     host_X: Ints
-    """Which node of the pattern."""
+    """Node of the pattern."""
     sharer_X: Ints
-    """Which of the byte range's sharers receives it."""
+    """Number of the receiver among the byte range's sharers."""
     member_X: Ints
-    """Trainer that it comes from."""
+    """Trainer that sends it."""
     transport_X: Ints
     """Number of the transport."""
     low_X: Ints
@@ -34,7 +33,7 @@ class Segments(Table, frozen=True, eq=False):
 
 
 class _Items(Table, frozen=True, eq=False):
-    """What each engine receives of each byte range, before it is known from whom."""
+    """The parts of byte ranges that engines receive, before their senders are chosen."""
 
     pattern_I: Ints
     range_I: Ints
@@ -70,10 +69,10 @@ def choose(patterns: Sequence[Pattern], replica_sets: Sequence[ReplicaSet], num_
 
 
 def fill(loads_R: Ints, amount: int) -> Ints:
-    """Return what each member gets of an amount, so that the largest load in the end is as small as can be."""
+    """Return how much of an amount each member gets so that the largest resulting load is minimal."""
     order = np.argsort(loads_R, kind="stable")
     ordered = loads_R[order]
-    # With the n least loaded level with the next one, so much has been given out.
+    # Amount given out once the n least loaded members are level with the next one.
     given = ordered * np.arange(len(ordered)) - (np.cumsum(ordered) - ordered)
     num = int(np.searchsorted(given, amount, "right"))
     level, extra = divmod(amount + int(ordered[:num].sum()), num)
@@ -84,7 +83,7 @@ def fill(loads_R: Ints, amount: int) -> Ints:
 
 
 def _items(patterns: Sequence[Pattern]) -> _Items:
-    """Return what every engine receives, sorted by replica set, then engine; sharers take equal shares of a range."""
+    """Return the parts of all engines, sorted by replica set, then engine; sharers divide a range equally."""
     found: list[list[Ints]] = []
     for number, pattern in enumerate(patterns):
         num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
@@ -109,11 +108,11 @@ def _items(patterns: Sequence[Pattern]) -> _Items:
 
 
 def _assign(patterns: Sequence[Pattern], items: _Items, replicas: ReplicaSet, loads_M: Ints) -> Segments:
-    """Assign the items of one replica set to its members, whose loads grow by it."""
+    """Assign the items of one replica set to its members, and add to their loads."""
     ends_I = np.cumsum(items.high_I - items.low_I)
     total = int(ends_I[-1])
     shares_R = fill(loads_M[replicas.member_R], total)
-    # Where each share ends: in which item, and at which position of its byte range.
+    # End of each member's bytes: the item, and the position in its byte range.
     ends_R = np.cumsum(shares_R)[:-1]
     item_R = np.searchsorted(ends_I, ends_R, "right").clip(max=len(items) - 1)
     position_R = items.high_I[item_R] - (ends_I[item_R] - ends_R)

@@ -1,6 +1,6 @@
-"""Destination shards: what an engine receives, cut along source shards, each byte exactly once.
+"""Destination shards: the slices that an engine receives, cut along source shards, each byte once.
 
-Engines with identical layouts (data-parallel replicas) want the same: it is worked out once for their class.
+Engines with identical layouts (data-parallel replicas) form a class, which is resolved once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tandem.refit.program import Quantisation, Staging
 
 
 class DestinationShards(msgspec.Struct, frozen=True, eq=False):
-    """What the engines of a class receive: their shards (P rows), and overlaps with source shards (N rows).
+    """The shards that engines of a class receive (P rows), and their overlaps with source shards (N rows).
 
-    Overlaps lie in the order in which they are written. `storages` are those of the layout, then staging.
+    Overlaps are in the order in which they are written. `storages` are those of the layout, then staging.
     """
 
     layout: Layout
-    """Of one engine of the class."""
+    """Layout of one engine of the class."""
     storages: tuple[Storage, ...]
     staging: tuple[Staging, ...]
     quantisations: tuple[Quantisation, ...]
     tensor_P: Ints
-    """Global number."""
+    """Global number of the tensor."""
     start_PD: Ints
     storage_P: Ints
     offset_P: Ints
@@ -41,19 +41,19 @@ class DestinationShards(msgspec.Struct, frozen=True, eq=False):
     want_N: Ints
     """Row of the destination shard."""
     box_N: Ints
-    """Row of a distinct box of `SourceShards`."""
+    """Row of a distinct slice in `SourceShards`."""
     start_ND: Ints
     shape_ND: Ints
     num_bytes_N: Ints
-    """On a link from a trainer: of the smaller element type."""
+    """Bytes on a link from a trainer, in the smaller element type."""
     widening_N: Ints
-    """How many times as many bytes it has in the engine's element type."""
+    """Size in the engine's element type as a multiple of those bytes."""
     reading_N: Ints
-    """How many times as many bytes it has in the trainer's element type."""
+    """Size in the trainer's element type as a multiple of those bytes."""
 
 
 def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[str]]:
-    """Return the class of each engine, and an engine of each class."""
+    """Return the class of each engine, and one engine of each class."""
     by_id: dict[int, bytes] = {}
     by_content: dict[tuple[bytes, ...], int] = {}
     class_of: dict[str, int] = {}
@@ -77,10 +77,10 @@ def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[st
 
 
 def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: SourceShards) -> DestinationShards:
-    """Work out what the class of an engine receives.
+    """Return the shards that the class of an engine receives.
 
     Raises:
-        CoverageError: a wanted element has no source; names the tensor and the box.
+        CoverageError: a wanted element has no source; names the tensor and the slice.
 
     """
     num_dims = tensors.table.num_dims
@@ -104,7 +104,7 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: Source
     start_ND = np.concatenate([none[1], *(m.start_ND for m in met)])
     shape_ND = np.concatenate([none[1], *(m.shape_ND for m in met)])
     num_elements_N = shape_ND.prod(axis=1)
-    # Source shards are disjoint, and so are their overlaps with another: if they add up to it, they are all of it.
+    # Source shards are disjoint, and so are their overlaps with a piece: if these add up to it, they cover it.
     found_P = np.zeros(len(tensor_P), np.int64)
     np.add.at(found_P, want_N, num_elements_N)
     short = np.flatnonzero(found_P != shape_PD.prod(axis=1))
@@ -143,7 +143,7 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: Source
 def _missing(
     engine: str, tensors: Tensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
 ) -> CoverageError:
-    """Say what of a destination shard no trainer holds."""
+    """Return an error that names the part of a destination shard that no trainer holds."""
     number, start_D, shape_D = wanted
     missing = [Box(tuple(start_D.tolist()), tuple(shape_D.tolist()))]
     for start, shape in zip(start_ND.tolist(), shape_ND.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Gather byte ranges into flows, each from one process to another in one round."""
+"""Flows: byte ranges gathered by link, each from one process to another in one round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.refit.transports.transport import Route
 
 
 class Flows(Table, frozen=True, eq=False):
-    """Stretches of byte ranges on links: F rows, by engine."""
+    """Parts of byte ranges on links: F rows, by engine."""
 
     engine_F: Ints
     """Index of the receiver among all engines."""
@@ -32,9 +32,9 @@ class Flows(Table, frozen=True, eq=False):
     """Number of the transport."""
     pattern_F: Ints
     slot_F: Ints
-    """Of the receiver."""
+    """Slot of the receiver."""
     source_slot_F: Ints
-    """Of the sender in round 1, else -1."""
+    """Slot of the sender in round 1, else -1."""
     low_F: Ints
     high_F: Ints
     num_bytes_F: Ints
@@ -43,29 +43,29 @@ class Flows(Table, frozen=True, eq=False):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process gets from another in one round."""
+    """The bytes that one process gets from another in one round."""
 
     source: str
     destination: str
     transport: str
     why: str
-    """A phrase: why this transport."""
+    """Reason for this transport, as a phrase."""
     round: int
     num_bytes: int
     num_read: int
-    """Bytes in the source's memory: more than `num_bytes` where elements are converted to a smaller type."""
+    """Bytes in the source's memory: more than `num_bytes` if elements are converted to a smaller type."""
     num_copies: int
-    """At the most: a program joins those that continue each other."""
+    """Largest number of copies: a program joins contiguous ones."""
     num_tensors: int
 
     @property
     def name(self) -> str:
-        """What its bytes are counted under."""
+        """Name under which bytes are counted."""
         return link_name(self.source, self.destination)
 
 
 def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping[str, Layout]) -> Flows:
-    """Return the segments, and what engines of a node pass on to each other of them."""
+    """Return the flows from trainers, and those between engines of a node that pass bytes on."""
     number = {engine: index for index, engine in enumerate(destinations)}
     between = _BetweenEngines(destinations)
     found: list[list[Ints]] = []
@@ -76,7 +76,7 @@ def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping
         first_L = np.cumsum(num_L) - num_L
         flat = np.array([slot for sharers in pattern.sharers_L for slot in sharers], np.int64)
         slot_X = flat[first_L[mine.range_X] + mine.sharer_X]
-        # Round 0: from trainers. Round 1: every sharer passes on what it got to the others.
+        # Round 0: from trainers. Round 1: every sharer passes its bytes on to the others.
         x_F, other_F = ranges(first_L[mine.range_X], num_L[mine.range_X])
         passed = flat[other_F] != slot_X[x_F]
         x_F, other_F = x_F[passed], other_F[passed]
@@ -102,7 +102,7 @@ def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping
 
 
 def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
-    """Return a number for the link of each flow: they sort by engine, then round, source and transport."""
+    """Return a number for the link of each flow, sorting by engine, then round, source and transport."""
     num_sources = max(num_engines, num_members, 1)
     keys: Ints = (moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F
     return keys * len(registry.numbered()) + moved.transport_F
@@ -115,7 +115,7 @@ def links(
     source_shards: SourceShards,
     destinations: Mapping[str, Layout],
 ) -> tuple[Link, ...]:
-    """Add up what moves over each link."""
+    """Return all links with their totals."""
     engines = tuple(destinations)
     keys, first, link_F = np.unique(
         link_keys(moved, len(engines), len(source_shards.members)), return_index=True, return_inverse=True
@@ -161,13 +161,13 @@ def links(
 
 
 class _BetweenEngines:
-    """The transports by which engines of a host pass on what they have received."""
+    """The transports by which engines of a host pass on received bytes."""
 
     def __init__(self, destinations: Mapping[str, Layout]) -> None:
         devices = np.array([layout.device for layout in destinations.values()])
         self._is_gpu_E = devices != "cpu"
         self._device_E = np.unique(devices, return_inverse=True)[1].reshape(-1)
-        self._choices = Choices(sent_only=True)  # who passes on has to wait until it has received
+        self._choices = Choices(sent_only=True)  # an engine that passes bytes on must wait until it has received them
 
     def transports(self, source_F: Ints, destination_F: Ints) -> Ints:
         """Return the number of the transport from one engine to another; an engine's parameters are private."""

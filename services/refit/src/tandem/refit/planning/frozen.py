@@ -1,4 +1,4 @@
-"""Plan what never changes by itself: it moves to an engine once, the rest with every version."""
+"""Separate plans for frozen and changing tensors: frozen ones move to an engine once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tandem.refit.layout import Layout, Pieces
 
 
 class Part(msgspec.Struct, frozen=True, eq=False):
-    """Some of the tensors of all layouts, which are the pieces that are left in them."""
+    """Either the frozen or the changing tensors of all layouts; other pieces are left out."""
 
     is_frozen: bool
     sources: Mapping[str, Layout]
     destinations: Mapping[str, Layout]
     rows: Mapping[str, Ints] | None = None
-    """Of each member: the rows that its pieces have in the whole layout. None: it is the whole layout."""
+    """Row of each piece in the whole layout, by process. None if the part is the whole layout."""
 
     @property
     def sides(self) -> tuple[Mapping[str, Layout], Mapping[str, Layout]]:
-        """Both sides."""
+        """Sources and destinations."""
         return self.sources, self.destinations
 
 
 def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> list[Part]:
-    """Return what never changes and what does, as trainers say; everything in one part if all may change."""
+    """Return the frozen and the changing part, as marked by trainers; a single part if nothing is frozen."""
     frozen = {
         tensor.name
         for tensors in {id(layout.tensors): layout.tensors for layout in sources.values()}.values()
@@ -47,7 +47,7 @@ def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
 def _kept(
     layouts: Mapping[str, Layout], frozen: set[str], *, is_frozen: bool
 ) -> tuple[dict[str, Layout], dict[str, Ints]]:
-    """Return layouts with the pieces of one part, and their rows; those that share columns go on sharing them."""
+    """Return layouts with the pieces of one part, and their rows; layouts that share columns go on sharing them."""
     done: dict[tuple[int, int], tuple[Pieces, Ints]] = {}
     made, rows = {}, {}
     for member, layout in layouts.items():

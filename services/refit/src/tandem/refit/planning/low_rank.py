@@ -1,9 +1,9 @@
-"""Plan low-rank adapters: what an engine receives in place of the weights that it merges itself.
+"""Plans for low-rank adapters: engines receive base and adapter, and merge the weights themselves.
 
-Trainers that train adapters describe ``lora_A`` and ``lora_B`` of a layer beside its weight, engines want the weight.
-Wherever an engine wants a box of such a weight it is given staging memory for that box, as the trainer has it, and for
-the rows of ``lora_B`` and columns of ``lora_A`` that it takes; the place that it named is written by `Merging`. So
-every engine that can say where its weights lie can be given adapters, however it cuts and fuses them.
+Trainers of adapters describe a layer's ``lora_A`` and ``lora_B`` beside its weight; engines want the weight. For each
+slice of such a weight, an engine gets staging memory for the trainer's base, for the rows of ``lora_B`` and for the
+columns of ``lora_A``. `Merging` writes the place that the engine named. So any engine that can describe its weights can
+be given adapters, however it shards and fuses the weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tandem.refit.program import Merging, Products, Staging
 
 _WEIGHT, _A, _B = ".weight", f".{lora.A}", f".{lora.B}"
 _DTYPE = "float32"
-"""In which engines take adapters: they are small, and their product is rounded once, as it is added."""
+"""Element type of adapters in engines: they are small, and their product is rounded only once, when it is added."""
 
 
 class Adapted(msgspec.Struct, frozen=True):
-    """What an engine receives, and what it makes of it."""
+    """The layout that an engine receives, and the merge that follows."""
 
     layout: Layout
-    """With the staging among the storages."""
+    """Layout that includes the staging storages."""
     staging: tuple[Staging, ...] = ()
     merging: Merging | None = None
 
@@ -41,11 +41,11 @@ class _Adapter(msgspec.Struct, frozen=True):
 
 
 def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, Adapted]:
-    """Return what each engine receives, which is what it wants where trainers hold no adapters.
+    """Return what each engine receives: the layout it wants, unless trainers hold adapters.
 
     Raises:
-        CoverageError: one of an adapter's two matrices is held by nobody.
-        RefitError: an adapter does not fit its weight, or an engine wants that in an element type that is not merged.
+        CoverageError: no trainer holds one of an adapter's two matrices.
+        RefitError: an adapter does not fit its weight, or the engine's element type cannot be merged into.
 
     """
     adapters = _adapters(sources)
@@ -68,7 +68,7 @@ def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
 
 
 def _adapters(sources: Mapping[str, Layout]) -> dict[str, _Adapter]:
-    """Return the adapters that trainers hold, by the name of the weight."""
+    """Return the trainers' adapters, by the name of the weight."""
     found: dict[str, dict[str, tuple[Tensor, str]]] = {}
     tuples = {id(layout.tensors): (layout.tensors, member) for member, layout in sources.items()}
     for tensors, member in tuples.values():
@@ -96,7 +96,7 @@ def _checked(weight: str, of: Mapping[str, Tensor]) -> _Adapter:
 
 
 class _Rewriting:
-    """One engine's layout, rewritten."""
+    """Rewriting of one engine's layout."""
 
     def __init__(self, engine: str, layout: Layout, adapters: Mapping[str, _Adapter]) -> None:
         self._engine = engine
@@ -110,7 +110,7 @@ class _Rewriting:
         self._rows: list[tuple[object, ...]] = []
 
     def result(self) -> Adapted:
-        """Return what the engine receives."""
+        """Return the layout that the engine receives."""
         layout = self._layout
         is_merged_T = np.array([tensor.name in self._adapters for tensor in layout.tensors], np.bool_)
         is_merged_P = is_merged_T[layout.pieces.tensor_P]
@@ -132,7 +132,7 @@ class _Rewriting:
         return Adapted(made, tuple(self._staging), merging)
 
     def _add_tensor(self, index: int, rows: list[int]) -> None:
-        """Receive the base and the adapter of a weight, of which the engine wants these pieces."""
+        """Receive base and adapter of a weight, for the pieces at `rows` that the engine wants."""
         tensor = self._layout.tensors[index]
         adapter = self._adapters[tensor.name]
         if tensor.shape != (adapter.b.shape[0], adapter.a.shape[1]):
@@ -175,7 +175,7 @@ class _Rewriting:
             )
 
     def _receive(self, tensor: Tensor, box: Box) -> int:
-        """Receive a box of a matrix; return the number of its storage."""
+        """Receive a slice of a matrix; return the number of its storage."""
         index = self._builder.tensor(tensor.name, tensor.shape, _DTYPE)
         storage = self._stage(tensor.name, box, _DTYPE)
         self._builder.add(index, box, storage, 0, contiguous_strides(box.shape, ITEM_SIZES[_DTYPE]))

@@ -1,7 +1,7 @@
-"""Merge strided regions into as few copies as possible.
+"""Strided regions merged into as few copies as possible.
 
-Two regions are joined if one goes on where the other ends, along the outermost dimension; any number of equal regions
-at equal distances become one region of one more dimension, such as the same matrix of every expert of a layer.
+Two regions are joined if one continues where the other ends, along the outermost dimension. Any number of equal regions
+at equal distances become one region with one more dimension, such as the same matrix of every expert in a layer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def merge(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
         link_C: copies of different links are not joined.
 
     Returns:
-        Copies sorted by link, then by where they write.
+        Copies sorted by link, then by destination.
 
     """
     order = np.lexsort((copies.destination_offset_C, copies.destination_C, link_C))
     copies, link_C = _simplified(copies.rows(order)), link_C[order]
     copies, link_C = _join_neighbours(copies, link_C)
     num = len(link_C) + 1
-    while len(link_C) < num:  # series of series: gate and up, of every expert
+    while len(link_C) < num:  # repeat for series of series, such as gate and up of every expert
         num = len(link_C)
         copies, link_C = _join_series(copies, link_C)
     return copies, link_C
 
 
 def _simplified(copies: Copies) -> Copies:
-    """Return the same copies with dimensions from outermost to innermost at the destination, none needlessly apart."""
+    """Return the same copies with fused dimensions, from outermost to innermost at the destination."""
     is_one_CD = copies.shape_CD == 1  # such a dimension is outermost
     order_CD = np.argsort(-np.where(is_one_CD, _LARGEST, copies.destination_strides_CD), axis=1, kind="stable")
     columns = (
@@ -54,7 +54,7 @@ def _simplified(copies: Copies) -> Copies:
 
 
 def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints, Ints, Ints]:
-    """Turn neighbouring dimensions into one where both sides step evenly over both; right-align what is left."""
+    """Fuse neighbouring dimensions where both sides step evenly over both; right-align the rest."""
     num, num_dims = shape_CD.shape
     made = np.ones_like(shape_CD), np.zeros_like(shape_CD), np.zeros_like(shape_CD)
     rows, place_C = np.arange(num), np.full(num, num_dims - 1)
@@ -76,7 +76,7 @@ def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints,
 
 
 def _with_dims(copies: Copies, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> Copies:
-    """Return copies with other dimensions; a single element has the strides of a range, so that it can be joined."""
+    """Return copies with other dimensions; a single element gets the strides of a range, so that it can be joined."""
     is_single_C = (shape_CD == 1).all(axis=1)
     source_CD[is_single_C, -1] = ITEM_SIZE_OF_CODE[copies.source_dtype_C[is_single_C]]
     destination_CD[is_single_C, -1] = ITEM_SIZE_OF_CODE[copies.destination_dtype_C[is_single_C]]
@@ -91,7 +91,7 @@ def _with_dims(copies: Copies, shape_CD: Ints, source_CD: Ints, destination_CD: 
 
 
 def _are_alike(copies: Copies, link_C: Ints, shape_CD: Ints) -> NDArray[np.bool_]:
-    """Say for each copy but the last whether the next one differs only in where it lies, as far as told."""
+    """Return for each copy but the last whether the next one differs only in its offsets, given `shape_CD`."""
     flat = (
         link_C,
         copies.source_C,
@@ -109,7 +109,7 @@ def _are_alike(copies: Copies, link_C: Ints, shape_CD: Ints) -> NDArray[np.bool_
 
 
 def _join_neighbours(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
-    """Join copies that go on, along the outermost dimension, where the one before ends."""
+    """Join copies that continue, along the outermost dimension, where the one before ends."""
     if len(link_C) < 2:
         return copies, link_C
     rows = np.arange(len(link_C))
@@ -162,8 +162,8 @@ def _join_series(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
 def _series(alike: NDArray[np.bool_], *steps: Ints) -> tuple[Ints, Ints]:
     """Cut rows into series of equal steps, from the first row on.
 
-    Step i, from row i to the next, is taken if it equals the one before, or if the one before is not taken, so that
-    row i still is free. So it is known where steps are equal or rows differ, and alternates in between.
+    Step i leads from row i to the next. It is taken if it equals the one before, or if the one before is not taken and
+    row i is still free. So the result is known where steps are equal or rows differ, and alternates in between.
 
     Returns:
         The first row of each series, and its number of rows.

@@ -1,4 +1,4 @@
-"""Meshes: who sends to whom, in groups as small as their connections allow."""
+"""Transfer groups: processes that send to each other, in groups as small as their connections allow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tandem.refit.transports import registry
 
 
 def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tuple[Mesh, ...]:
-    """Return a mesh for each cluster of receivers that pass bytes on to each other, with all that send to them.
+    """Return a transfer group for each cluster of receivers that pass bytes on, with all their senders.
 
-    The worker shards of a process are in one cluster: what is connected, lost and brought back is the process.
+    The workers of a process are in one cluster, because they are connected, lost and restored together.
 
     Args:
         transfers: all of a plan.
-        layouts: of all members; ranks in a mesh follow their order, receivers first.
+        layouts: of all processes; ranks in a group follow their order, receivers first.
 
     """
     cluster: dict[str, set[str]] = {}

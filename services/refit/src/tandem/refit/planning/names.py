@@ -1,4 +1,4 @@
-"""Number the tensors of all layouts: one number a name, one shape and element type a side."""
+"""Numbers of all tensors: one per name, with one shape, and one element type per side."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tandem.refit.layout import DTYPES, Box, Layout, Tensor, whole
 from tandem.refit.planning.tensors import TensorTable, make_table
 
 CONVERTIBLE = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""Element types that a copy converts into one another, rounding to nearest."""
+"""Element types that copies convert into one another, rounding to nearest."""
 
 QUANTISED = frozenset({"float8_e4m3fn", "float8_e5m2"})
-"""Element types that are made from those, a scale a block."""
+"""Element types that are quantised from those, with one scale per block."""
 
 
 class Side:
-    """What the layouts of one side say of each tensor: G rows, one for each global number."""
+    """Descriptions of each tensor by the layouts of one side: G rows, one for each global number."""
 
     def __init__(self, names: Names, layouts: Mapping[str, Layout]) -> None:
         self.by_member: dict[str, Ints] = {}
-        """For each of a member's tensors, its global number."""
+        """Global numbers of a process's tensors, by process."""
         self.tensor_of: dict[int, tuple[Tensor, str]] = {}
-        """By global number: the tensor as this side describes it, and a member that does, for error messages."""
+        """By global number: the tensor as this side describes it, and a process that does, for error messages."""
         known: dict[int, Ints] = {}
         is_noted: dict[int, NDArray[np.bool_]] = {}
         for member, layout in layouts.items():
@@ -47,25 +47,25 @@ class Side:
         if told is not tensor and (told.dtype, told.block, told.scales) != (tensor.dtype, tensor.block, tensor.scales):
             raise RefitError(
                 f"{who} has {tensor.name} as {_kind(told)}, {member} as {_kind(tensor)}: "
-                "all members of one side must agree on the element type"
+                "all processes of one side must agree on the element type"
             )
 
 
 class Names:
-    """Global numbers of tensors, in the order in which names are met."""
+    """Global numbers of tensors, in the order of their first appearance."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        """By global number: the tensor as it was first described."""
+        """Tensors as first described, by global number."""
         self._numbers: dict[str, int] = {}
         self._members: list[str] = []
 
     def number(self, tensors: tuple[Tensor, ...], member: str) -> Ints:
-        """Return the global number of each tensor of a member.
+        """Return the global number of each tensor of a process.
 
         Raises:
-            CoverageError: members give a tensor different shapes.
-            RefitError: a member names a tensor twice.
+            CoverageError: processes give a tensor different shapes.
+            RefitError: a process names a tensor twice.
 
         """
         numbers = np.zeros(len(tensors), np.int64)
@@ -90,7 +90,7 @@ class Names:
         return self._numbers.get(name)
 
     def describe(self, number: int, start: Ints, shape: Ints) -> str:
-        """Return a tensor's name and a box of it; padded dimensions are left out."""
+        """Return a tensor's name and a slice of it, without padded dimensions."""
         tensor = self.tensors[number]
         first = len(start) - len(tensor.shape)
         return f"{tensor.name}{Box(tuple(start[first:].tolist()), tuple(shape[first:].tolist()))}"
@@ -104,27 +104,27 @@ class Tensors(msgspec.Struct, frozen=True, eq=False):
     destinations: Side
     table: TensorTable
     source_dtype_G: Ints
-    """Index into `DTYPES`; -1 where no source holds the tensor."""
+    """Index into `DTYPES`; -1 if no source holds the tensor."""
     wanted_dtype_G: Ints
-    """-1 where no engine wants it."""
+    """Index into `DTYPES`; -1 if no engine wants the tensor."""
     block_GD: Ints
-    """Elements of a block of those that are quantised on the way, right-aligned; 0 for all others."""
+    """Block shape of tensors that are quantised in transit, right-aligned; 0 for all others."""
     quantised_of_G: Ints
-    """Of tensors of scales that are made on the way: the number of the tensor whose scales they are; else -1."""
+    """For scales that are computed in transit, the number of the tensor that they scale; else -1."""
 
     @property
     def is_quantised_G(self) -> NDArray[np.bool_]:
-        """Whether the tensor is quantised on the way."""
+        """Whether the tensor is quantised in transit."""
         is_quantised: NDArray[np.bool_] = self.block_GD.max(axis=1) > 0
         return is_quantised
 
 
 def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> Tensors:
-    """Number the tensors of both sides, and say how each gets from its type here to its type there.
+    """Assign numbers to the tensors of both sides, and find how each is converted.
 
     Raises:
-        CoverageError: an engine wants what no source holds, or in another shape.
-        RefitError: two members contradict each other, or there is no conversion.
+        CoverageError: an engine wants a tensor that no source holds, or in another shape.
+        RefitError: two processes contradict each other, or a conversion is missing.
 
     """
     names = Names()
@@ -157,7 +157,7 @@ def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
 
 
 def _match_types(made: Tensors, number: int, tensor: Tensor, member: str) -> None:
-    """Refuse a conversion that does not exist; note one that quantises, and whose scales it makes."""
+    """Refuse a missing conversion; note a quantisation, and the scales that it computes."""
     there, holder = made.sources.tensor_of[number]
     if there.dtype == tensor.dtype or {there.dtype, tensor.dtype} <= CONVERTIBLE:
         return

@@ -1,4 +1,4 @@
-"""Plan tensors that are quantised on the way: the blocks that a receiver needs, and their place."""
+"""Plans for tensors that are quantised in transit: the blocks that a receiver needs, and their places."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.refit.planning.sweep import group_rows
 from tandem.refit.program import Places, Quantisation, Regions, Staging
 
 ALIGNMENT = 64
-"""Bytes to a multiple of which regions begin."""
+"""Regions start at multiples of this number of bytes."""
 
 
 class Staged(msgspec.Struct, frozen=True, eq=False):
-    """Regions to fetch in the source's precision (Q rows), and what becomes of them."""
+    """Regions to fetch in the source's precision (Q rows), and how to quantise them."""
 
     tensor_Q: Ints
     """Global number of the tensor of values."""
@@ -31,11 +31,11 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
 
 def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Staged:
-    """Plan the quantisation of some pieces of a layout: of values, and of the scales that belong to them.
+    """Plan the quantisation of some pieces of a layout, both values and their scales.
 
     Args:
-        layout: whose pieces they are.
-        tensors: tells the block of each.
+        layout: of the pieces.
+        tensors: with the block shape of each.
         tensor_P: global numbers of the pieces' tensors.
         row_P: rows of the pieces in the layout.
 
@@ -64,7 +64,7 @@ def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Stag
     shape_QD = region_shape_PD[chosen_Q]
     strides_QD = _contiguous_strides(shape_QD, ITEM_SIZE_OF_CODE[dtype_Q])
     offset_Q = np.zeros(len(tensor_Q), np.int64)
-    place_start_PD = np.where(is_scale_P1, 0, start_PD - region_start_PD)  # a region of scales is all of theirs
+    place_start_PD = np.where(is_scale_P1, 0, start_PD - region_start_PD)  # a region of scales is taken whole
     places = Places(
         region_P, place_start_PD, shape_PD, pieces.storage_P, pieces.offset_P, pad_dims(pieces.strides_PD, num_dims, 0)
     )

@@ -1,6 +1,6 @@
-"""Find the transport for each pair of places in memory, for many pairs at once.
+"""Transports for pairs of places in memory, looked up for many pairs at once.
 
-The transports are asked about kinds of places (`Route`), of which there are few, and the answers are looked up.
+Transports are asked about kinds of places (`Route`), which are few, and the answers are cached.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
 _ROUTES = tuple(Route(*facts) for facts in itertools.product((False, True), repeat=4))
-"""Every route, by its number: the facts in their order, as binary digits."""
+"""Every route by its number; the facts, in order, are the number's binary digits."""
 
 PRIVATE = KINDS_OF_MEMORY.index(PrivateMemory)
-"""The kind of memory that only its own process reaches."""
+"""Code of memory that only its own process can access."""
 
 
 def number_routes(same_host: object, same_device: object, from_gpu: object, to_gpu: object) -> Ints:
-    """Return the number of each route; arguments are the facts of `Route`, columns or one value for all."""
+    """Return the number of each route; arguments are the facts of `Route`, as columns or single values."""
     number: Ints = np.zeros(1, np.int64)
     for fact in (same_host, same_device, from_gpu, to_gpu):
         number = number * 2 + np.asarray(fact, np.int64)
@@ -30,17 +30,17 @@ def number_routes(same_host: object, same_device: object, from_gpu: object, to_g
 
 
 class Choices:
-    """The transports that are preferred, asked for as they are needed."""
+    """The preferred transports, found as they are needed."""
 
     def __init__(self, *, sent_only: bool = False) -> None:
-        """Take all transports there are, or only those that send."""
+        """Choose from all transports, or only from those that send."""
         self._sent_only = sent_only
         shape = len(KINDS_OF_MEMORY), len(_ROUTES)
         self._transport_KR = np.full(shape, -1)
         self._preference_KR = np.zeros(shape, np.int64)
 
     def look_up(self, kind_N: Ints, route_N: Ints) -> tuple[Ints, Ints]:
-        """Return the number of the transport for each kind of memory and route, and how much it is preferred.
+        """Return the number of the transport for each kind of memory and route, and its preference.
 
         Raises:
             RefitError: no transport reaches the destination.

@@ -1,9 +1,9 @@
-"""Find engines of a node that need the same bytes, and the trainers that could send them.
+"""Bytes that several engines of a node need, and the trainers that could send them.
 
-Nodes that run engines of the same classes have the same pattern, which is worked out once. Within a pattern, overlaps
-of destination shards with source shards that the same engines need and the same replica set holds form a *byte range*:
-its bytes, one overlap after the other in the order in which they are written, can be cut anywhere and assigned to
-replicas. Positions are bytes along all byte ranges of a pattern.
+Nodes that run engines of the same classes share one pattern, computed once. Within a pattern, a *byte range* consists
+of overlaps of destination and source shards that the same engines need and the same replica set holds. Its bytes, one
+overlap after another in the order of writing, can be cut anywhere and assigned to replicas. Positions count the bytes
+along all byte ranges of a pattern.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tandem.refit.planning.sweep import group_rows
 from tandem.refit.transports import registry
 
 FEWEST_CUTS = 16
-"""An overlap is cut along its first dimension of so many elements, so that what is cut off is a long range."""
+"""An overlap is cut along its first dimension with at least this many elements, so that cuts leave long ranges."""
 
 
 Narrow = NDArray[np.int32]
-"""A column of which there are many millions of rows and no large numbers."""
+"""A column with many millions of rows and no large numbers."""
 
 
 class ReplicaSet(msgspec.Struct, frozen=True, eq=False):
-    """Replicas, trainers that hold the same bytes, that serve an engine equally well, and the transport of each."""
+    """Trainers that hold the same bytes and serve an engine equally well, and the transport of each."""
 
     member_R: Ints
-    """Ascending."""
+    """Trainers, ascending."""
     transport_R: Ints
-    """Number of the transport; see `tandem.refit.transports.registry`."""
+    """Number of the transport in `tandem.refit.transports.registry`."""
     is_near: bool
     """Whether receivers copy for themselves."""
 
     def is_same(self, other: ReplicaSet) -> bool:
-        """Say whether the other one is of the same trainers and transports."""
+        """Return whether the other set has the same trainers and transports."""
         return np.array_equal(self.member_R, other.member_R) and np.array_equal(self.transport_R, other.transport_R)
 
 
 class ReplicaSets:
-    """All replica sets, by number. Those for engines on hosts without trainers come first: all holders of each box."""
+    """All replica sets by number. Sets for engines on hosts without trainers come first: all holders of each slice."""
 
     def __init__(self, source_shards: SourceShards) -> None:
         self._sets = source_shards.sets
@@ -63,15 +63,15 @@ class ReplicaSets:
         self._found: dict[tuple[str | None, str], Ints] = {(None, "cpu"): np.arange(len(self._sets))}
 
     def has_trainers(self, host: str) -> bool:
-        """Say whether a trainer runs on a host."""
+        """Return whether a trainer runs on a host."""
         return host in self._sets_on
 
     def on(self, host: str, device: str) -> Ints:
-        """Return, for each set of holders, the number of the replica set that serves an engine there."""
+        """Return, for each set of holders, the number of the replica set for an engine in this place."""
         return self._find(host if self.has_trainers(host) else None, device)
 
     def _find(self, host: str | None, device: str) -> Ints:
-        """Return the same as `on`; no host stands for all that have no trainers."""
+        """Return the result of `on`; None stands for all hosts without trainers."""
         if (host, device) not in self._found:
             far_device = "cpu" if host is None or device == "cpu" else "gpu"
             replicas_S = self._find(None, far_device).copy()
@@ -90,7 +90,7 @@ class ReplicaSets:
         return number_routes(is_here_M, is_here_M & (self._devices == device), self._devices != "cpu", device != "cpu")
 
     def _preferred(self, number: int, route_M: Ints) -> ReplicaSet:
-        """Return the replica set of the holders that are preferred."""
+        """Return the replica set of the preferred holders."""
         member_R, kind_R = self._sets[number]
         transport_R, preference_R = self._choices.look_up(kind_R, route_M[member_R])
         best_R = preference_R == preference_R.max()
@@ -101,50 +101,50 @@ class ReplicaSets:
 class Pattern(msgspec.Struct, frozen=True, eq=False):
     """The engines of a node by class, and the overlaps (R rows, in byte ranges) that they need.
 
-    An overlap stands under the first engine that needs it; the others overlap with the same source shard alike.
+    A shared overlap is listed under the first engine that needs it.
     """
 
     slots: tuple[int, ...]
     """The class of each engine."""
     hosts: tuple[tuple[str, ...], ...]
-    """For each node: its engines, one a slot."""
+    """The engines of each node, one per slot."""
     slot_R: Narrow
     row_R: Narrow
     """Row N of the `DestinationShards` of that slot."""
     group_R: Narrow
-    """Row of `row_KS`, or -1 if only that slot needs it."""
+    """Row of `row_KS`, or -1 if only this slot needs the overlap."""
     low_R: Ints
-    """Position of its first byte."""
+    """Position of the overlap's first byte."""
     high_R: Ints
     axis_R: Narrow
-    """Dimension that it can be cut along."""
+    """Dimension along which it can be cut."""
     step_R: Ints
-    """Bytes of one index along that dimension."""
+    """Bytes per index along that dimension."""
     edge_R: Ints
-    """Position from which cuts are counted: `low_R`, or where the first overlap that must stay with this one begins."""
+    """Position from which cuts are counted: `low_R`, or the start of the first overlap that must stay with this one."""
     unit_R: Ints
-    """Cuts may stand at multiples of so many bytes from there, and at the next `edge_R`."""
+    """Cuts are allowed at multiples of this many bytes from there, and at the next `edge_R`."""
     widening_R: Narrow
-    """How many times as many bytes it has between engines as from a trainer."""
+    """Bytes between engines, as a multiple of those from a trainer."""
     reading_R: Narrow
-    """How many times as many bytes it has in a trainer's memory as on a link."""
+    """Bytes in a trainer's memory, as a multiple of those on a link."""
     row_KS: Narrow
-    """Overlaps that several slots need: row N of each slot's `DestinationShards`, or -1."""
+    """Overlaps that several slots need: row N in each slot's `DestinationShards`, or -1."""
     low_L: Ints
     high_L: Ints
     replicas_L: Ints
     sharers_L: tuple[tuple[int, ...], ...]
-    """The slots that need the byte range."""
+    """Slots that need the byte range."""
 
     def rows_of(self, overlap_N: Ints, slot: int) -> Narrow:
-        """Return the row that each overlap has in a slot's `DestinationShards`."""
+        """Return the row of each overlap in a slot's `DestinationShards`."""
         if not len(self.row_KS):
             return self.row_R[overlap_N]
         group_N = self.group_R[overlap_N]
         return np.where(group_N < 0, self.row_R[overlap_N], self.row_KS[group_N, slot])
 
     def snap(self, positions: Ints) -> Ints:
-        """Return for each position the nearest one where a cut may stand; in the same order."""
+        """Return the nearest allowed cut for each position, in the same order."""
         if not len(self.low_R):
             return positions
         row = np.clip(np.searchsorted(self.high_R, positions, "right"), 0, len(self.low_R) - 1)
@@ -153,7 +153,7 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         return snapped
 
     def bytes_inside(self, low_N: Ints, high_N: Ints, times_R: Narrow) -> Ints:
-        """Return the bytes from one position to another where an overlap has so many times as many as on a link."""
+        """Return the bytes between two positions, where `times_R` multiplies each overlap's bytes on a link."""
         if not len(self.low_R):
             return high_N - low_N
         before_R = np.cumsum((self.high_R - self.low_R) * times_R)
@@ -175,21 +175,21 @@ def patterns(
     allow_alias: bool,
     grain: int,
 ) -> list[Pattern]:
-    """Find the patterns of all nodes.
+    """Return the patterns of all nodes.
 
     Args:
         destinations: by engine.
         class_of: by engine.
         shards: by class.
-        replica_sets: grows by those that are near.
+        replica_sets: extended here by nearby sets.
         set_B: set of holders of each source shard.
-        allow_alias: do not cut what may become an alias.
-        grain: bytes; overlaps of fewer than twice as many are not cut.
+        allow_alias: do not cut overlaps that may be read in place.
+        grain: bytes; overlaps smaller than twice this are not cut.
 
     """
     engines: dict[str, list[tuple[int, str, str]]] = {}
     for engine, layout in destinations.items():
-        # Which GPU it is on matters only where trainers are on the same ones.
+        # The GPU of an engine matters only if trainers use the same GPUs.
         is_far = not replica_sets.has_trainers(layout.host)
         device = "gpu" if is_far and layout.device != "cpu" else layout.device
         engines.setdefault(layout.host, []).append((class_of[engine], device, engine))
@@ -222,7 +222,7 @@ def _pattern(
     row_R = np.concatenate([np.arange(len(w.want_N)) for w in mine])
     replicas_R = np.concatenate([replica_sets.on(host, slots[slot][1])[set_B[w.box_N]] for slot, w in enumerate(mine)])
     is_near_R = np.array([replicas.is_near for replicas in replica_sets.all], bool)[replicas_R]
-    # What is within reach each engine copies for itself; the rest is sent once, to all that share it.
+    # Each engine copies what is within reach for itself; the rest is sent once, to all that share it.
     alone_R = is_near_R | _is_near_to_some(len(row_KS), group_R, is_near_R)
     kept_R = np.flatnonzero(alone_R | (slot_R == (row_KS >= 0).argmax(axis=1)[group_R]))
     sharers_R = np.where(alone_R, slot_R, sharers_K[group_R] + len(mine))[kept_R]
@@ -271,7 +271,7 @@ def _pattern(
 
 
 def _same_overlaps(mine: Sequence[DestinationShards]) -> tuple[Ints, Ints]:
-    """Return the distinct overlaps by slot, and which of them each one of each slot is, one slot after the other."""
+    """Return the distinct overlaps by slot, and the number of each slot's overlaps among them, slot after slot."""
     counts = [len(w.want_N) for w in mine]
     if len(mine) == 1:
         rows = np.arange(counts[0])
@@ -292,14 +292,14 @@ def _sharers(row_KS: Ints) -> tuple[list[tuple[int, ...]], Ints]:
 
 
 def _is_near_to_some(num_overlaps: int, group_R: Ints, is_near_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Say which overlaps some engine of the node finds within reach."""
+    """Return which overlaps are within reach of some engine of the node."""
     is_near_K = np.zeros(num_overlaps, bool)
     is_near_K[group_R[is_near_R]] = True
     return is_near_K[group_R]
 
 
 def _sizes(mine: Sequence[DestinationShards], slot_R: Ints, row_R: Ints) -> tuple[Ints, ...]:
-    """Return for each overlap its bytes, the dimension to cut it along, the bytes of one index there, and more."""
+    """Return each overlap's bytes, dimension to cut, bytes per index along it, storage, widening and reading."""
     columns = tuple(np.zeros(len(slot_R), np.int64) for _ in range(6))
     num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = columns
     for slot, w in enumerate(mine):
@@ -319,7 +319,7 @@ def _sizes(mine: Sequence[DestinationShards], slot_R: Ints, row_R: Ints) -> tupl
 def _keep_together(
     can_alias_R: NDArray[np.bool_], is_first_R: NDArray[np.bool_], storage_R: Ints, now: tuple[Ints, Ints, Ints, Ints]
 ) -> tuple[Ints, Ints]:
-    """Return `edge_R` and `unit_R` with overlaps of one storage in one unit where they may become an alias."""
+    """Return `edge_R` and `unit_R`, with overlaps of one storage in one unit if they may be read in place."""
     low_R, high_R, edge_R, unit_R = now
     begins_R = is_first_R | ~can_alias_R
     begins_R[1:] |= storage_R[1:] != storage_R[:-1]

@@ -1,4 +1,4 @@
-"""Source shards: the distinct boxes of each wanted tensor at the trainers, with their replicas."""
+"""Source shards: the distinct slices of each wanted tensor at the trainers, with their replicas."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ _KINDS: dict[type[Address], int] = {kind: code for code, kind in enumerate(KINDS
 
 
 class SourceShards(msgspec.Struct, frozen=True, eq=False):
-    """Held pieces as columns (H rows), their distinct boxes (B rows), and sets of holders (S).
+    """Held pieces as columns (H rows), their distinct slices (B rows), and sets of holders (S).
 
-    Boxes of one tensor are disjoint. Pieces are sorted by box, then by member, so that those of one box lie side by
-    side: the holders of box b are rows ``first_B[b]`` to ``first_B[b + 1]``, and box b belongs to set ``set_B[b]``.
+    Slices of one tensor are disjoint. Pieces are sorted by slice, then by process, so the holders of slice b are rows
+    ``first_B[b]`` to ``first_B[b + 1]``. Slice b belongs to set ``set_B[b]``.
     """
 
     members: tuple[str, ...]
     layouts: tuple[Layout, ...]
     key_H: Ints
-    """Box and member in one number, ascending."""
+    """Slice and process in one number, ascending."""
     member_H: Ints
     row_H: Ints
-    """In the member's `Layout.pieces`."""
+    """Row in the process's `Layout.pieces`."""
     kind_H: Ints
-    """Of the memory: index into `KINDS_OF_MEMORY`."""
+    """Kind of memory, as an index into `KINDS_OF_MEMORY`."""
     storage_H: Ints
     offset_H: Ints
     strides_HD: Ints
     index: BoxIndex
-    """Of the distinct boxes, by global number of the tensor."""
+    """Index of the distinct slices, by global number of the tensor."""
     first_B: Ints
-    """Of length B + 1."""
+    """First row of each slice's holders; length B + 1."""
     set_B: Ints
     sets: tuple[tuple[Ints, Ints], ...]
-    """Of each set of holders: the members, ascending, and the kind of memory that each holds it in."""
+    """For each set of holders: the processes, ascending, and the kind of memory at each."""
 
     @property
     def num_boxes(self) -> int:
-        """B."""
+        """Number of distinct slices, B."""
         return len(self.set_B)
 
     def pieces(self, box_N: Ints, member_N: Ints) -> Ints:
-        """Return the row of the piece in which a member holds a box; it must hold it."""
+        """Return the row of the piece of each slice at a process that holds it."""
         rows: Ints = np.searchsorted(self.key_H, box_N * len(self.members) + member_N)
         return rows
 
 
 def collect(sources: Mapping[str, Layout], tensors: Tensors) -> SourceShards:
-    """Gather what trainers hold of the tensors that engines want.
+    """Collect the trainers' slices of tensors that engines want.
 
     Raises:
-        RefitError: boxes of one tensor overlap without being equal.
+        RefitError: slices of one tensor overlap without being equal.
 
     """
     num_dims = tensors.table.shape_TD.shape[1]
@@ -120,11 +120,11 @@ def _check_disjoint(boxes: BoxIndex, members: tuple[str, ...], member_B: Ints, t
         f"{tensors.names.describe(int(boxes.tensor_B[row]), boxes.start_BD[row], boxes.shape_BD[row])}"
         for row in sorted(overlap, key=lambda row: int(member_B[row]))
     ]
-    raise RefitError(f"{said[0]} and {said[1]}: boxes of two ranks must be equal or apart")
+    raise RefitError(f"{said[0]} and {said[1]}: slices of two ranks must be equal or disjoint")
 
 
 def _replica_sets(first_B: Ints, member_H: Ints, kind_H: Ints) -> tuple[Ints, tuple[tuple[Ints, Ints], ...]]:
-    """Group boxes by who holds them, and in which kind of memory."""
+    """Group slices by their holders and the kinds of memory there."""
     count_B = np.diff(first_B)
     set_B = np.zeros(len(count_B), np.int64)
     sets: list[tuple[Ints, Ints]] = []

@@ -1,7 +1,7 @@
-"""Box algebra on millions of boxes: which of them meet, and which are equal.
+"""Algebra on millions of slices: which of them intersect, and which are equal.
 
-A sweep sorts boxes by tensor and by where they start along the dimension that the tensor is cut along most, so that
-only neighbours are compared.
+A sweep sorts slices by tensor and by their start along the tensor's most cut dimension, so that only neighbours are
+compared.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from tandem.refit.columns import Ints
 
 MOST_PAIRS = 1 << 20
-"""Pairs of boxes compared at a time: what bounds the memory of a sweep."""
+"""Pairs of slices compared at a time, which bounds the memory of a sweep."""
 
 Hashes = NDArray[np.uint64]
 
 
 class Meetings(msgspec.Struct, frozen=True, eq=False):
-    """Non-empty intersections of boxes that are looked for with those of an index: N rows."""
+    """Non-empty intersections of given slices with those of an index: N rows."""
 
     want_N: Ints
     box_N: Ints
@@ -62,13 +62,13 @@ def group_rows(*columns: Ints) -> tuple[Ints, Ints]:
     _, first_G, group_N = np.unique(hash_rows(*columns), return_index=True, return_inverse=True)
     if all(np.array_equal(column, column[first_G][group_N]) for column in columns):
         return first_G, group_N
-    table = np.concatenate([_wide(column) for column in columns], axis=1)  # two rows hash alike
+    table = np.concatenate([_wide(column) for column in columns], axis=1)  # two different rows have the same hash
     _, first_G, group_N = np.unique(table, axis=0, return_index=True, return_inverse=True)
     return first_G, group_N.reshape(-1)
 
 
 def slabs(count_N: Ints, most: int = MOST_PAIRS) -> Iterator[slice]:
-    """Cut rows into slices whose counts add up to about `most` at the utmost."""
+    """Yield ranges of rows with counts that add up to at most about `most`."""
     ends_N = np.cumsum(count_N)
     start = 0
     while start < len(count_N):
@@ -79,12 +79,12 @@ def slabs(count_N: Ints, most: int = MOST_PAIRS) -> Iterator[slice]:
 
 
 class BoxIndex:
-    """Boxes of many tensors, sorted so that what meets a box is found quickly.
+    """Slices of many tensors, sorted so that intersections are found quickly.
 
     Args:
-        tensor_B: the tensor of each box.
+        tensor_B: the tensor of each slice.
         start_BD: first element.
-        shape_BD: elements along each dimension; none is 0.
+        shape_BD: elements along each dimension; never 0.
 
     """
 
@@ -101,7 +101,7 @@ class BoxIndex:
         np.maximum.at(self._longest_T, tensor_B, extent_B)
 
     def meet(self, tensor_W: Ints, start_WD: Ints, shape_WD: Ints) -> Iterator[Meetings]:
-        """Yield the intersections of boxes with the indexed ones, a slab of them at a time."""
+        """Yield the intersections of slices with the indexed ones, in batches."""
         if not self._num_tensors:
             return
         known_W = np.flatnonzero(tensor_W < self._num_tensors)
@@ -121,7 +121,7 @@ class BoxIndex:
             yield Meetings(want_M[meets_M], box_M[meets_M], start_MD[meets_M], stop_MD[meets_M] - start_MD[meets_M])
 
     def overlap(self) -> tuple[int, int] | None:
-        """Return two different boxes of one tensor that overlap, or None."""
+        """Return two different slices of one tensor that overlap, or None."""
         crowded_T = np.bincount(self.tensor_B, minlength=self._num_tensors) > 1
         rows = np.flatnonzero(crowded_T[self.tensor_B]) if self._num_tensors else np.zeros(0, np.int64)
         if not len(rows):
@@ -134,7 +134,7 @@ class BoxIndex:
         return None
 
     def _along(self, tensor_N: Ints, values_ND: Any) -> Ints:
-        """Return the value along the axis of each row's tensor."""
+        """Return each row's value along its tensor's axis."""
         along: Ints = values_ND[np.arange(len(tensor_N)), self._axis_T[tensor_N]]
         return along
 

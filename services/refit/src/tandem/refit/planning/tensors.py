@@ -1,4 +1,4 @@
-"""The tensors of a layout as columns, made once for all ranks that have the same ones."""
+"""The tensors of a layout as columns, computed once for all ranks that share them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class TensorTable(msgspec.Struct, frozen=True, eq=False):
-    """Facts about tensors: T rows of D ≥ 1 dimensions, right-aligned, missing ones of size 1."""
+    """Properties of tensors: T rows of D ≥ 1 dimensions, right-aligned, missing ones of size 1."""
 
     tensors: tuple[Tensor, ...]
     shape_TD: Ints
     num_dims_T: Ints
     dtype_T: Ints
-    """Index into `DTYPES`, or -1 for a type that is not known."""
+    """Index into `DTYPES`, or -1 for an unknown type."""
     item_size_T: Ints
-    """1 for a type that is not known."""
+    """Bytes per element; 1 for an unknown type."""
 
     @property
     def num_dims(self) -> int:
-        """D."""
+        """Number of dimensions, D."""
         return int(self.shape_TD.shape[1])
 
 
@@ -36,9 +36,9 @@ _lock = threading.Lock()
 
 
 def tensor_table(tensors: tuple[Tensor, ...]) -> TensorTable:
-    """Return the tensors as columns; ranks that share one tuple share one table, made once."""
+    """Return the tensors as columns; ranks that share one tuple share one table."""
     with _lock:
-        table = _kept.get(id(tensors))  # the table holds the tuple, so its id is not used again
+        table = _kept.get(id(tensors))  # the table holds the tuple, so its id is not reused
         if table is None or table.tensors is not tensors:
             while len(_kept) >= _MOST_KEPT:
                 del _kept[next(iter(_kept))]

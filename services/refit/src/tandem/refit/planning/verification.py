@@ -1,4 +1,4 @@
-"""Plan who digests what, so that every version can be proven to have arrived."""
+"""Assignment of digests to processes, so that the arrival of every version can be verified."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tandem.refit.program import NOTHING, Verification
 def verifications(
     sources: Mapping[str, Layout], destinations: Mapping[str, Layout], tensors: Tensors, source_shards: SourceShards
 ) -> dict[str, Verification]:
-    """Return the verification of every member of both sides.
+    """Return the verification of every process on both sides.
 
-    Of the trainers that hold the same box, the one that has least to digest does it. Of tensors that are quantised on
-    the way, what is digested is what was sent, in the trainers' precision: engines keep it in staging memory, and check
-    by themselves that values and scales were made from it. Scales made on the way are left out.
+    Of the trainers that hold the same slice, the one with the least to digest does it. For tensors that are quantised
+    in transit, both sides digest the sent data in the trainers' precision. Engines keep it in staging memory, and check
+    themselves that values and scales were computed from it. Scales computed in transit are left out.
     """
     dtype_G = np.where(tensors.is_quantised_G, tensors.source_dtype_G, tensors.wanted_dtype_G)
     dtype_G[tensors.source_dtype_G < 0] = -1
@@ -48,7 +48,7 @@ def verifications(
 
 
 def joined(parts: Sequence[tuple[Part, Mapping[str, Verification]]]) -> dict[str, Verification]:
-    """Return the verification of every member, of all parts of a plan together."""
+    """Return the verification of every process for all parts of a plan together."""
     made: dict[str, Verification] = {}
     for part, verified in parts:
         for member, each in verified.items():
@@ -70,7 +70,7 @@ def _dtypes(
 
 
 def _choose(source_shards: SourceShards, dtype_G: Ints) -> Ints:
-    """Return the row of `SourceShards` that digests each box."""
+    """Return the row of `SourceShards` that digests each slice."""
     boxes = source_shards.index
     size_B = np.where(dtype_G[boxes.tensor_B] >= 0, boxes.shape_BD.prod(axis=1), 0)
     by_set = np.argsort(source_shards.set_B, kind="stable")

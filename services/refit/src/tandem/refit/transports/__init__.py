@@ -1,1 +1,1 @@
-"""Transports: how bytes move between processes; one module each, all named in `registry`."""
+"""Transports: ways to move bytes between processes; one module each, all listed in `registry`."""

@@ -1,6 +1,6 @@
-"""Aliases: an engine's parameter is pointed at the trainer's shared memory, and nothing is copied.
+"""Zero-copy: an engine's parameter points at the trainer's shared memory.
 
-That needs a whole parameter of the engine in one range of shared memory, in the same element type and order.
+This needs a whole parameter of the engine in one range of shared memory, in the same element type and order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Alias(Transport):
     _copied = Shm()
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Say whether both can map the same shared memory."""
+        """Return whether both processes can map the same shared memory."""
         return self._copied.reaches(memory, route)
 
     def wire(self, route: Route) -> Wire | None:
@@ -41,11 +41,11 @@ class Alias(Transport):
         return None
 
     def why(self, route: Route) -> str:
-        """Return a phrase."""
+        """Return the reason as a phrase."""
         return "same host and the same place in one range of shared memory: read in place"
 
     def reads_in_place(self, copies: Copies, num_bytes_D: Ints) -> NDArray[np.bool_]:
-        """Say which copies fill a storage all by themselves with one range of the same element type."""
+        """Return which copies fill a whole storage with one range of the same element type."""
         item_C = ITEM_SIZE_OF_CODE[copies.destination_dtype_C]
         is_range_C = (copies.shape_CD[:, :-1] == 1).all(axis=1)
         is_range_C &= (copies.source_strides_CD[:, -1] == item_C) & (copies.destination_strides_CD[:, -1] == item_C)
@@ -57,12 +57,12 @@ class Alias(Transport):
         return is_alias_C
 
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
-        """Find the place of each parameter in the sources' memory."""
+        """Find each parameter's place in the sources' memory."""
         return Aliases(transfers, end, self._copied)
 
 
 class Aliases:
-    """The aliases of one round at their receiver."""
+    """The zero-copy transfers of one round at their receiver."""
 
     def __init__(self, transfers: Sequence[Transfer], end: End, copied: Shm) -> None:
         self.num_copies = self.num_bytes = 0
@@ -74,7 +74,7 @@ class Aliases:
             self._pairs += places_of(transfer, opened, end.memory, end.member)
 
     def install(self) -> None:
-        """Point the parameters at the sources' memory: each optimizer step shows through at once from here on."""
+        """Point the parameters at the sources' memory; from now on each optimizer step is visible immediately."""
         for parameter, range_ in self._pairs:
             parameter.data = range_
 
@@ -88,16 +88,16 @@ class Aliases:
 def places_of(
     transfer: Transfer, opened: Sequence[torch.Tensor], memory: Memory, member: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters that an alias re-points, each with a tensor in the source's memory that takes its place.
+    """Return the parameters to re-point, each with its replacement in the source's memory.
 
     Args:
-        transfer: whose copies cover each of its destinations whole.
+        transfer: its copies cover each of its destinations completely.
         opened: bytes of each source storage.
         memory: of this process.
         member: this process, for errors.
 
     Raises:
-        RefitError: a parameter is not what was planned for: nothing has been re-pointed.
+        RefitError: a parameter differs from the plan; nothing has been re-pointed.
 
     """
     at = transfer.copies

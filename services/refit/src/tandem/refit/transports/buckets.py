@@ -1,6 +1,6 @@
-"""Cut a stream's copies into messages; both ends derive the same ones from the copies alone.
+"""Messages of a stream, cut from its copies; both ends derive the same messages from the copies alone.
 
-Small copies are packed together; large ones are cut, and go without packing at an end where they are contiguous.
+Small copies are packed together. Large ones are cut, and are not packed at an end where they are contiguous.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tandem.refit.transfer import Copies
 from tandem.refit.transports.memory import item_sizes, wire_bytes
 
 ALONE_BYTES = 1 << 20
-"""A contiguous copy from this size on goes as a message of its own."""
+"""A contiguous copy of at least this size is a message of its own."""
 
 
 class Buckets(NamedTuple):
-    """Messages, in the order that they are sent in."""
+    """Messages in the order of sending."""
 
     copies: Copies
-    """K rows: those of the transfer, large ones cut."""
+    """K rows: those of the transfer, with large ones cut."""
     wire_dtype_K: Ints
-    """Element type on the wire: the smaller of the two ends', the source's if they are as large."""
+    """Element type on the wire: the smaller of the two ends' types; the source's if they are equally large."""
     place_K: Ints
-    """Byte in its message at which a row starts; its elements lie row-major. Aligned for its type."""
+    """Byte offset of each row in its message, aligned for its type; its elements are row-major."""
     first_B1: list[int]
-    """Message b has the rows ``first_B1[b] : first_B1[b + 1]``."""
+    """Message b contains rows ``first_B1[b] : first_B1[b + 1]``."""
     num_bytes_B: list[int]
 
 
 def divide(copies: Copies, limit: int) -> Buckets:
-    """Return the messages of at most `limit` bytes that move these copies."""
+    """Return messages of at most `limit` bytes for these copies."""
     size_C = np.minimum(item_sizes(copies.source_dtype_C), item_sizes(copies.destination_dtype_C))
-    # Largest elements first: then each row lies aligned in its message without gaps.
+    # Order by element size, largest first, so that rows are aligned in their message without gaps.
     cut = _cut_large(copies.rows(np.argsort(-size_C, kind="stable")), limit)
     source_size_K, destination_size_K = item_sizes(cut.source_dtype_C), item_sizes(cut.destination_dtype_C)
     wire_dtype_K = np.where(destination_size_K < source_size_K, cut.destination_dtype_C, cut.source_dtype_C)
@@ -53,7 +53,7 @@ def divide(copies: Copies, limit: int) -> Buckets:
 
 
 def _fill(num_bytes_K: list[int], is_alone_K: list[bool], limit: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the place of each row in its message, the first row of each message and an end, and their bytes."""
+    """Return each row's place in its message, each message's first row followed by an end, and the messages' sizes."""
     places: list[int] = []
     first: list[int] = []
     filled: list[int] = []
@@ -69,7 +69,7 @@ def _fill(num_bytes_K: list[int], is_alone_K: list[bool], limit: int) -> tuple[l
 
 
 def _is_contiguous(shape_CD: Ints, strides_CD: Ints, size_C: Ints) -> Ints:
-    """Say of each row whether its elements lie row-major without gaps."""
+    """Return which rows are row-major without gaps."""
     num_dims = shape_CD.shape[1]
     contiguous_C = np.ones(len(shape_CD), bool)
     step_C = size_C.copy()
@@ -80,7 +80,7 @@ def _is_contiguous(shape_CD: Ints, strides_CD: Ints, size_C: Ints) -> Ints:
 
 
 def _cut_large(copies: Copies, limit: int) -> Copies:
-    """Return the copies with those above `limit` cut into boxes of even size."""
+    """Return the copies, with those above `limit` cut into slices of even size."""
     num_bytes_C = wire_bytes(copies)
     large = np.flatnonzero(num_bytes_C > limit)
     if not len(large):
@@ -115,9 +115,9 @@ def _cut_large(copies: Copies, limit: int) -> Copies:
 
 
 def _boxes(shape: Sequence[int], item_size: int, limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield start and shape of boxes of at most `limit` bytes, in row-major order."""
+    """Yield start and shape of slices of at most `limit` bytes, in row-major order."""
     inner, dim = item_size, len(shape) - 1
-    while inner * shape[dim] <= limit:  # ends above dimension 0, because the whole is larger than the limit
+    while inner * shape[dim] <= limit:  # ends before dimension 0, because the whole is larger than the limit
         inner *= shape[dim]
         dim -= 1
     num_pieces = -(-shape[dim] // (limit // inner))

@@ -1,4 +1,4 @@
-"""Copy between many tensors of this process at once; looked up once, run at every refit."""
+"""Copies between many tensors of this process at once: looked up once, run at every refit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.refit.transports import gpu_copy
 
 
 class Copier:
-    """Copies each source into its destination, converting where element types differ."""
+    """Copier of each source to its destination, with conversion of element types."""
 
     def __init__(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Take views of equal shapes, pair by pair; no two destinations may share memory."""
@@ -18,12 +18,12 @@ class Copier:
         self._sources = list(sources)
         tensors = (*self._destinations, *self._sources)
         on_one_gpu = bool(tensors) and all(tensor.is_cuda and tensor.device == tensors[0].device for tensor in tensors)
-        # Launching a kernel a slice would leave a GPU idle most of the time.
+        # One kernel launch per slice would leave a GPU idle most of the time.
         self._kernels = gpu_copy.prepare(self._destinations, self._sources) if on_one_gpu else None
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy everything; on a GPU, only queue it on the current stream."""
+        """Copy all pairs; on a GPU, only queue the copies on the current stream."""
         if self._kernels is not None:
             self._kernels.launch()
         elif self._destinations:

@@ -1,12 +1,11 @@
 """CUDA IPC between processes of one host: engines copy out of the trainer's GPU memory.
 
-The CUDA driver is called directly. Torch's own sharing keeps a reference count in a file of shared memory for each
-tensor that is sent, and frees nothing until the receiver has let go of it; parameters live as long as their process,
-so handle and offset are all that is needed.
+The CUDA driver is called directly. Torch's own sharing keeps a reference count in shared memory for each sent tensor,
+and frees nothing until the receiver has released it. Parameters live as long as their process, so handle and offset are
+enough.
 
-An allocation is opened once, whatever number of storages lie in it. The caller sees to it that the trainer's kernels
-that write parameters are done (``torch.cuda.synchronize``) before an engine runs, as it sees to it that the trainer
-does not step meanwhile.
+An allocation is opened once for all storages in it. The caller ensures that the trainer's kernels that write parameters
+are done (``torch.cuda.synchronize``) before an engine runs, and that the trainer does not step meanwhile.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ from tandem.refit.layout import Address, CudaMemory, Storage, UnpeeredCudaMemory
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
 
-if TYPE_CHECKING:  # the planner runs in processes without it
+if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
 
 _LAZY_PEER_ACCESS = 1
 
 
 class CudaIpc(Transport):
-    """The receiver copies out of the GPU memory of a process of its host."""
+    """The receiver copies out of the GPU memory of a process on its host."""
 
     name = "cuda_ipc"
     is_sent = False
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Say whether both are on GPUs of one host, of which the destination's reaches the source's memory."""
+        """Return whether both are on GPUs of one host, and the destination's can access the source's memory."""
         return route.to_gpu and (
             (memory is CudaMemory and route.same_host) or (memory is UnpeeredCudaMemory and route.same_device)
         )
 
     def wire(self, route: Route) -> Wire | None:
-        """Return the GPU's own memory, or the link between two."""
+        """Return the GPU's own memory, or the link between two GPUs."""
         return "same_gpu" if route.same_device else "peer_gpu"
 
     def why(self, route: Route) -> str:
-        """Return a phrase."""
+        """Return the reason as a phrase."""
         return "same host, and both are in GPU memory"
 
     def preference(self, route: Route) -> int:
-        """Return more than for what is sent, and most for what lies on the destination's own GPU."""
+        """Return more than for streams, and most for memory on the destination's own GPU."""
         return 2 if route.same_device else 1
 
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
@@ -72,7 +71,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Bytes:
-    """Memory that torch can take as a tensor without a copy, and that stays open for as long as it is used."""
+    """Memory that torch can use as a tensor without a copy, held open as long as it is used."""
 
     def __init__(self, address: int, num_bytes: int, allocation: Allocation) -> None:
         self.__cuda_array_interface__ = {
@@ -86,10 +85,10 @@ class _Bytes:
 
 
 class Allocation:
-    """An allocation of another process, open until it is closed."""
+    """An allocation of another process, open until it is garbage-collected."""
 
     def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
-        """Open it. Raises `RefitError` beginning with `what`."""
+        """Open it. Raises `RefitError` with a message that begins with `what`."""
         self._device = device
         self._activated = functools.partial(_activated, device)
         address = ctypes.c_uint64()
@@ -99,7 +98,7 @@ class Allocation:
         self.address = address.value
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of it as a uint8 tensor, which keeps it open."""
+        """Return part of its bytes as a uint8 tensor, which keeps it open."""
         import torch
 
         return torch.as_tensor(_Bytes(self.address + offset, num_bytes, self), device=self._device)
@@ -116,7 +115,7 @@ _open_allocations: weakref.WeakValueDictionary[tuple[int, bytes], Allocation] = 
 def open_storage(storage: Storage, source: str, member: str, device: torch.device) -> torch.Tensor:
     """Return the bytes of a storage of another process, `source`, as a uint8 tensor on `device`.
 
-    The allocation is closed with the last tensor that views it. Raises `RefitError` in the name of `member`.
+    The allocation is closed with the last tensor that views it. Raises `RefitError`, which names `member`.
     """
     address = storage.address
     what = f"{member} cannot open {storage.name!r} of {source}"
@@ -132,7 +131,7 @@ def open_storage(storage: Storage, source: str, member: str, device: torch.devic
 
 
 def share(tensor: torch.Tensor) -> CudaMemory:
-    """Return the address of a CUDA tensor's storage, for other processes of this host. The tensor stays where it is.
+    """Return the address of a CUDA tensor's storage, for other processes of this host. The tensor is not moved.
 
     Raises:
         RefitError: it is not on a GPU, has no bytes, or was not allocated by ``cudaMalloc``.
@@ -146,7 +145,7 @@ def share(tensor: torch.Tensor) -> CudaMemory:
     with _activated(storage.device):
         pointer = ctypes.c_uint64(storage.data_ptr())
         _check(_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer), what)
-        # Memory of the allocator's expandable segments has no such handle.
+        # Memory from the allocator's expandable segments has no IPC handle.
         hint = f"{what}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rules it out"
         _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), hint)
     offset = storage.data_ptr() - base.value
@@ -155,7 +154,7 @@ def share(tensor: torch.Tensor) -> CudaMemory:
 
 
 def has_peers(device: torch.device) -> bool:
-    """Say whether all other GPUs that this process sees reach the memory of one; trainers see all of their host."""
+    """Return whether all other visible GPUs can access the memory of one; trainers see all GPUs of their host."""
     import torch
 
     own = torch.cuda.current_device() if device.index is None else device.index
@@ -164,14 +163,14 @@ def has_peers(device: torch.device) -> bool:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU, which is the same in every process, whatever devices it sees."""
+    """Return the UUID of a GPU, which is the same in every process, whichever devices it sees."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process of this host exists and has not exited."""
+    """Return whether a process of this host exists and has not exited."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
@@ -181,12 +180,12 @@ def is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _activated(device: torch.device) -> Iterator[None]:
-    """Make a device the calling thread's, as the driver needs it to be."""
+    """Make a device current in the calling thread, as the driver requires."""
     import torch
 
     with torch.cuda.device(device):
-        # Which tells nobody where it is the thread's default already: a thread that has not used the device yet would
-        # have none. What asks the runtime for something makes it current.
+        # The context manager does nothing if the device is already the thread's default, and a thread that has not used
+        # it yet would have no context. A call into the runtime makes it current.
         torch.cuda.mem_get_info(device)
         yield
 

@@ -1,14 +1,14 @@
-"""One round of streams over one mesh: all that a process sends and receives there.
+"""One round of streams over one transfer group: all that a process sends and receives there.
 
-Each transfer is a row of messages, and message b of every transfer belongs to wave b. A process starts a wave (first
-what it receives, then, message by message, what it packs and sends), and finishes the wave before the last one, so two
-are always under way: while one crosses the wire, the next is packed and the one before is unpacked.
+Each transfer is a row of messages, and message b of every transfer belongs to wave b. To start a wave, a process posts
+its receives, then packs and sends one message after another. It finishes each wave after starting the next, so two are
+always in progress: while one crosses the wire, the next is packed and the previous one is unpacked.
 
-This cannot deadlock, in whatever order peers run. Starting waits for no one. Of all waves that are not finished
-everywhere take the lowest: whoever has a part in it has finished everything below, so has started it. Receives are
-waited for before sends, so they all arrive, which finishes the sends. And then the next wave is the lowest. Where NCCL
-runs on one queue of work, meshes take turns in an order that is the same everywhere (`run_all`), and the same argument
-holds for pairs of wave and mesh.
+This cannot deadlock, in whatever order peers run. Starting a wave waits for no peer. Take the lowest wave that is not
+finished everywhere: every process in it has finished all lower waves, so it has started this one. Receives are waited
+for before sends, so all receives arrive, which completes the sends, and the next wave becomes the lowest. Where NCCL
+runs on one queue, transfer groups take turns in the same order everywhere (`run_all`), and the same argument holds for
+pairs of wave and group.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class _BoundMessage(NamedTuple):
 
     message: Message
     copier: Copier | None
-    """Packs it, or unpacks it; None where it lies in place."""
+    """Packs or unpacks the message; None if it is sent or received in place."""
     tensor: str
-    """Its first, for errors."""
+    """First tensor in the message, for errors."""
 
 
 class _Flying(NamedTuple):
-    """A message under way."""
+    """A message in transit."""
 
     work: Any
     channel: Channel
@@ -53,20 +53,20 @@ class _Flying(NamedTuple):
 
 
 class MeshEnd(NamedTuple):
-    """One process's end of a mesh: what its messages are bound to."""
+    """One process's end of a transfer group, to which its messages are bound."""
 
     member: str
     mesh: Mesh
     memory: Memory
     device: torch.device
-    """Where messages lie: the parameters' own, unless the mesh goes over CPUs."""
+    """Device of the messages: the parameters' own, unless the group connects CPUs."""
 
 
 class Channel:
-    """One transfer at one of its ends, cut into messages that are bound to memory."""
+    """One end of a transfer, cut into messages that are bound to memory."""
 
     def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
-        """Prepare it. Raises `RefitError` if the memory is not what was planned for."""
+        """Prepare it. Raises `RefitError` if the memory differs from the plan."""
         self.transfer = transfer
         self.is_send = transfer.source == end.member
         self.peer = transfer.destination if self.is_send else transfer.source
@@ -110,20 +110,20 @@ def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.devic
 
 
 def _packed(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return the bytes of a message that hold a row, as a tensor."""
+    """Return the bytes of a row in a message, as a tensor."""
     return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 class Exchange:
-    """All channels of one process over one mesh in one round."""
+    """All channels of one process in one transfer group and round."""
 
     def __init__(self, transfers: Sequence[Transfer], end: MeshEnd, groups: Mapping[str, Group]) -> None:
-        """Bind the transfers that go over `end` in this round. Raises `RefitError`.
+        """Bind the transfers that use `end` in this round. Raises `RefitError`.
 
         Args:
-            transfers: of one mesh and one round.
-            end: of that mesh.
-            groups: connected meshes by name, looked up at each run.
+            transfers: of one transfer group and one round.
+            end: of that group.
+            groups: connected transfer groups by name, looked up at each run.
 
         """
         self._transfers = transfers
@@ -141,14 +141,14 @@ class Exchange:
         return [c for c in self.channels if only is None or process_of(c.transfer.destination) in only]
 
     def group(self) -> Group:
-        """Return what it goes over now. Raises `RefitError` if that is not connected."""
+        """Return the group in use now. Raises `RefitError` if it is not connected."""
         end = self._end
         found = self._groups.get(end.mesh.name)
         if found is None or found.mesh.members != end.mesh.members:
             raise RefitError(
                 f"{end.member} is not connected to mesh {end.mesh.name!r} of {', '.join(end.mesh.members)}"
             )
-        if found.device != end.device:  # parameters on a GPU and a mesh over CPUs: messages lie with the mesh
+        if found.device != end.device:  # parameters on a GPU, group on CPUs: messages go where the group is
             self._end = end._replace(device=found.device)
             self.channels = self._bind()
         return found
@@ -156,9 +156,9 @@ class Exchange:
     def steps(
         self, group: Group, deadline: float, only: Collection[str] | None, counted: dict[str, int]
     ) -> Iterator[None]:
-        """Run one round, yielding after each wave; add the bytes that have gone over each link to `counted`.
+        """Run one round, yielding after each wave; add the bytes moved over each link to `counted`.
 
-        Raises `RefitError`, after it has closed the group so that peers fail too.
+        Raises `RefitError`, after closing the group so that peers fail too.
         """
         channels = self.wanted(only)
         num_waves = max((len(channel.messages) for channel in channels), default=0)
@@ -180,7 +180,7 @@ class Exchange:
             raise
 
     def _start(self, group: Group, wave: int, channels: list[Channel], flying: list[_Flying]) -> None:
-        # Receives first: what comes meanwhile has a place to go, and sends are finished by their receivers.
+        # Receives first: incoming messages then have a place, and sends complete when they are received.
         ordered = sorted((c for c in channels if wave < len(c.messages)), key=lambda channel: channel.is_send)
         batches = [[channel] for channel in ordered] if group.queue is None else [ordered]
         for batch in batches:
@@ -198,7 +198,7 @@ class Exchange:
     def _finish(self, group: Group, flying: list[_Flying], deadline: float, counted: dict[str, int]) -> None:
         work, channel, wave = flying.pop(0)
         failure = group.wait(work, deadline)
-        del work  # an error keeps what is alive here, and this the sockets
+        del work  # a caught error keeps locals alive, and `work` keeps the sockets open
         if failure:
             raise RefitError(_told(group, channel, wave, failure))
         bound = channel.messages[wave]
@@ -219,7 +219,7 @@ def _on_queue(group: Group) -> AbstractContextManager[object]:
 
 
 def _synchronise(group: Group, deadline: float) -> None:
-    """Wait until what was received is unpacked."""
+    """Wait until all received data is unpacked."""
     if group.queue is not None and not poll(group.queue.query, deadline):
         raise RefitError(f"{group.member} failed while unpacking: the deadline passed")
 
@@ -227,9 +227,9 @@ def _synchronise(group: Group, deadline: float) -> None:
 def run_all(
     exchanges: Sequence[Exchange], deadline: float, only: Collection[str] | None, counted: dict[str, int]
 ) -> None:
-    """Run one round over several meshes at once.
+    """Run one round over several transfer groups at once.
 
-    A mesh that fails is closed and the others are served to the end; then `RefitError` tells of every failure.
+    A group that fails is closed, and the others are served to the end; then `RefitError` reports every failure.
     """
     errors: list[Exception] = []
     found = []
@@ -242,14 +242,14 @@ def run_all(
     on_cpu = [[pair] for pair in found if pair[1].queue is None]
     on_gpu = sorted((pair for pair in found if pair[1].queue is not None), key=lambda pair: pair[1].mesh.name)
     teams = [*on_cpu, on_gpu] if on_gpu else on_cpu
-    # One thread a mesh: one that is slow or stuck does not hold up the others.
+    # One thread per group, so that a slow or stuck one does not delay the others.
     threads = [threading.Thread(target=_run_team, args=(team, deadline, only, counted, errors)) for team in teams[1:]]
     for thread in threads:
         thread.start()
     for team in teams[:1]:
         _run_team(team, deadline, only, counted, errors)
     for thread in threads:
-        thread.join()  # each wait in it has the deadline
+        thread.join()  # every wait in the thread has the deadline
     for bug in errors:
         if not isinstance(bug, RefitError):
             raise bug
@@ -264,7 +264,7 @@ def _run_team(
     counted: dict[str, int],
     errors: list[Exception],
 ) -> None:
-    """Run meshes in turns of a wave; append what failed to `errors`."""
+    """Run transfer groups in turns of one wave; append failures to `errors`."""
     left = [exchange.steps(group, deadline, only, counted) for exchange, group in team]
     while left:
         for steps in list(left):

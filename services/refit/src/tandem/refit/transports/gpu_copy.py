@@ -1,6 +1,6 @@
-"""Copy within one GPU's address space in a few launches, by a Triton kernel and a table of tiles.
+"""Copies within one GPU's address space in a few launches, by a Triton kernel and a table of tiles.
 
-Memory of a peer GPU or of another process, opened through CUDA IPC, lies in the same address space.
+Memory of a peer GPU or of another process, opened through CUDA IPC, is in the same address space.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tandem.refit.columns import Ints, Table
 from tandem.refit.transports.segments import Strided, Tiles, tiles
 
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
-"""Types between which the kernel rounds as torch does."""
+"""Types between which the kernel rounds like torch."""
 
 _BLOCK = 1024
 
 
 class Kernels:
-    """Launches over tables that lie on the GPU; the tensors are kept so that their addresses stay theirs."""
+    """Launches over tables on the GPU; it keeps the tensors, so that their addresses stay valid."""
 
     def __init__(self, launches: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
         self._launches = launches
@@ -36,9 +36,9 @@ class Kernels:
 
 
 def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Kernels | None:
-    """Return launches that copy each source into its destination; None if there is no Triton.
+    """Return launches that copy each source to its destination; None without Triton.
 
-    Pairs whose types the kernel does not convert are left to torch.
+    Torch copies pairs of types that the kernel does not convert.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -56,7 +56,7 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 def by_types(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
-    """Return the indices of pairs by their element types, without those that have no elements."""
+    """Return the indices of non-empty pairs by their element types."""
     found: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, (to, from_) in enumerate(zip(destinations, sources, strict=True)):
         if to.numel():
@@ -65,7 +65,7 @@ def by_types(
 
 
 def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Strided:
-    """Return pairs of tensors, of one element type at each end, by their addresses."""
+    """Return pairs of tensors as addresses; all tensors of a side have one element type."""
     num_dims = max(tensor.dim() for tensor in destinations)
     shape_CD = _column(destinations, num_dims, lambda tensor: tensor.shape, 1)
     to_CD = _column(destinations, num_dims, lambda tensor: tensor.stride(), 0) * destinations[0].element_size()

@@ -19,7 +19,7 @@ def types(word: int, to: torch.dtype, from_: torch.dtype) -> tuple[Any, Any]:
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def copy_tiles(table_M8, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Copy tile number ``program_id``: a row of the table has the fields of `segments.Tiles` in their order."""
+    """Copy tile number ``program_id``; a row of the table has the fields of `segments.Tiles` in order."""
     row = table_M8 + tl.program_id(0).to(tl.int64) * 8
     destination = tl.load(row).to(tl.pointer_type(TO))
     source = tl.load(row + 1).to(tl.pointer_type(FROM))
@@ -27,7 +27,7 @@ def copy_tiles(table_M8, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constex
     num_columns = tl.load(row + 3)
     to_row, from_row = tl.load(row + 4), tl.load(row + 5)
     to_column, from_column = tl.load(row + 6), tl.load(row + 7)
-    num = (num_rows * num_columns).to(tl.int32)  # a tile is small: divisions of 32 bits will do
+    num = (num_rows * num_columns).to(tl.int32)  # a tile is small, so 32-bit divisions suffice
     columns = num_columns.to(tl.int32)
     for start in range(0, num, BLOCK):
         index = start + tl.arange(0, BLOCK)

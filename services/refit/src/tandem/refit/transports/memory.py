@@ -1,4 +1,4 @@
-"""The storages of one process as tensors: what copies read and write."""
+"""The storages of one process as tensors, from which copies read and to which they write."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Side(NamedTuple):
 
 
 def source_side(copies: Copies, storages: Sequence[str]) -> Side:
-    """Return what the copies read."""
+    """Return the side that the copies read."""
     at = copies
     return Side(storages, at.source_C, at.source_offset_C, at.shape_CD, at.source_strides_CD, at.source_dtype_C)
 
 
 def destination_side(copies: Copies, storages: Sequence[str]) -> Side:
-    """Return what the copies write."""
+    """Return the side that the copies write."""
     at = copies
     strides_CD, dtype_C = at.destination_strides_CD, at.destination_dtype_C
     return Side(storages, at.destination_C, at.destination_offset_C, at.shape_CD, strides_CD, dtype_C)
 
 
 def item_sizes(dtype_C: Ints) -> Ints:
-    """Return bytes an element for codes of element types."""
+    """Return bytes per element for codes of element types."""
     sizes_C: Ints = ITEM_SIZE_OF_CODE[dtype_C]
     return sizes_C
 
 
 def wire_bytes(copies: Copies) -> Ints:
-    """Return the bytes that each copy moves over a link: its elements in the smaller of its two types."""
+    """Return the bytes of each copy on a link: its elements in the smaller of its two types."""
     sizes_C = np.minimum(item_sizes(copies.source_dtype_C), item_sizes(copies.destination_dtype_C))
     moved_C: Ints = copies.shape_CD.prod(axis=1, dtype=np.int64) * sizes_C
     return moved_C
@@ -58,16 +58,16 @@ def torch_dtype(code: int) -> torch.dtype:
 
 
 class Memory:
-    """Storages by name. Views of them are checked before they are made, and name the tensor they are for."""
+    """Storages by name. Views are checked before they are made, and errors name their tensor."""
 
     def __init__(self, who: str, storages: Mapping[str, torch.Tensor]) -> None:
-        """Take the storages; `who` begins error messages. A tensor of uint8 can be seen as any type."""
+        """Take the storages; errors begin with the name of this process. A uint8 tensor can be viewed as any type."""
         self._who = who
         self._storages = storages
         self._flats: dict[tuple[str, int], torch.Tensor] = {}
 
     def views(self, side: Side, names: Sequence[str], tensor_C: Ints) -> list[torch.Tensor]:
-        """Return one tensor a copy that shares the memory. Raises `RefitError`."""
+        """Return a tensor per copy that shares the memory. Raises `RefitError`."""
         if not len(side.storage_C):
             return []
         size_C = item_sizes(side.dtype_C)
@@ -91,7 +91,7 @@ class Memory:
         return [flats[which].as_strided(*where) for which, *where in zip(*columns, strict=True)]
 
     def tensor(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
-        """Return a whole storage as it was given. Raises `RefitError` if there is none or its type is another."""
+        """Return a whole storage as given. Raises `RefitError` if it is missing or has another type."""
         held = self._storages.get(name)
         if held is None:
             raise RefitError(f"{self._who} has no parameter {name!r}, which the plan for {wanted_for} needs")
@@ -100,7 +100,7 @@ class Memory:
         return held
 
     def flat(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
-        """Return a whole storage as one dimension of elements."""
+        """Return a whole storage as a vector of elements."""
         return self._flat(name, DTYPES.index(dtype), wanted_for)
 
     def _flat(self, name: str, code: int, wanted_for: str) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Connect meshes of processes that send to each other, over gloo on CPUs and NCCL on GPUs.
+"""Connections of transfer groups, over gloo on CPUs and NCCL on GPUs.
 
-A `Group` is one connected mesh. It is made directly over a store and knows nothing of ``torch.distributed``'s default
-group, which belongs to the trainer. What goes through it, and when, is in `tandem.refit.transports.exchange`.
+A `Group` is one process's end of a connected transfer group. It is built directly on a store and does not use
+``torch.distributed``'s default group, which belongs to the trainer. `tandem.refit.transports.exchange` decides what
+goes through it, and when.
 
-Who dies, or leaves after a failure, closes its sockets, which gloo tells its peers at once. NCCL tells nobody: there a
-lost peer is noticed when the deadline passes.
+A process that dies, or leaves after a failure, closes its sockets, which gloo reports to its peers at once. NCCL
+reports nothing: a lost peer is noticed when the deadline passes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tandem.common.errors import RefitError
 from tandem.refit.transfer import Mesh
 
 _POLL_S = 0.0002
-"""Between looks at what a GPU has done."""
+"""Interval between checks of a GPU's progress."""
 
 _PAIR_TIMEOUT = timedelta(seconds=1)
-"""For each try of a pair to connect. Gloo tries a few times, so a peer that is lost while others connect costs them
-some seconds, whatever the deadline."""
+"""Time limit of each attempt to connect a pair. Gloo makes a few attempts, so a peer lost while others connect costs
+them some seconds, whatever the deadline."""
 
 _NEVER = timedelta(days=365)
 
@@ -39,31 +40,31 @@ _OWN_ERROR_HANDLING = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Keep NCCL's watchdog, and what watches it, from ending the process when a peer is lost: that is for the refit to
-report. Each of them ends it by itself."""
+"""Settings that keep NCCL's watchdog, and its monitor, from ending the process when a peer is lost: the refit reports
+the loss instead. Each of them alone would end the process."""
 
 
 class Message(NamedTuple):
-    """Bytes to send or to receive in place."""
+    """Bytes to send, or to receive in place."""
 
     bytes_: torch.Tensor
-    """Contiguous, uint8, on the group's device."""
+    """Contiguous uint8 tensor on the group's device."""
     peer: int
-    """Rank in the mesh."""
+    """Rank in the transfer group."""
     tag: int
     is_send: bool
 
 
 class Meeting(NamedTuple):
-    """Where the members of a mesh find each other, as plain data."""
+    """The store where processes of a transfer group meet, as plain data."""
 
     host: str
     port: int
     prefix: str
-    """New for each attempt."""
+    """Prefix of keys, new for each attempt."""
 
     def store(self, timeout_s: float) -> Store:
-        """Return a new connection to it."""
+        """Return a new connection to the store."""
         timeout = timedelta(seconds=timeout_s)
         return PrefixStore(
             self.prefix, TCPStore(self.host, self.port, is_master=False, use_libuv=False, timeout=timeout)
@@ -71,18 +72,18 @@ class Meeting(NamedTuple):
 
 
 class _Guarded(NamedTuple):
-    """A message between CPUs under way."""
+    """A message between CPUs in transit."""
 
     message: Message
     data: Any
     guard: Any
-    """A byte that arrives when the message has."""
+    """A byte that arrives once the message has."""
     behind: Any
     """The byte that the sender sends after it."""
 
 
 class Group:
-    """One process's end of a connected mesh. Not for two threads at once."""
+    """One process's end of a connected transfer group. Not thread-safe."""
 
     def __init__(self, mesh: Mesh, member: str, device: torch.device, backend: Any) -> None:
         self.mesh = mesh
@@ -90,15 +91,15 @@ class Group:
         self.device = device
         self.closed_because = ""
         self._backend = backend
-        self._byte = torch.zeros(1, dtype=torch.uint8)  # what is in it does not matter
+        self._byte = torch.zeros(1, dtype=torch.uint8)  # its value does not matter
         self.queue = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """Where copies into and out of messages are queued, so that they wait for no training step."""
+        """Stream for copies into and out of messages, so that they do not wait for a training step."""
 
     def start(self, messages: Sequence[Message], works: list[Any]) -> str:
-        """Start messages and append what to wait for, one a message; return why it failed, or an empty string.
+        """Start messages and append the work to wait for, one per message; return why it failed, or an empty string.
 
-        Nothing here waits for a peer's messages, so it does not matter in which order peers start theirs. With NCCL
-        the k-th call must meet the k-th call of each peer in it.
+        Nothing here waits for a peer's messages, so peers may start theirs in any order. With NCCL, the k-th call must
+        meet the k-th call of each of its peers.
         """
         if self._backend is None:
             return f"mesh {self.mesh.name!r} was closed before: {self.closed_because}"
@@ -116,9 +117,10 @@ class Group:
         return ""
 
     def wait(self, work: Any, deadline: float) -> str:
-        """Wait for what was started; return why it failed, or an empty string. `deadline` is of the monotonic clock.
+        """Wait for started work, until `deadline` on the monotonic clock; return why it failed, or an empty string.
 
-        Here and in `start` the reason is returned, not raised: an error would keep work alive, and with it the sockets.
+        Here and in `start` the reason is returned, not raised: an exception would keep the work alive, and so the
+        sockets.
         """
         try:
             if self.device.type == "cpu":
@@ -132,9 +134,9 @@ class Group:
         return ""
 
     def close(self, because: str = "it was closed") -> None:
-        """Leave the mesh; peers that wait for this process fail. Safe to call twice.
+        """Leave the transfer group, so that peers that wait for this process fail. May be called twice.
 
-        The sockets close with the last work that was started, so whoever holds one lets go of it first.
+        The sockets close when the last started work is released, so callers release theirs first.
         """
         backend, self._backend = self._backend, None
         if backend is None:
@@ -144,10 +146,10 @@ class Group:
             backend.abort()
 
     def _start_guarded(self, message: Message) -> _Guarded:
-        """Start a message between CPUs, with a byte behind it and a byte that comes back.
+        """Start a message between CPUs, followed by a byte, and a byte that comes back.
 
-        Gloo fails whatever waits for a peer that is lost, but for the message that is just crossing the wire: that is
-        never heard of again. So what is waited for first is a byte, which crosses at once or not at all.
+        When a peer is lost, gloo fails all waits for it except that for the message in transit, which never ends. So we
+        wait for a byte first, which crosses at once or not at all.
         """
         peer, tag = message.peer, message.tag * 3
         if message.is_send:
@@ -163,16 +165,16 @@ class Group:
                 each.wait(_left(deadline))
         if not work.message.is_send:
             back = self._post(self._byte, work.message.peer, work.message.tag * 3 + 2, is_send=True)
-            back.wait(_left(deadline))  # no longer than the write takes: the peer is ready for it
+            back.wait(_left(deadline))  # takes only as long as the write: the peer is ready for it
 
     def _post(self, bytes_: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
 
 
 def announce(mesh: Mesh, member: str, store: Store) -> None:
-    """Let the others know that `member` is there; arguments as for `connect`, which does it, too. Raises `RefitError`.
+    """Announce `member` to the others, as `connect` does too; the arguments are the same. Raises `RefitError`.
 
-    Who announces itself, and does something else until nobody is `absent`, waits for no one in `connect`.
+    A process that announces itself, and does other work until none is `absent`, waits for no other in `connect`.
     """
     if member not in mesh.members:
         raise RefitError(f"{member} is not in mesh {mesh.name!r}")
@@ -180,26 +182,25 @@ def announce(mesh: Mesh, member: str, store: Store) -> None:
 
 
 def absent(mesh: Mesh, store: Store) -> list[str]:
-    """Return the members of a mesh that have not announced themselves."""
+    """Return the processes of a transfer group that have not announced themselves."""
     prefixed = PrefixStore(mesh.name, store)
     return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"{rank} is there"])]
 
 
 def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout_s: float, address: str = "") -> Group:
-    """Join a mesh, and return when everyone has.
+    """Join a transfer group, and return when every process has.
 
     Args:
-        mesh: whom to connect.
+        mesh: the group.
         member: this process.
-        store: the same for all members, prefixed by the caller with something that is new for each attempt.
-        device: where this member's memory lies. NCCL connects a mesh on GPUs; over one on CPUs, by gloo, what lies on a
-            GPU goes through memory of the host.
+        store: the same for all, prefixed by the caller with a string that is new for each attempt.
+        device: where this process has its memory. NCCL connects groups on GPUs. In a group on CPUs, connected by gloo,
+            data on a GPU goes through host memory.
         timeout_s: seconds until it fails.
-        address: the address of this host that the others reach it at (gloo); by default the one that it reaches the
-            store from.
+        address: of this host, at which the others reach it (gloo); by default the one from which it reaches the store.
 
     Raises:
-        RefitError: names the members that did not come.
+        RefitError: names the missing processes.
 
     """
     deadline = time.monotonic() + timeout_s
@@ -220,7 +221,7 @@ def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout
 
 
 def poll(is_done: Any, deadline: float) -> bool:
-    """Return whether something on a GPU was done before the deadline."""
+    """Return whether work on a GPU completed before the deadline."""
     while not is_done():
         if time.monotonic() > deadline:
             return False
@@ -229,7 +230,7 @@ def poll(is_done: Any, deadline: float) -> bool:
 
 
 def _left(deadline: float) -> timedelta:
-    """Return the time until a deadline; never 0, which would be a wait without an end."""
+    """Return the time until a deadline; never 0, which would mean an endless wait."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
@@ -247,8 +248,8 @@ def _await_members(mesh: Mesh, member: str, store: Store, timeout_s: float) -> N
 
 def _gloo(store: Store, rank: int, mesh: Mesh, timeout: timedelta, address: str) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Not lazily: a group that connects pairs at their first message waits, when it is closed, for its sockets to fall
-    # silent, and after a peer has died in the middle of a message they never do.
+    # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
+    # to fall silent; after a peer died in the middle of a message they never do.
     options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=False)]
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(mesh.members), options)
@@ -258,12 +259,12 @@ def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch
     from torch.distributed import ProcessGroupNCCL  # not in builds for the CPU
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = _NEVER  # every wait here has a deadline of its own, and later ones another than this
-    options.config.blocking = 0  # else it would wait without an end for a member that dies while it connects
+    options._timeout = _NEVER  # each wait has its own deadline, and later ones differ from this
+    options.config.blocking = 0  # else it would wait forever for a process that dies while it connects
     settings = {**_OWN_ERROR_HANDLING, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout.total_seconds()))}
     with _environment(settings):
         backend: Any = ProcessGroupNCCL(store, rank, len(mesh.members), options)
-        # The communicator of all members is made by their first collective; later messages may concern only some.
+        # The first collective creates the communicator of all processes; later messages may involve only some.
         with torch.cuda.device(device):
             met = backend.allreduce([torch.ones(1, device=device)])
     if not poll(met.is_completed, time.monotonic() + timeout.total_seconds()):
@@ -274,7 +275,7 @@ def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables set; torch reads what it knows of NCCL from them, when a group is made."""
+    """Set these variables for the block; torch reads its NCCL settings from them when a group is made."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -288,7 +289,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def _address_towards(store: Store) -> str:
-    """Return this host's address on the way to the store; peers on other hosts reach the store, so they reach this."""
+    """Return this host's address on the route to the store, since peers on other hosts reach the store too."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port = (store.host, store.port) if isinstance(store, TCPStore) else ("127.0.0.1", 1)
@@ -299,7 +300,7 @@ def _address_towards(store: Store) -> str:
 
 
 def _reason(error: str) -> str:
-    """Return what matters of a message of gloo's or NCCL's."""
+    """Return the relevant part of a message from gloo or NCCL."""
     if re.search("[Tt]imed out|NCCL timeout", error):
         return "the deadline passed"
     told = re.sub(r"^\[[^\]]*\] *", "", error).splitlines()[0].partition(". This is typically")[0]

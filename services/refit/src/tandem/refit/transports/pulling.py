@@ -1,4 +1,4 @@
-"""Receivers that copy out of a source's memory, which they have opened, by themselves."""
+"""Receivers that open a source's memory and copy out of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pulls:
     ) -> None:
         """Find both ends of every copy; `open_storage` returns the bytes of a storage. Raises `RefitError`.
 
-        A storage is opened once, however many transfers come out of it.
+        A storage is opened once, however many transfers use it.
         """
         self._end = end
         self._peer = transfers[0].source
@@ -42,7 +42,7 @@ class Pulls:
         self.num_bytes = sum(num_bytes for _, num_bytes in self._num_bytes)
 
     def install(self) -> None:
-        """There is nothing to change before the first copy."""
+        """Change nothing before the first copy."""
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Copy, if this process is to receive."""

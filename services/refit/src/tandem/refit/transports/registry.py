@@ -1,4 +1,4 @@
-"""The registry of transports; nothing else in the planner knows one by name."""
+"""The registry of transports, the only place in the planner that lists them by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.refit.transports.stream import Stream
 from tandem.refit.transports.transport import Route, Transport
 
 TRANSPORTS: dict[str, Transport] = {each.name: each for each in (Stream(), Shm(), CudaIpc(), Alias())}
-"""By name. Tables of a plan have a transport's number instead, its place in this order."""
+"""Transports by name. Tables of a plan store a transport's position in this order as its number."""
 
 
 def find(name: str) -> Transport:
@@ -22,25 +22,25 @@ def find(name: str) -> Transport:
 
 
 def numbered() -> tuple[Transport, ...]:
-    """Return all transports by their number."""
+    """Return all transports, in order of their numbers."""
     return tuple(TRANSPORTS.values())
 
 
 def in_place_of(name: str) -> tuple[Transport, ...]:
-    """Return the transports that can spare copies of the one of this name."""
+    """Return the transports that can replace copies of this one by reading in place."""
     return tuple(each for each in TRANSPORTS.values() if each.in_place_of == name)
 
 
 def choose(memory: type[Address], route: Route, *, sent_only: bool = False) -> tuple[int, int]:
-    """Return the number of the transport that is preferred for a route, and how much it is preferred.
+    """Return the number of the preferred transport for a route, and its preference.
 
     Args:
-        memory: that the bytes lie in at the source.
+        memory: kind of memory at the source.
         route: from the source to the destination.
-        sent_only: leave out those that the receiver copies by itself with.
+        sent_only: exclude receiver-driven transports.
 
     Raises:
-        RefitError: none of them reaches the destination.
+        RefitError: no transport reaches the destination.
 
     """
     found = [

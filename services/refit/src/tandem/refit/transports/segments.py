@@ -1,8 +1,8 @@
-"""Cut strided copies into small, even pieces of work for a GPU kernel, in plain integers.
+"""Tiles: strided copies cut into small, even pieces of work for a GPU kernel, in plain integers.
 
-A kernel is fast if it has many programs with about as much to do each, and if neighbours in a warp touch neighbours in
-memory. So dimensions that lie next to each other in memory on both sides become one, elements become words of up to
-eight bytes, and what is left is cut into tiles: rows × columns of words with one stride each.
+A kernel is fast if it has many programs with about equal work, and if neighbours in a warp access neighbours in memory.
+So dimensions that are adjacent in memory on both sides become one, and elements become words of up to eight bytes. The
+rest is cut into tiles: rows × columns of words, with one stride each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from tandem.refit.columns import Ints, Table, pad_dims
 
 TILE_WORDS = 8192
-"""Words a kernel program copies at most: 64 KiB of the widest words."""
+"""Most words that a kernel program copies: 64 KiB of the widest words."""
 
 WORD_SIZES = (8, 4, 2, 1)
 
@@ -29,7 +29,7 @@ class Strided(Table, frozen=True, eq=False):
 
 
 class Tiles(Table, frozen=True, eq=False):
-    """M tiles. Addresses in bytes, everything else in words (elements where types differ)."""
+    """M tiles. Addresses in bytes, everything else in words (elements if types differ)."""
 
     destination_M: Ints
     source_M: Ints
@@ -42,12 +42,12 @@ class Tiles(Table, frozen=True, eq=False):
 
 
 def tiles(copies: Strided, destination_size: int, source_size: int, *, converts: bool) -> dict[int, Tiles]:
-    """Return what to copy, by bytes a word. Elements that are converted cannot be joined to words: their key is 0.
+    """Return the tiles to copy, by bytes per word. Converted elements cannot be joined to words: their key is 0.
 
     Args:
         copies: none of which is empty.
-        destination_size: bytes an element.
-        source_size: likewise; the same, unless elements are converted.
+        destination_size: bytes per element.
+        source_size: likewise; equal unless elements are converted.
         converts: whether the element types differ.
 
     """
@@ -58,7 +58,7 @@ def tiles(copies: Strided, destination_size: int, source_size: int, *, converts:
     is_run_M = (flat.destination_column_M == item_size) & (flat.source_column_M == item_size)
     spans = (flat.destination_M, flat.source_M, flat.destination_row_M, flat.source_row_M)
     all_bits_M = np.bitwise_or.reduce([*spans, flat.num_columns_M * item_size])
-    widest_M = np.minimum(all_bits_M & -all_bits_M, WORD_SIZES[0])  # the largest power of two that divides them all
+    widest_M = np.minimum(all_bits_M & -all_bits_M, WORD_SIZES[0])  # the largest power of two that divides all of them
     word_M = np.where(is_run_M, widest_M, item_size)
     chosen = {}
     for word in np.unique(word_M).tolist():
@@ -75,7 +75,7 @@ def tiles(copies: Strided, destination_size: int, source_size: int, *, converts:
 
 
 def _merge_dims(copies: Strided) -> Strided:
-    """Join dimensions that are adjacent in memory at both ends; what is left is right-aligned."""
+    """Join dimensions that are adjacent in memory at both ends; right-align the rest."""
     num = len(copies)
     num_dims = max(2, copies.shape_CD.shape[1])
     copies = msgspec.structs.replace(
@@ -95,7 +95,7 @@ def _merge_dims(copies: Strided) -> Strided:
         is_adjacent_C = (to_C == to_CD[every, at_C] * inner_C) & (from_C == from_CD[every, at_C] * inner_C)
         is_first_C, is_single_C = inner_C == 1, shape_C == 1
         at_C = np.where(is_single_C | is_first_C | is_adjacent_C, at_C, at_C - 1)
-        takes_C = ~is_single_C & (is_first_C | ~is_adjacent_C)  # a column of its own
+        takes_C = ~is_single_C & (is_first_C | ~is_adjacent_C)  # starts its own column
         to_CD[every[takes_C], at_C[takes_C]] = to_C[takes_C]
         from_CD[every[takes_C], at_C[takes_C]] = from_C[takes_C]
         shape_CD[every, at_C] *= shape_C
@@ -146,7 +146,7 @@ def _cut(tiles: Tiles) -> Tiles:
 
 
 def _strides_over(tiles: Tiles, destination_size: int, source_size: int) -> Tiles:
-    """Return the tiles with strides in words of so many bytes."""
+    """Return the tiles with strides in words of the given sizes."""
     return msgspec.structs.replace(
         tiles,
         destination_row_M=tiles.destination_row_M // destination_size,

@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: engines copy out of the trainer's parameters.
 
-The memory is an unlinked file that the trainer keeps open; engines open it as ``/proc/<pid>/fd/<fd>`` and map it for
-reading only. It has no name anywhere, so it is gone with the last process that maps it, however that process ended:
-there is nothing to clean up. What an engine has mapped stays readable when the trainer dies, with the bytes it had.
+The memory is an unlinked file that the trainer keeps open. Engines open it as ``/proc/<pid>/fd/<fd>`` and map it
+read-only. It has no name, so it disappears with the last process that maps it, however that ended, and needs no
+cleanup. Memory mapped by an engine stays readable, with its contents, when the trainer dies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.refit.layout import Address, SharedMemory, Storage
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
 
-if TYPE_CHECKING:  # the planner runs in processes without it
+if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
 
 
@@ -29,7 +29,7 @@ class Shm(Transport):
     is_sent = False
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Say whether the memory is shared, and on the destination's host."""
+        """Return whether the memory is shared, and on the destination's host."""
         return memory is SharedMemory and route.same_host
 
     def wire(self, route: Route) -> Wire | None:
@@ -37,11 +37,11 @@ class Shm(Transport):
         return "memory"
 
     def why(self, route: Route) -> str:
-        """Return a phrase."""
+        """Return the reason as a phrase."""
         return "same host, and the source is in shared memory"
 
     def preference(self, route: Route) -> int:
-        """Return more than for what is sent."""
+        """Return more than for streams."""
         return 1
 
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
@@ -58,19 +58,19 @@ class Shm(Transport):
 def share(tensor: torch.Tensor) -> SharedMemory:
     """Move a CPU tensor's storage into shared memory, in place, and return its address.
 
-    Every tensor that views the storage goes on viewing it, so a model's parameters can be shared while it trains. The
-    storage holds one file descriptor for as long as it lives. Sharing it again returns the same address. Offsets in a
-    layout count from the start of the storage: the tensor's own first byte lies at ``storage_offset``.
+    All tensors that view the storage keep viewing it, so a model's parameters can be shared while it trains. The
+    storage holds one file descriptor as long as it lives. Sharing it again returns the same address. Offsets in a
+    layout count from the start of the storage: the tensor's first byte is at ``storage_offset``.
 
     Raises:
-        RefitError: the tensor is not on the CPU or has no bytes, or the machine has no more shared memory.
+        RefitError: the tensor is not on the CPU or has no bytes, or the machine has no shared memory left.
 
     """
     storage = tensor.untyped_storage()
     if storage.device.type != "cpu" or storage.nbytes() == 0:
         raise RefitError(f"a storage of {storage.nbytes()} bytes on {storage.device} cannot be shared")
     try:
-        # Torch unlinks the file as it creates it; its other strategy would give the memory a name that outlives us.
+        # Torch unlinks the file as it creates it; its other strategy would leave a name that outlives the process.
         fd, _size = storage._share_fd_cpu_()
     except RuntimeError as error:
         raise RefitError(f"{storage.nbytes()} bytes cannot be shared: {error}") from error
@@ -78,9 +78,9 @@ def share(tensor: torch.Tensor) -> SharedMemory:
 
 
 def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
-    """Map a storage of another process, `source`, for reading only; return its bytes as uint8.
+    """Map a storage of another process, `source`, read-only; return its bytes as uint8.
 
-    The mapping goes with the last tensor that views it. Raises `RefitError` in the name of `member` if the storage
+    The mapping ends with the last tensor that views it. Raises `RefitError`, which names `member`, if the storage
     cannot be opened because its process is gone or belongs to another user.
     """
     what = f"{storage.name!r} of {source}"
@@ -107,7 +107,7 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
     import torch
 
     with warnings.catch_warnings():
-        # The memory is mapped for reading only; nothing writes to it, and a write would fault.
+        # The memory is mapped read-only on purpose: nothing writes to it, and a write would fault.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
 

@@ -1,6 +1,6 @@
 """Streams between processes that share no memory, over gloo on CPUs and NCCL on GPUs.
 
-The ends meet in `tandem.refit.transports.exchange`, over the groups of `tandem.refit.transports.process_group`.
+The ends meet in `tandem.refit.transports.exchange`, over groups from `tandem.refit.transports.process_group`.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from tandem.refit.transfer import Transfer
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
 from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
 
-if TYPE_CHECKING:  # which needs torch
+if TYPE_CHECKING:  # needs torch
     from tandem.refit.transports.exchange import Exchange
 
 
 class Stream(Transport):
-    """The source sends in messages; it reaches everything, and is taken where nothing else does."""
+    """The source sends messages; it reaches everything, and is used where no other transport does."""
 
     name = "stream"
     is_sent = True
     needs_mesh = True
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Say yes: both ends copy what cannot be sent as it lies."""
+        """Return True: both ends pack what cannot be sent in place."""
         return True
 
     def wire(self, route: Route) -> Wire | None:
-        """Return the network between hosts; within one, memory where an end is on the CPU."""
+        """Return the network between hosts; within one, memory if an end is on the CPU."""
         if not route.same_host:
             return "network"
         return "peer_gpu" if route.from_gpu and route.to_gpu else "memory"
 
     def why(self, route: Route) -> str:
-        """Return a phrase."""
+        """Return the reason as a phrase."""
         return "same host, but the source's memory is not within reach" if route.same_host else "different hosts"
 
     def buffer_bytes(self, num_members: int, num_bytes: int) -> int:
-        """Return the bytes of the messages that are under way at once."""
+        """Return the bytes of the messages in transit at once."""
         return DEPTH * bucket_bytes(num_members, num_bytes)
 
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
-        """Cut the transfers into messages, mesh by mesh."""
+        """Cut the transfers into messages, one transfer group after another."""
         from tandem.refit.transports.exchange import Exchange, MeshEnd
 
         by_mesh: dict[str, list[Transfer]] = {}
@@ -58,7 +58,7 @@ class Stream(Transport):
 
 
 class Streams:
-    """The streams of one round at one process: an exchange for each mesh."""
+    """The streams of one round at one process: an exchange per transfer group."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self._exchanges = exchanges
@@ -67,7 +67,7 @@ class Streams:
         self.num_bytes = sum(channel.transfer.num_bytes for channel in channels)
 
     def install(self) -> None:
-        """There is nothing to change before the first message."""
+        """Change nothing before the first message."""
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Send and receive."""

@@ -1,9 +1,9 @@
-"""The protocol of transports: which bytes one can bring, by which wire, why, and both its ends.
+"""The protocol of transports: which bytes each can move, over which wire, why, and its two ends.
 
-The planner asks the questions of `Transport`'s first half, about kinds of places (`Route`): that half needs no torch.
-A process that ties its program to memory (`tandem.refit.bound`) calls `Transport.bind`, at the receiver and, where the
-source takes part, at the sender. To add a transport, write a module with a subclass and name it in
-`tandem.refit.transports.registry`; the planner stays as it is.
+The planner uses only the first half of `Transport`, which asks about kinds of places (`Route`) and needs no torch. A
+process that binds its program to memory (`tandem.refit.bound`) calls `Transport.bind`, at the receiver and, if the
+source takes part, at the sender. To add a transport, write a module with a subclass and list it in
+`tandem.refit.transports.registry`; the planner stays unchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:  # the planner runs in processes without torch
     from tandem.refit.transports.process_group import Group
 
 Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
-"""What bytes pass through: a key of ``cluster.links``, which has its rate."""
+"""The medium that bytes pass through: a key of ``cluster.links``, which has its rate."""
 
 
 class Route(msgspec.Struct, frozen=True):
-    """From which kind of place bytes go to which."""
+    """The kinds of places between which bytes move."""
 
     same_host: bool
     same_device: bool
-    """Of one host: whether both lie on the same GPU, or both on the CPU."""
+    """Whether both are on the same GPU, or both on the CPU, of one host."""
     from_gpu: bool
     to_gpu: bool
 
@@ -53,104 +53,104 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class End(NamedTuple):
-    """One process's end of its transfers: what a transport ties them to."""
+    """One process's end of its transfers, to which a transport binds them."""
 
     member: str
     memory: Memory
     device: torch.device
-    """Of the parameters."""
+    """Device of the parameters."""
     meshes: Mapping[str, Mesh]
-    """Of the program, by name."""
+    """The program's transfer groups, by name."""
     groups: Mapping[str, Group]
-    """Connected meshes by name, to be looked up at each run."""
+    """Connected transfer groups by name, looked up at each run."""
     opened: dict[tuple[str, str], torch.Tensor]
-    """The bytes of other processes' storages that are open, by process and storage: each is opened once."""
+    """Opened storages of other processes, by process and storage: each is opened once."""
 
     def open_once(self, source: str, storage: Storage, open_storage: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of a storage of another process; `open_storage` opens it if nothing has yet."""
+        """Return the bytes of another process's storage; `open_storage` opens it the first time."""
         key = source, storage.name
         if key not in self.opened:
             self.opened[key] = open_storage()
         return self.opened[key]
 
     def takes_part(self, only: Collection[str] | None) -> bool:
-        """Say whether this process is among those that receive; `only` is that of `BoundTransfers.run`."""
+        """Return whether this process is to receive; `only` is that of `BoundTransfers.run`."""
         return only is None or process_of(self.member) in only
 
 
 class BoundTransfers(Protocol):
-    """The transfers of one round that go by one transport, tied to memory at one of their ends."""
+    """The transfers of one round and one transport, bound to memory at one of their ends."""
 
     num_copies: int
     num_bytes: int
-    """Bytes that one run moves over the links that this process has a part in."""
+    """Bytes that one run moves over this process's links."""
 
     def install(self) -> None:
-        """Make the one change to parameters that comes before any run. Called when nothing can fail any more."""
+        """Change the parameters once before any run. Called when nothing can fail any more."""
         ...
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Do this process's part of one round.
 
         Args:
-            deadline: when it fails, on the monotonic clock.
-            only: processes to serve, this one among them if it is to receive; None for all.
-            counted: grows by the bytes that went over each link, by ``source>destination``.
+            deadline: on the monotonic clock; when it passes, the run fails.
+            only: processes to serve, including this one if it is to receive; None for all.
+            counted: the bytes that go over each link are added here, by ``source>destination``.
 
         Raises:
-            RefitError: names this process, what it was doing and the peer.
+            RefitError: names this process, its operation and the peer.
 
         """
         ...
 
 
 class Transport(ABC):
-    """A way for bytes to get from one process to another."""
+    """A way to move bytes from one process to another."""
 
     name: ClassVar[str]
-    """What plans, programs and reports call it."""
+    """Name in plans, programs and reports."""
     is_sent: ClassVar[bool]
     """Whether the source sends; otherwise it does nothing, and the receiver copies out of its memory."""
     needs_mesh: ClassVar[bool] = False
-    """Whether the processes have to be connected first, in a `Mesh`."""
+    """Whether the processes must first be connected in a transfer group."""
     in_place_of: ClassVar[str] = ""
-    """The transport that this one spares copies of: the destination then reads the source's memory in place."""
+    """Transport that this one replaces where the destination can read the source's memory in place."""
 
     @abstractmethod
     def reaches(self, memory: type[Address], route: Route) -> bool:
-        """Say whether it can bring bytes out of a kind of memory over a route."""
+        """Return whether it can move bytes out of a kind of memory over a route."""
 
     @abstractmethod
     def wire(self, route: Route) -> Wire | None:
-        """Return what the bytes pass through, whose rate ``cluster.links`` has; None if nothing moves."""
+        """Return the medium that the bytes pass through, with its rate in ``cluster.links``; None if nothing moves."""
 
     @abstractmethod
     def why(self, route: Route) -> str:
-        """Return a phrase that says why it was chosen for a route, for people who read a plan."""
+        """Return the reason for choosing it for a route, as a phrase for readers of a plan."""
 
     def preference(self, route: Route) -> int:
-        """Return how much it is preferred: of all replicas of a tensor, only those with the highest number serve."""
+        """Return its preference: of a tensor's replicas, only those with the highest number serve."""
         return 0
 
     def buffer_bytes(self, num_members: int, num_bytes: int) -> int:
-        """Return the memory that a transfer of so many bytes takes at each end, in a mesh of so many processes."""
+        """Return the memory that a transfer of `num_bytes` takes at each end, in a group of `num_members`."""
         return 0
 
     def reads_in_place(self, copies: Copies, num_bytes_D: Ints) -> NDArray[np.bool_]:
-        """Say which of the copies of `in_place_of` need not be made, because the destination can read in place.
+        """Return which copies of `in_place_of` can be replaced, because the destination can read in place.
 
         Args:
-            copies: as few as possible.
-            num_bytes_D: of each destination storage; 0 where it must not be read in place.
+            copies: merged as far as possible.
+            num_bytes_D: of each destination storage; 0 if it must not be read in place.
 
         """
         return np.zeros(len(copies), np.bool_)
 
     @abstractmethod
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
-        """Tie the transfers of one round, received and sent, to memory.
+        """Bind the transfers of one round, received and sent, to memory.
 
         Raises:
-            RefitError: a source cannot be opened, or memory is not what was planned for. Nothing was touched.
+            RefitError: a source cannot be opened, or memory differs from the plan. Nothing was changed.
 
         """

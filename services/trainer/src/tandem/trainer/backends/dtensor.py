@@ -16,11 +16,11 @@ from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.config.worlds import World
 from tandem.refit.endpoint import Weights
-from tandem.trainer import checkpoints
-from tandem.trainer.backends import shards
+from tandem.trainer import shards
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import Replicas
 
 

@@ -25,12 +25,13 @@ from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import load_tokenizer
-from tandem.trainer import adapter_files, checkpoints, context, policy_files
+from tandem.trainer import context, shards
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
-from tandem.trainer.backends import optimizer_state, shards
+from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.dropout import Place
+from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import (
     ScalarScorer,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.config.worlds import World
-from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends.devices import device_of
+from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 

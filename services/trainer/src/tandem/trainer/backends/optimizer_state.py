@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import CheckpointError
-from tandem.trainer.backends import shards
-from tandem.trainer.box_files import BoxFiles, Part
+from tandem.trainer import shards
+from tandem.trainer.files.box_files import BoxFiles, Part
 
 
 def parts_of(tensors: Mapping[str, Any]) -> Iterator[Part]:

@@ -1,12 +1,12 @@
-// Asking the server, and hearing from it.
+// Requests to the server, and its event stream.
 
-/** What the server said was wrong, in one line. */
+/** An error of the server, in one line. */
 export class ApiError extends Error {}
 
 /**
  * Get JSON.
  * @param {string} path under "api/"
- * @param {Record<string, any>} [query] what is null or empty is left out
+ * @param {Record<string, any>} [query] null and empty values are left out
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
@@ -29,8 +29,8 @@ const FIRST_WAIT_S = 0.5;
 const LONGEST_WAIT_S = 15;
 
 /**
- * Listen to changes for as long as the page is open. A connection that is lost is made again, after ever longer waits.
- * @param {(change: any) => void} changed how far a run is: its `last_step`, `last_event`, `live_at` and `state`
+ * Listen to changes while the page is open. A lost connection is made again, after increasing waits.
+ * @param {(change: any) => void} changed extent of a run's record: `last_step`, `last_event`, `live_at` and `state`
  * @param {(isConnected: boolean, retryInS: number) => void} connected
  */
 export function listen(changed, connected) {

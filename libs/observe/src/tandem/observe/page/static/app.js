@@ -1,10 +1,10 @@
-// The page: the header, the panels, and who hears of what changes. A panel that is not shown asks for nothing.
+// The page: the header, the panels, and the distribution of changes. A hidden panel requests nothing.
 //
 //   api/stream ──▶ changes ──▶ header (state, step, ETA) and the panel that is open
 //   the URL's hash ──▶ which panel, which run, and what it shows; panels write theirs there (state.js)
 //
-// The module of a panel is loaded when it is opened, and those of the others a little later: the first has less to wait
-// for, and a server that is gone by then is not needed to open them.
+// A panel's module is loaded when the panel is opened, and the others a little later. So the first panel appears
+// sooner, and the others can be opened even if the server is gone by then.
 
 import { get, listen, ofRun } from "./api.js";
 import { isDark, onTheme, toggleTheme } from "./colours.js";
@@ -27,16 +27,16 @@ import * as state from "./state.js";
  * @property {number | null} num_steps
  *
  * @typedef {object} Change
- * @property {boolean} steps a run that is shown did a step
- * @property {boolean} live what the scheduler of the run says is newer
- * @property {boolean} events there is more in its log
+ * @property {boolean} steps a shown run finished a step
+ * @property {boolean} live the run's live status is newer
+ * @property {boolean} events its log has grown
  *
- * @typedef {object} Context what panels know of the page
+ * @typedef {object} Context the page, as panels see it
  * @property {() => Run[]} runs all
- * @property {() => Run} run the one that panels other than the curves are of
- * @property {() => Run[]} shown those whose curves are drawn
+ * @property {() => Run} run the run of all panels but the curves
+ * @property {() => Run[]} shown those with curves drawn
  * @property {(run: number) => number} colour of a run
- * @property {() => any} live what the scheduler of `run` says, or null
+ * @property {() => any} live live status of `run`, or null
  *
  * @typedef {object} View
  * @property {(change: Change) => void} update
@@ -71,7 +71,7 @@ class Page {
     this.tab = "";
     /** @type {Map<number, any>} */
     this.heard = new Map();
-    this.missed = false; // changes may have come that nobody heard of, or that were not looked at
+    this.missed = false; // changes may have been missed or ignored
     this.main = /** @type {HTMLElement} */ (document.getElementById("main"));
     /** @type {Context} */
     this.ctx = {
@@ -101,7 +101,7 @@ class Page {
       if (!isConnected) this.missed = true;
       else if (this.missed) this.catchUp();
     });
-    // How a run ended is known when its coordinator is gone, which changes no file.
+    // A run's end is known once its coordinator is gone, which changes no file.
     setInterval(() => {
       if (!document.hidden && this.runs.some((run) => run.state === "running")) this.refreshRuns();
     }, LOOK_MS);
@@ -116,7 +116,7 @@ class Page {
     return this.runs[state.numeric("run", 0)] ?? this.runs[0];
   }
 
-  /** The runs of the curves: all, unless some were chosen. */
+  /** Runs with curves drawn: all, unless some were chosen. */
   shown() {
     const chosen = state.value("runs");
     const some = chosen ? this.runs.filter((run) => chosen.split(".").includes(String(run.index))) : this.runs;
@@ -162,7 +162,7 @@ class Page {
     this.view?.update({ steps: false, live: true, events: false });
   }
 
-  /** @param {any} change what the stream said */
+  /** @param {any} change from the stream */
   changed(change) {
     const before = this.heard.get(change.run) ?? {};
     this.heard.set(change.run, change);
@@ -170,11 +170,11 @@ class Page {
     const isNew = (/** @type {string} */ what) => change[what] !== before[what];
     const run = this.runs[change.run];
     if (run && isNew("last_step") && change.last_step !== null) run.last_step = change.last_step;
-    if (run && run.state !== change.state) { // the last thing that the page of a run says is how that ended
+    if (run && run.state !== change.state) { // the last change that a run's page reports is its end
       run.state = change.state;
       this.header.draw();
     }
-    if (!before.isLoaded || isNew("last_step")) this.refreshRuns(); // or it is as it was when the page began
+    if (!before.isLoaded || isNew("last_step")) this.refreshRuns(); // otherwise nothing has changed
     if (document.hidden) { this.missed = true; return; }
     if (isOfRun && isNew("live_at")) this.refreshLive();
     const isShown = isOfRun || this.shown().some((other) => other.index === change.run);
@@ -183,7 +183,7 @@ class Page {
     if (what.steps || what.events) this.view?.update(what);
   }
 
-  /** Nothing was heard for a while. */
+  /** Refresh after a silence of the stream. */
   catchUp() {
     this.missed = false;
     this.refreshRuns();
@@ -192,7 +192,7 @@ class Page {
     this.view?.update({ steps: true, live: true, events: true });
   }
 
-  /** Show the panel that the hash names. @param {boolean} [isAgain] even if it is shown */
+  /** Show the panel that the hash names. @param {boolean} [isAgain] even if it is already shown */
   async open(isAgain = false) {
     if (!this.runs.length) return;
     const [tab, name, load] = TABS.find(([id]) => id === state.tab()) ?? TABS[0];
@@ -215,9 +215,9 @@ class Page {
     this.tab = tab;
     try {
       const { mount } = await load();
-      if (root.isConnected) this.view = mount(root, this.ctx); // otherwise another was opened meanwhile
+      if (root.isConnected) this.view = mount(root, this.ctx); // otherwise another panel was opened meanwhile
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // a module that cannot be had
+      if (!(error instanceof TypeError)) throw error; // a module could not be loaded
       this.missed = true;
       this.unreachable();
     }

@@ -1,4 +1,4 @@
-// A small chart of lines over steps, on uPlot: smoothed, with what was smoothed behind it, and a cursor that all share.
+// A small chart of lines over steps, on uPlot: smoothed, with the raw values behind, and a cursor shared by all charts.
 
 import { css, faded, onTheme, painted } from "./colours.js";
 import { number } from "./format.js";
@@ -19,18 +19,18 @@ import { number } from "./format.js";
  * @property {number} smoothing from 0, none, to below 1
  * @property {boolean} isLog
  * @property {boolean} isStacked lines are parts of a whole
- * @property {[number, number]} range of steps that is shown
- * @property {((x: number) => string) | null} [mark] what the axis says of a place, where that is no step
+ * @property {[number, number]} shown range of steps
+ * @property {((x: number) => string) | null} [mark] label of a place on the axis, if it is not a step
  */
 
 const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
 const FEW_POINTS = 16;
-const ROUNDING = 2e-4; // values that differ by less, relative to them, are told apart by no axis
+const ROUNDING = 2e-4; // relative difference below which an axis does not separate values
 const FONT = '11px "Helvetica Neue", Arial, system-ui, sans-serif';
 
 /**
  * Smooth by an exponential moving average that starts without a bias.
- * @param {(number | null)[]} values @param {number} weight of what was before
+ * @param {(number | null)[]} values @param {number} weight of earlier values
  */
 export function smooth(values, weight) {
   if (!weight) return values;
@@ -45,7 +45,7 @@ export function smooth(values, weight) {
 }
 
 /**
- * One x for all lines: every step that one of them has; where a line has none there is null.
+ * Join lines over one x, all of their steps, with null for missing values.
  * @param {Line[]} lines @param {Look} look
  */
 function columns(lines, look) {
@@ -59,7 +59,7 @@ function columns(lines, look) {
     });
     return column;
   };
-  // What is measured now and then, as validations are, is shown as it is.
+  // Rare values, such as those of validations, are not smoothed.
   const weight = (/** @type {Line} */ line) => (line.step.length <= FEW_POINTS ? 0 : look.smoothing);
   const blank = new Array(steps.length).fill(null);
   if (look.isStacked) return [steps, ...stacked(lines.map((line) => spread(line, smooth(line.mean, weight(line)))))];
@@ -81,12 +81,12 @@ function stacked(parts) {
 
 export class Chart {
   /**
-   * @param {HTMLElement} root which says how wide it is
+   * @param {HTMLElement} root sets the width
    * @param {object} options
    * @param {number} [options.height]
-   * @param {(range: [number, number] | null) => void} [options.zoomed] a range was dragged over, or all is wanted again
+   * @param {(range: [number, number] | null) => void} [options.zoomed] a range was selected, or null to show all
    * @param {(index: number | null) => void} [options.pointed] at a step, or at none
-   * @param {string} [options.sync] charts that share a cursor have the same
+   * @param {string} [options.sync] key of the charts that share a cursor
    * @param {(value: number) => string} [options.format] of the values beside the chart
    */
   constructor(root, { height = 168, zoomed = () => {}, pointed = () => {}, sync = "steps", format = number } = {}) {
@@ -170,7 +170,7 @@ export class Chart {
     };
   }
 
-  /** A value beside the chart, with as many digits as tell it from the next.
+  /** A value beside the chart, with enough digits to tell it from the next.
    * @param {number} value @param {number} increment */
   tick(value, increment) {
     const isTold = increment >= 1 || Math.abs(value) < 1000 * increment;
@@ -232,7 +232,7 @@ export class Chart {
     this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][to], "x"), top: 10 }, true, true);
   }
 
-  /** What a line is at a place on the cursor's way, or last: the newest it has up to there.
+  /** The newest value of a line up to the cursor, or its last value.
    * @param {number} line @param {number | null} index @returns {{step: number, value: number} | null} */
   at(line, index) {
     const { step, mean } = this.lines[line];
@@ -263,7 +263,7 @@ function stepLabel(step) {
   return step >= 10000 ? `${step / 1000}k` : String(step);
 }
 
-/** What has a line on a logarithmic scale. @param {number} value */
+/** A value with a grid line on a logarithmic scale, or null. @param {number} value */
 function wholePower(value) {
   const power = Math.log10(value);
   return Math.abs(power - Math.round(power)) < 1e-6 ? value : null;

@@ -1,4 +1,4 @@
-// The page's colours, told apart by those who see fewer of them (after Okabe and Ito), and the theme they are of.
+// The page's colours, distinct also for colour-blind users (after Okabe and Ito), and their theme.
 
 const NUM_COLOURS = 8;
 
@@ -7,7 +7,7 @@ const known = new Map();
 /** @type {Set<() => void>} */
 const listeners = new Set();
 
-/** What a custom property of the style sheet is now. @param {string} name "--text" */
+/** The current value of a custom property in the style sheet. @param {string} name "--text" */
 export function css(name) {
   let found = known.get(name);
   if (found === undefined) {
@@ -17,12 +17,12 @@ export function css(name) {
   return found;
 }
 
-/** A categorical colour, as what CSS calls it. @param {number} index */
+/** A categorical colour for CSS. @param {number} index */
 export const colour = (index) => `var(--c${index % NUM_COLOURS})`;
 /** The same for a canvas. @param {number} index */
 export const painted = (index) => css(`--c${index % NUM_COLOURS}`);
 
-/** What processes and steps spend time on; seconds by phase have the same colours as the timeline.
+/** Colours of activities, the same for seconds by phase as in the timeline.
  * @type {Record<string, number>} */
 const ACTIVITIES = {
   generating: 0, generation: 0, training: 1, policy_training: 1, train: 1, "log-probabilities": 2, logprobs: 2,
@@ -37,7 +37,7 @@ export function activityColour(what) {
   return found ?? [...what].reduce((sum, c) => sum + c.charCodeAt(0), 0) % NUM_COLOURS;
 }
 
-/** Black or white, whichever is read better on a categorical colour. @param {number} index */
+/** Black or white, whichever is more readable on a categorical colour. @param {number} index */
 export function ink(index) {
   const hex = painted(index);
   const [r, g, b] = [1, 3, 5].map((at) => (parseInt(hex.slice(at, at + 2), 16) / 255) ** 2.2);
@@ -49,7 +49,7 @@ export function faded(hex, alpha) {
   return `${hex}${Math.round(alpha * 255).toString(16).padStart(2, "0")}`;
 }
 
-/** Call back when the theme changes. @param {() => void} listener @returns {() => void} what stops it */
+/** Call back when the theme changes. @param {() => void} listener @returns {() => void} stops the calls */
 export function onTheme(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -65,7 +65,7 @@ system.addEventListener("change", changed);
 
 export const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
 
-/** Switch between light and dark; the choice is kept unless it is what the system says anyway. */
+/** Switch between light and dark; the choice is stored unless it equals the system's. */
 export function toggleTheme() {
   const to = isDark() ? "light" : "dark";
   document.documentElement.dataset.theme = to;
@@ -73,7 +73,7 @@ export function toggleTheme() {
     if ((to === "dark") === system.matches) localStorage.removeItem("tandem.theme");
     else localStorage.setItem("tandem.theme", to);
   } catch (error) {
-    // A browser that keeps nothing: the choice holds until the page is closed.
+    // Without storage, the choice holds until the page is closed.
   }
   changed();
 }

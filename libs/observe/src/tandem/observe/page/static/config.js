@@ -1,4 +1,4 @@
-// Configuration: every setting of the runs that are shown, and those that differ between them.
+// Configuration: all settings of the shown runs, or those that differ.
 
 import { ofRun } from "./api.js";
 import { el, empty, fill, panel, segmented } from "./dom.js";
@@ -52,7 +52,7 @@ export function mount(root, ctx) {
     draw();
   }, (error) => fill(table, empty(error.message)), 1500);
   refresh();
-  // A run that is resumed may go by other settings.
+  // A resumed run may have other settings.
   return { update: (/** @type {import("./app.js").Change} */ change) => { if (change.events) refresh(); } };
 }
 

@@ -1,4 +1,4 @@
-// Saving a table as a CSV file, which the browser makes by itself.
+// Saving a table as a CSV file, created in the browser.
 
 /** @param {string} name without the ending @param {(string | number)[][]} rows */
 export function saveCsv(name, rows) {
@@ -11,7 +11,7 @@ export function saveCsv(name, rows) {
   setTimeout(() => URL.revokeObjectURL(url), 0);
 }
 
-/** Numbers keep all of their digits; a text is quoted where it has to be, and never a formula.
+/** Write a cell: numbers with all digits, texts quoted if necessary, and never as a formula.
  * @param {string | number} value */
 function cell(value) {
   if (typeof value === "number") return String(value);

@@ -12,21 +12,21 @@ import * as state from "./state.js";
 /** @typedef {import("./app.js").Context} Context */
 /** @typedef {import("./chart.js").Line} Line */
 
-/** What is shown unless something else was asked for, of what a run has: metrics that share a chart are together. */
+/** Default charts, drawn if the run has their metrics; metrics that share a chart are together. */
 const DEFAULTS = [
   ["reward"], ["val_accuracy"], ["loss", "val_loss"], ["kl", "approx_kl"], ["entropy"],
   ["mean_generation_length", "max_generation_length"], ["truncated_fraction"], ["grad_norm"],
   ["token_mult_prob_error"], ["clip_fraction"], ["rewards_chosen_mean", "rewards_rejected_mean"],
   ["avg_trajectory_age", "max_trajectory_age"], ["tokens_per_s"], ["seconds"],
 ];
-const PHASES = "seconds"; // the chart of seconds by phase, one upon the other
+const PHASES = "seconds"; // the chart of stacked seconds by phase
 const NOTES = {
   token_mult_prob_error: "how many times likelier or less likely a token is to the trainer than to the engine",
   truncated_fraction: "responses that were cut off",
   clip_fraction: "share of tokens whose probability ratio is out of the clip range",
 };
 const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length, tokens" };
-/** What curves can be drawn over, and how a place there is written. */
+/** Horizontal axes of curves, with the labels of places on them. */
 const ALONG = {
   steps: (/** @type {number} */ x) => `step ${x}`,
   tokens: (/** @type {number} */ x) => `${number(Math.round(x))} tokens`,
@@ -88,7 +88,7 @@ class Curves {
       el("span.hint", null, "drag to zoom, double click for all"));
   }
 
-  /** What the curves are drawn over. @returns {keyof typeof ALONG} */
+  /** The horizontal axis of the curves. @returns {keyof typeof ALONG} */
   along() {
     const name = state.value("along", "steps");
     return name in ALONG ? /** @type {keyof typeof ALONG} */ (name) : "steps";
@@ -99,7 +99,7 @@ class Curves {
     if (change.steps) this.refresh();
   }
 
-  /** Of all runs that are shown. @returns {Set<string>} */
+  /** Names of the metrics of all shown runs. @returns {Set<string>} */
   allNames() {
     return new Set(this.ctx.shown().flatMap((run) => this.names.get(run.index)?.names ?? []));
   }
@@ -123,7 +123,7 @@ class Curves {
     const runs = this.ctx.shown();
     await Promise.all(runs.map((run) => this.loadNames(run)));
     const charts = this.wanted();
-    // What is seen first is drawn first.
+    // Draw visible charts first.
     const parts = this.series.size ? [charts] : [charts.slice(0, IN_VIEW), charts.slice(IN_VIEW)];
     /** @type {Map<number, Record<string, any>>} */
     const loaded = new Map();
@@ -138,7 +138,7 @@ class Curves {
     }
   }
 
-  /** Add the curves of these charts to what was loaded of a run.
+  /** Add the curves of these charts to the loaded curves of a run.
    * @param {import("./app.js").Run} run @param {[string, string[]][]} charts
    * @param {Map<number, Record<string, any>>} loaded */
   async loadSeries(run, charts, loaded) {
@@ -150,7 +150,7 @@ class Curves {
     loaded.set(run.index, { ...loaded.get(run.index), ...await ofRun(run.index, "series", query) });
   }
 
-  /** A run that goes on has other metrics later, such as those of its first validation.
+  /** Read the names of metrics again: a live run gets new ones, for example at its first validation.
    * @param {import("./app.js").Run} run */
   async loadNames(run) {
     const known = this.names.get(run.index);
@@ -177,13 +177,13 @@ class Curves {
     this.standard.hidden = !state.value("curves");
   }
 
-  /** Where the steps of all lines that were loaded lie. @returns {{step: number, x: number}[]} */
+  /** Places of the steps of all loaded lines. @returns {{step: number, x: number}[]} */
   places() {
     return this.ctx.shown().flatMap((run) => Object.values(this.series.get(run.index) ?? {})).flatMap((series) =>
       series.step.map((/** @type {number} */ step, /** @type {number} */ i) => ({ step, x: series.x?.[i] ?? step })));
   }
 
-  /** The range of all charts: of steps, or of what they are drawn over. @returns {[number, number]} */
+  /** The range of all charts along the horizontal axis. @returns {[number, number]} */
   range() {
     const zoom = this.zoomed();
     if (this.along() !== "steps") {
@@ -203,7 +203,7 @@ class Curves {
     return high > low ? [low, high] : null;
   }
 
-  /** @param {[number, number] | null} range of what the curves are drawn over */
+  /** @param {[number, number] | null} range along the horizontal axis */
   zoom(range) {
     if (range && this.along() !== "steps") {
       const inside = this.places().filter(({ x }) => x >= range[0] && x <= range[1]).map(({ step }) => step);
@@ -241,7 +241,7 @@ class Curves {
   }
 }
 
-/** One chart with its heading, which says what the lines are at the cursor, or last. */
+/** One chart, with a heading that shows the values at the cursor, or the last ones. */
 class Card {
   /** @param {string} id @param {Curves} curves */
   constructor(id, curves) {
@@ -288,7 +288,7 @@ class Card {
   /** @param {string[]} metrics */
   draw(metrics) {
     const isStacked = this.id === PHASES;
-    // Parts of a whole are of one run: the one that the other panels are of.
+    // Stacked parts are those of one run, that of the other panels.
     const runs = isStacked ? [this.curves.ctx.run()] : this.curves.ctx.shown();
     const told = metrics.filter((name) => !this.isIdle(runs, name, metrics));
     this.lines = runs.flatMap((run) => told.flatMap((name, i) => {
@@ -304,7 +304,7 @@ class Card {
     this.read(this.index);
   }
 
-  /** A penalty that is off is zero for ever; it is not drawn beside what is not.
+  /** Leave out metrics that are zero throughout, such as a disabled penalty, if others are not.
    * @param {import("./app.js").Run[]} runs @param {string} name @param {string[]} metrics */
   isIdle(runs, name, metrics) {
     const isZero = (/** @type {string} */ of) => runs.every((run) =>
@@ -324,14 +324,14 @@ class Card {
       ...series, step: series.x ?? series.step };
   }
 
-  /** The parts of the heading, made anew only when the lines are others. */
+  /** The parts of the heading, rebuilt only when the lines change. */
   shape() {
     const labels = this.lines.map((line) => `${line.label}|${line.colour}`).join("\n");
     if (labels === this.labels) return;
     this.labels = labels;
     this.values = this.lines.map((line) => el("b", { data: { line: line.label } }));
     this.step = el("span.step");
-    // The heading names a line that is alone.
+    // The heading already names a single line.
     const isNamed = this.id === PHASES || this.lines.length > 1;
     const order = this.id === PHASES ? [...this.lines.keys()].reverse() : [...this.lines.keys()];
     fill(this.readout, this.step, order.map((i) => el("span.value", { title: this.lines[i].label },
@@ -355,7 +355,7 @@ class Card {
     if (this.step) setText(this.step, step < 0 ? "" : this.place(step));
   }
 
-  /** What an axis says of a place. @param {number} x */
+  /** The label of a place on the axis. @param {number} x */
   mark(x) {
     return this.place(x).replace(" tokens", "");
   }
@@ -365,7 +365,7 @@ class Card {
     return ALONG[this.curves.along()](x);
   }
 
-  /** Save what is shown, before it is smoothed: a row a step, a column a line. */
+  /** Save the shown values, unsmoothed, with a row per step and a column per line. */
   save() {
     const runs = this.id === PHASES ? [this.curves.ctx.run()] : this.curves.ctx.shown();
     const [low, high] = this.curves.range();

@@ -2,10 +2,10 @@
 
 /** @typedef {{text: string, kind: "same" | "gone" | "new"}} Part */
 
-const MOST_CELLS = 4e6; // of the table; longer texts are compared line by line, and those too long for that, whole
+const MOST_CELLS = 4e6; // in the table; longer texts are compared by lines, and the longest as a whole
 
 /**
- * What became of `before`: parts that both have, that are gone, and that are new.
+ * Compare two texts: the parts that both have, that were removed, and that are new.
  * @param {string} before @param {string} after @returns {Part[]}
  */
 export function diffWords(before, after) {
@@ -15,7 +15,7 @@ export function diffWords(before, after) {
   return merged(compare(a, b));
 }
 
-/** By the longest common subsequence, of what lies between the same beginning and the same end.
+/** Compare by the longest common subsequence, after removing a common beginning and end.
  * @param {string[]} a @param {string[]} b @returns {Part[]} */
 function compare(a, b) {
   let head = 0;

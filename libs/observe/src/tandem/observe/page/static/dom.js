@@ -1,4 +1,4 @@
-// Making elements. Whatever a user or a model wrote goes through here, and becomes text: nothing is parsed as HTML.
+// Elements of the page. All text from users and models goes through here and stays text: nothing is parsed as HTML.
 
 /** @typedef {Node | string | number | null | undefined | false} Child */
 
@@ -35,7 +35,7 @@ const isShown = (child) => child !== null && child !== undefined && child !== fa
 const asNode = (child) => (child instanceof Node ? child : String(child));
 
 /**
- * Put these in place of all that an element has. Whoever had the keyboard's focus there has it in what takes its place.
+ * Replace an element's children. Keyboard focus moves to the replacement of the focused child.
  * @param {Element} element
  * @param {...(Child | Child[])} children
  */
@@ -48,12 +48,12 @@ export function fill(element, ...children) {
   /** @type {HTMLElement | undefined} */ (same)?.focus({ preventScroll: true });
 }
 
-/** What tells an element from its neighbours. @param {Element} element */
+/** The identity of an element among its neighbours. @param {Element} element */
 const nameOf = (element) => /** @type {HTMLElement} */ (element).dataset.place ?? element.getAttribute("aria-label")
   ?? element.textContent;
 
 /**
- * Change an element's text, if it is another.
+ * Change an element's text, if it differs.
  * @param {Element} element
  * @param {string} text
  */
@@ -64,7 +64,7 @@ export function setText(element, text) {
 /**
  * A choice among a few, as a row of buttons of which one is pressed.
  * @param {string} label
- * @param {[string, string][]} options value and what it is called
+ * @param {[string, string][]} options value and label
  * @param {string} value
  * @param {(value: string) => void} chosen
  */
@@ -103,7 +103,7 @@ export function select(label, options, value, chosen) {
   return element;
 }
 
-/** A panel of a view: a heading, what stands beside it, and what is in it.
+/** A panel of a view: a heading, elements beside it, and the content.
  * @param {string} title @param {Child | Child[]} beside @param {...(Child | Child[])} children */
 export function panel(title, beside, ...children) {
   return el("section.panel", { "aria-label": title },
@@ -117,7 +117,7 @@ export function empty(text, more) {
 
 const tip = () => /** @type {HTMLElement} */ (document.getElementById("tip"));
 
-/** Show what there is to say of what is pointed at.
+/** Show a tooltip.
  * @param {{clientX: number, clientY: number}} at @param {...(Child | Child[])} children */
 export function showTip(at, ...children) {
   const element = tip();

@@ -1,4 +1,4 @@
-// The event log: what happened to processes, and what was noticed; it follows what is written.
+// The event log of processes and warnings; it follows the run.
 
 import { ofRun } from "./api.js";
 import { el, empty, fill, select, setText } from "./dom.js";
@@ -9,7 +9,7 @@ import * as state from "./state.js";
 /** @typedef {import("./app.js").Context} Context */
 /** @typedef {{id: number, at: number, source: string, text: string}} Event */
 
-const PAGE = 1000; // the newest of them
+const PAGE = 1000; // events shown, the newest
 const MOST_SHOWN = 2000;
 
 /** @param {HTMLElement} root @param {Context} ctx */
@@ -54,7 +54,7 @@ class Log {
     const sources = [...new Set(this.events.map((event) => event.source))].sort();
     const options = /** @type {[string, string][]} */ ([["", "all sources"],
       ...sources.map((source) => [source, source])]);
-    if (sources.join("\n") !== this.known) { // or it would close under whoever has it open
+    if (sources.join("\n") !== this.known) { // otherwise an open menu would close
       this.known = sources.join("\n");
       fill(this.sources, select("Source", options, state.value("source"),
         (value) => { state.set({ source: value }); this.draw(); }));

@@ -47,7 +47,7 @@ export function bytes(count) {
 export const gb = (gigabytes) => (gigabytes >= 1 ? `${gigabytes.toFixed(2)} GB` : `${Math.round(gigabytes * 1000)} MB`);
 
 /**
- * How values of a metric are written: with the unit that its name ends with.
+ * The format of a metric's values, with the unit at the end of its name.
  * @param {string} name @returns {(value: number) => string}
  */
 export function writer(name) {
@@ -90,7 +90,7 @@ const TITLES = {
   rewards_rejected_mean: "Reward, rejected", val_rewards_chosen_mean: "Held-out reward, chosen",
 };
 
-/** What a metric is called on the page. @param {string} name */
+/** A metric's label on the page. @param {string} name */
 export function title(name) {
   if (TITLES[name]) return TITLES[name];
   const unitless = name.replace(/(?<!_per)_(s|gb)$/, "").replace(/^seconds\//, "seconds: ");

@@ -1,4 +1,4 @@
-// The header: which runs, how far this one is, and what is the matter.
+// The header: the runs, and the progress and problems of the chosen one.
 
 import { ofRun } from "./api.js";
 import { colour } from "./colours.js";

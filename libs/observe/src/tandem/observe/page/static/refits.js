@@ -1,4 +1,4 @@
-// Refits: how each version of the weights reached the engines, how fast, and that it was the right one.
+// Refits: how fast each version of the weights reached the engines, and its verification.
 
 import { ofRun } from "./api.js";
 import { Chart } from "./chart.js";

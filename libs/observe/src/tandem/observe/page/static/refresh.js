@@ -1,12 +1,12 @@
-// Work that is asked for often and done when it is worth it.
+// Work that is requested often, and done when it is due.
 
 import { ApiError } from "./api.js";
 
 const SHORTEST_PAUSE_MS = 400;
 
 /**
- * Return a function that has the work done soon: never twice at the same time, and once more if it was asked for again
- * meanwhile. What fails is shown by `failed`; a server that is not there shows in the header.
+ * Return a function that starts the work soon: never twice at the same time, and once more if it was requested again
+ * meanwhile. `failed` shows errors; the header shows if the server is unreachable.
  * @param {() => Promise<void>} work
  * @param {(error: Error) => void} [failed]
  * @param {number} [pause_ms] between two

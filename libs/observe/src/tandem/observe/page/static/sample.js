@@ -1,5 +1,5 @@
-// One sample whole: the prompt as the model saw it, the response by its tokens, the reward and its parts; and what
-// became of the same problem in another step.
+// One complete sample: the prompt as the model saw it, the response by tokens, the reward and its parts, and samples
+// of the same problem in other steps.
 
 import { ApiError, ofRun } from "./api.js";
 import { diffWords } from "./diff.js";
@@ -40,7 +40,7 @@ export class Detail {
       const [siblings, others, body] = [el("div.siblings"), el("div.block-head.compare"), el("div")];
       this.draw(sample, siblings, others, body);
       if (!diff) fill(body, this.response(sample));
-      // What else there is takes longer to find.
+      // Other samples take longer to find.
       const history = ofRun(run, `problems/${encodeURIComponent(sample.problem_id)}/samples`);
       const { rows } = await ofRun(run, "samples", { step: sample.step, purpose, group: sample.group, limit: 64 });
       this.drawGroup(siblings, sample, rows);
@@ -95,7 +95,7 @@ export class Detail {
       }, number(row.reward))) : null);
   }
 
-  /** The others of its problem, to compare with; returns the one that is compared with.
+  /** List the problem's other samples; return the one chosen for comparison.
    * @param {HTMLElement} root @param {any} sample @param {string} purpose @param {any[]} history
    * @param {string} diff */
   drawOthers(root, sample, purpose, history, diff) {
@@ -138,7 +138,7 @@ function block(title, note, body) {
   return el("div.block", null, el("div.block-head", null, el("h3", null, title), el("span.dim", null, note)), body);
 }
 
-/** Both, the earlier first, each with what the other has not. @param {any} one @param {any} two */
+/** Show both, the earlier first, each with its own parts marked. @param {any} one @param {any} two */
 function differences(one, two) {
   const [before, after] = one.step <= two.step ? [one, two] : [two, one];
   const parts = diffWords(before.response, after.response);

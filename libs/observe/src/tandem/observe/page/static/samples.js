@@ -1,4 +1,4 @@
-// The sample browser: what a step was trained on, or validated with; one sample whole; two of a problem side by side.
+// The sample browser: a step's training or validation samples, one sample in full, or two of a problem side by side.
 
 import { ofRun } from "./api.js";
 import { el, empty, fill, mark, segmented, select, setText } from "./dom.js";
@@ -56,7 +56,7 @@ class Samples {
     return state.value("purpose", "train");
   }
 
-  /** Which step, and of what. */
+  /** The choice of step and purpose. */
   steps() {
     this.slider = /** @type {HTMLInputElement} */ (el("input.step-slider", {
       type: "range", min: 0, max: 1, step: 1, "aria-label": "Step",
@@ -114,7 +114,7 @@ class Samples {
 
   /** @param {import("./app.js").Change} change */
   update(change) {
-    // What is looked at stays; only the newest step, when that is followed, gives way to one that is newer.
+    // Keep the shown step, unless the newest step is followed.
     if (change.steps) this.refresh();
   }
 
@@ -202,7 +202,7 @@ class Samples {
     this.goTo(Math.max(this.range[0], Math.min(this.range[1], to)));
   }
 
-  /** Open another sample, or the same one otherwise.
+  /** Open another sample, or the same one in another way.
    * @param {{at: string, purpose?: string, diff?: string | null}} place */
   openPlace({ at, purpose, diff = null }) {
     const [step] = at.split(".").map(Number);
@@ -262,7 +262,7 @@ export function rewardBadge(reward, correct) {
   return el("span.reward", { data: { correct: String(Boolean(correct)), reward: String(reward) } }, number(reward));
 }
 
-/** How many characters of whole words all texts begin with, if that is much. @param {string[]} texts */
+/** Length of the common beginning of all texts, in whole words, if it is long. @param {string[]} texts */
 function sharedPrefix(texts) {
   const [first, ...others] = new Set(texts);
   let length = others.length ? first.length : 0;
@@ -271,7 +271,7 @@ function sharedPrefix(texts) {
   return words >= 20 ? words : 0;
 }
 
-/** Why it ended, where that is not by itself. @param {any} row */
+/** The reason why a sample ended, if the policy did not stop. @param {any} row */
 export function ending(row) {
   if (row.failure) return el("span.tag.bad", { title: row.failure }, "failed");
   if (row.finish_reason === "length") return el("span.tag",

@@ -1,4 +1,4 @@
-// The scheduler's tables: groups by state, the buffer and its ages, engines and trainers with what they hold.
+// The scheduler's tables: groups by state, the buffer and its ages, engines and trainers with their versions.
 
 import { ofRun } from "./api.js";
 import { Chart } from "./chart.js";
@@ -146,7 +146,7 @@ function trainersPanel(live) {
 /** @param {number | null | undefined} value */
 const version = (value) => (value === null || value === undefined || value < 0 ? "–" : whole(value));
 
-/** A table's heads; what begins with ">" is of numbers. @param {...string} names */
+/** A table's heads; those that begin with ">" are of numbers. @param {...string} names */
 export function heads(...names) {
   return el("thead", null, el("tr", null, names.map((name) =>
     (name.startsWith(">") ? el("th.num", { scope: "col" }, name.slice(1)) : el("th", { scope: "col" }, name)))));

@@ -1,4 +1,4 @@
-// What is looked at, kept in the URL's hash, so that a link opens it again: #samples?run=0&step=12&sort=reward
+// The view, kept in the URL's hash, so that a link opens it again: #samples?run=0&step=12&sort=reward
 
 /** @typedef {{tab: string, values: Record<string, string>}} State */
 
@@ -33,9 +33,9 @@ export function numeric(key, otherwise = null) {
 }
 
 /**
- * Note a change; null takes a value out.
+ * Change values; null removes one.
  * @param {Record<string, string | number | null | undefined>} changes
- * @param {{isNewPlace?: boolean}} [how] a new place is one that "back" leaves again
+ * @param {{isNewPlace?: boolean}} [how] "back" returns from a new place
  */
 export function set(changes, { isNewPlace = false } = {}) {
   for (const [key, of] of Object.entries(changes)) {
@@ -45,7 +45,7 @@ export function set(changes, { isNewPlace = false } = {}) {
   write(isNewPlace);
 }
 
-/** Values that mean the same in every panel; the others are left behind with the panel they are of. */
+/** Values shared by all panels; the others are dropped when their panel is left. */
 const SHARED = new Set(["run", "runs"]);
 
 /** Go to another panel. @param {string} to @param {Record<string, string | number>} [values] */
@@ -59,7 +59,7 @@ export function go(to, values = {}) {
 /** @param {Record<string, string | number>} values */
 const mapped = (values) => Object.fromEntries(Object.entries(values).map(([key, of]) => [key, String(of)]));
 
-/** Call back when another place was gone to, by a link or the browser's buttons. @param {() => void} listener */
+/** Call back after navigation by a link or the browser's buttons. @param {() => void} listener */
 export function onMove(listener) {
   listeners.add(listener);
 }
@@ -67,7 +67,7 @@ export function onMove(listener) {
 let seen = location.hash;
 
 function moved() {
-  if (location.hash === seen) return; // one move is told twice
+  if (location.hash === seen) return; // one navigation fires two events
   seen = location.hash;
   state = parse();
   for (const listener of listeners) listener();

@@ -1,9 +1,9 @@
-// Before anything is drawn, so that a dark page never flashes white: the theme that was chosen, or the system's.
+// Set the chosen or the system's theme before anything is drawn, so that a dark page never flashes white.
 (function () {
   try {
     const chosen = localStorage.getItem("tandem.theme");
     if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
   } catch (error) {
-    // A browser that keeps nothing goes by the system's.
+    // Without storage, use the system's theme.
   }
 })();

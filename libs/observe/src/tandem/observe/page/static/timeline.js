@@ -1,4 +1,4 @@
-// The timeline: what each process did over the last steps, a lane each; and one step as a flame.
+// The timeline: each process's activities over the last steps, in a lane each, and one step as a flame graph.
 
 import { ofRun } from "./api.js";
 import { activityColour, colour, css, ink, onTheme, painted } from "./colours.js";
@@ -72,7 +72,7 @@ class Timeline {
 
   /** @param {import("./app.js").Change} change */
   update(change) {
-    if (change.steps) this.refresh(); // a step's spans are written when it is done
+    if (change.steps) this.refresh(); // a step's spans are written once it is done
   }
 
   async load() {
@@ -116,7 +116,7 @@ class Timeline {
     this.open(Math.max(1, Math.min(last, (state.numeric("flame") ?? last) + by)));
   }
 
-  /** What is shown of time. @returns {[number, number]} */
+  /** The shown range of time. @returns {[number, number]} */
   range() {
     if (this.zoom) return this.zoom;
     const { steps, lanes } = /** @type {NonNullable<typeof this.data>} */ (this.data);
@@ -276,7 +276,7 @@ class Timeline {
 
 const NEIGHBOURS = 6;
 
-/** What goes on beside something longer is drawn lower, and over it.
+/** Mark spans beside a longer one, which are drawn lower, and over it.
  * @param {Span[]} spans in order of their start @returns {{span: Span, isBeside: boolean}[]} */
 function inOrder(spans) {
   const length = (/** @type {Span} */ span) => endOf(span) - span.start;
@@ -291,7 +291,7 @@ function inOrder(spans) {
   return [...found.filter((each) => !each.isBeside), ...found.filter((each) => each.isBeside)];
 }
 
-/** A row for each phase: by its depth, and further down where there is one already at the time.
+/** Return a row for each phase: by depth, and further down if that row is taken at the time.
  * @param {Phase[]} phases */
 function inRows(phases) {
   const least = Math.min(...phases.map((phase) => phase.depth));
@@ -345,7 +345,7 @@ function paintSpan(context, span, from, to, top, limit, isBeside) {
   }
 }
 
-/** @param {{end: number | null}} span what goes on still ends now */
+/** @param {{end: number | null}} span an unfinished one ends now */
 const endOf = (span) => span.end ?? Date.now() / 1000;
 /** @param {number[]} values */
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);

@@ -1,4 +1,4 @@
-// The text of a sample: special tokens set apart, and the policy's tokens coloured by what is known of them.
+// The text of a sample, with special tokens set apart, and the policy's tokens coloured by their properties.
 
 import { el, hideTip, showTip } from "./dom.js";
 import { number } from "./format.js";
@@ -35,7 +35,7 @@ const FULL_ADVANTAGE = 2;
 const FULL_SURPRISE = 6;
 
 /**
- * The tokens of a sample from the first on that the policy made.
+ * The tokens of a sample, from the policy's first one on.
  * @param {Token[]} tokens @param {string} by one of `COLOURINGS` @param {number | null} advantage of the sample
  */
 export function coloured(tokens, by, advantage) {
@@ -65,7 +65,7 @@ function background(token, by, advantage, newest) {
   return null;
 }
 
-/** Log-probability under the trainer less that under the engine. @param {Token} token */
+/** The trainer's log-probability minus the engine's. @param {Token} token */
 function gapOf(token) {
   return token.trainer_logprob === null || token.trainer_logprob === undefined || token.logprob === null
     ? null : token.trainer_logprob - token.logprob;
@@ -82,7 +82,7 @@ const strength = (hue, share) => `rgb(var(${hue}) / ${(0.75 * Math.min(1, Math.s
 /** @param {number} behind versions behind the newest of the sample */
 const age = (behind) => `color-mix(in srgb, var(--c${behind % 8}) 45%, transparent)`;
 
-/** What the colours mean. @param {Token[]} tokens @param {string} by @param {number | null} advantage */
+/** The legend of the colours. @param {Token[]} tokens @param {string} by @param {number | null} advantage */
 export function legend(tokens, by, advantage) {
   const made = tokens.filter((token) => token.made_by_policy);
   if (by === "gap") {

@@ -24,7 +24,7 @@ from tandem.config.schema.adapters import Peft
 from tandem.refit.adapters import megatron
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import LatentAttention
-from tandem.trainer.adapter_files import first_values
+from tandem.trainer.files.adapter_files import first_values
 
 SECTION = "policy.megatron_cfg.peft"
 _BY_ROWS = ("linear_qkv", "linear_fc1")

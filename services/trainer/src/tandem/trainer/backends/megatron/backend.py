@@ -18,10 +18,10 @@ from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.config.worlds import World
 from tandem.refit.endpoint import Weights
-from tandem.trainer import checkpoints
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.held import Described, HeldModel, sum_over_replicas
 from tandem.trainer.backends.megatron.model import make_groups
+from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import Replicas
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.schema.columns import Model
-from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tandem.trainer.box_files import BoxFiles
+from tandem.trainer.files import checkpoints
+from tandem.trainer.files.box_files import BoxFiles
 
 
 def load_model(folder: Path, weights: RankWeights, model: Model) -> None:

@@ -45,8 +45,8 @@ from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, require_shape
 from tandem.trainer.backends.megatron.weights import Tensors, view_of
-from tandem.trainer.box_files import digests_of
-from tandem.trainer.checkpoints import Proof, sync, sync_folder
+from tandem.trainer.files.box_files import digests_of
+from tandem.trainer.files.checkpoints import Proof, sync, sync_folder
 from tandem.trainer.models import load_model
 
 FORMAT = 2

@@ -25,7 +25,6 @@ from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.tokenizer import load_tokenizer
-from tandem.trainer import adapter_files
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
@@ -36,7 +35,8 @@ from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import Joined
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tandem.trainer.checkpoints import State, agree
+from tandem.trainer.files import adapter_files
+from tandem.trainer.files.checkpoints import State, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded

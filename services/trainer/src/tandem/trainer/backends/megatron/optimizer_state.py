@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box, Piece
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tandem.trainer.box_files import BoxFiles, Part, boxes_of_range
+from tandem.trainer.files.box_files import BoxFiles, Part, boxes_of_range
 
 _MAIN = "param"
 """The key of a more precise copy of the parameter, which the optimizer steps."""

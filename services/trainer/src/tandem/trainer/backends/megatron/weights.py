@@ -23,7 +23,7 @@ from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
-from tandem.trainer.backends import shards
+from tandem.trainer import shards
 
 BATCH_BYTES = 2**28
 """Bytes of tensors that are gathered at once. A larger tensor is a batch of its own."""

@@ -14,7 +14,7 @@ from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.config.models import hub
 from tandem.config.models.lora import CONFIG
 from tandem.samples import manifest
-from tandem.trainer import adapter_files
+from tandem.trainer.files import adapter_files
 
 _NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}
 

@@ -30,9 +30,9 @@ from tandem.refit.endpoint import host_name
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.samples.tokenizer import load_tokenizer
-from tandem.trainer import adapter_files, box_files, policy_files
 from tandem.trainer.backend import Writing
-from tandem.trainer.box_files import BoxFiles, Part
+from tandem.trainer.files import adapter_files, box_files, policy_files
+from tandem.trainer.files.box_files import BoxFiles, Part
 
 POLICY: Final = "policy"
 """Folder of the policy. Each model's folder has the name of the model."""

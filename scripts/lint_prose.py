@@ -1,0 +1,84 @@
+"""Check the English of sources and documentation: CONTRIBUTING.md says what is looked for, and why.
+
+It finds docstrings that open with a relative clause, words for people where a process is meant, and sentences of more
+than `MOST_WORDS` words. `ALLOWED` lists what stays, each with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_WORDS = 40
+GENERATED = ("docs/configuration.md",)
+_OPENS = re.compile(r"(Who|Whoever|Whom|Whose|Of|That|Which|So|As|What|To whom|By whom|With whom)\b")
+_PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|everybody|anybody|himself)\b", re.IGNORECASE)
+"""Not "whose", which things have as well."""
+_FENCED = re.compile(r"```.*?```", re.DOTALL)
+ALLOWED: dict[str, str] = {
+    "The user who starts a run, and root": "users are people",
+}
+"""Pieces of text that are left alone, each with the reason."""
+
+
+def findings(path: Path) -> Iterator[str]:
+    """Yield what is wrong with a file, a line each."""
+    texts = _of_source(path) if path.suffix == ".py" else _of_page(path)
+    for line, text, is_docstring in texts:
+        where = f"{path.relative_to(ROOT)}:{line}"
+        if any(allowed in " ".join(text.split()) for allowed in ALLOWED):
+            continue
+        if is_docstring and _OPENS.match(text.strip()):
+            yield f"{where}: opens with a relative clause: {text.strip().splitlines()[0]}"
+        for found in _PEOPLE.finditer(text):
+            around = " ".join(text[max(0, found.start() - 40) : found.end() + 40].split())
+            yield f"{where}: '{found.group()}' is for people: {around}"
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
+            if len(sentence.split()) > MOST_WORDS:
+                yield f"{where}: a sentence of {len(sentence.split())} words: {sentence[:80]}"
+
+
+def _of_source(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield docstrings, texts that are raised, and comments, each with its line."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, re.sub(r"::\n\n( {4}.*\n|\n)+", ":\n", text), True  # without what is quoted
+            case ast.Raise():
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
+                        yield part.lineno, part.value, False
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# "), False
+
+
+def _of_page(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield the paragraphs of a Markdown page, without code and tables."""
+    text = _FENCED.sub(lambda code: "\n" * code.group().count("\n"), path.read_text())
+    text = re.sub(r"^(\s*\|.*|\[.*\]: .*|<!--.*-->)$", "", text, flags=re.MULTILINE)  # tables, where links lead, marks
+    line = 1
+    for part in re.split(r"(\n[ \t]*\n|\n(?=[ \t]*(?:[-*]|\d+\.) ))", text):
+        yield line, re.sub(r"\]\([^)]*\)", "]", part), False
+        line += part.count("\n")
+
+
+def main() -> int:
+    """Print every finding; return 1 if there is one."""
+    sources = [path for part in ("libs", "services") for path in ROOT.glob(f"{part}/*/src/**/*.py")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [page for page in pages if str(page.relative_to(ROOT)) not in GENERATED]
+    found = [line for path in sorted([*sources, *pages]) for line in findings(path)]
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
