@@ -202,7 +202,7 @@ def test_asynchronous_runs_go_on_whoever_comes_and_goes(tmp_path: Path, monkeypa
                 assert "the run has its 3 rollout processes (cluster.max_rollouts) already" in refused.output()
             hold_with(added.process)
             added.signal(signal.SIGTERM)  # and it cannot finish
-            run.wait_for(r"rollout-2 leaves the run: it was to be gone within 3 s; \d+ rollout groups .* made again")
+            run.wait_for(r"rollout-2 leaves the run: it did not leave within 3 s; \d+ rollout groups .* made again")
             assert added.wait() == 0, added.output()
             rollouts = processes_of(run, "rollout")
             wait_until(lambda: any(map(is_held, rollouts)), lambda: f"one to make them: {engines()}")

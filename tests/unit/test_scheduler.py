@@ -1048,5 +1048,5 @@ def test_a_run_in_which_nobody_is_asked_for_anything_ends_with_an_error() -> Non
     (finish,) = cluster.give_unchecked(Ticked(now=cluster.now + 12))
     assert isinstance(finish, Finish)
     assert str(finish.error).startswith(
-        "coordinator failed while step 1, generating: nobody is asked for anything, 0 rollout groups wait, and no rule"
+        "coordinator failed while step 1, generating: no request is pending, 0 rollout groups wait, and no rule"
     )

@@ -90,7 +90,7 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
     cluster.run_until(Phase.FINISHED)
     (gone,) = let_go(cluster)
     assert (gone.member, gone.is_awaited) == ("rollout-2", False)
-    assert "who streams to whom is fixed when a run begins" in gone.why
+    assert "the senders are fixed when a run begins" in gone.why
     assert cluster.commits() == [0, 1, 2, 3]
 
 
@@ -145,7 +145,7 @@ def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others
     cluster.pending = [a for a in cluster.pending if a.member != "rollout-1"]
     cluster.now += 16.0
     actions = cluster.give(Ticked(now=cluster.now))
-    why = "it was to be gone within 15 s; 2 rollout groups of its are made again"
+    why = "it did not leave within 15 s; 2 rollout groups of its are made again"
     assert LetGo(member="rollout-1", why=why) in actions
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]

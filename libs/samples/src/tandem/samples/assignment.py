@@ -1,8 +1,7 @@
-"""Assign sequences to trainer ranks: pure functions of lengths and the configuration.
+"""Assignment of sequences to trainer ranks: pure functions of lengths and the configuration.
 
-The coordinator assigns, and every rank reads what it was assigned from the batch's table
-(`tandem.samples.batch.TABLE`); the ranks of one model-parallel group, which see the same sequences, are one
-data-parallel rank here.
+The coordinator assigns, and every rank reads its sequences from the batch's table (`tandem.samples.batch.TABLE`). The
+ranks of one model-parallel group see the same sequences, and are one data-parallel rank here.
 
 Shapes: ``S`` sequences of a batch, in ``U`` units of sequences that must stay together.
 """
@@ -25,30 +24,30 @@ from tandem.samples.batch import Batch
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
 EMPTY_ROW = -1
-"""A row that holds no sequence: it evens out the ranks' shards and counts nowhere."""
+"""A row without a sequence. It evens out the ranks' shards and counts nowhere."""
 NO_RANK = -1
-"""Data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
+"""Data-parallel rank of a trainer that does not hold the policy. No sequence is assigned to it."""
 NO_PROMPT = -1
-"""Number of a prompt that the sequence shares with no other."""
+"""Number of a prompt that no other sequence shares."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sequences of every batch of a run are assigned."""
+    """The way in which the sequences of every batch of a run are assigned."""
 
     num_ranks: int
     """Data-parallel ranks."""
     batch_size: int
-    """Sequences of a global batch, where no sample has more than one."""
+    """Sequences of a global batch, if no sample has more than one."""
     unit: int
-    """Consecutive sequences that must stay together; batches are whole numbers of units."""
+    """Consecutive sequences that must stay together. Batches are whole numbers of units."""
     by_tokens: bool
-    """Whether ranks get nearly equal tokens, however many sequences those are; else equal numbers of sequences."""
+    """Whether ranks get nearly equal tokens, in any number of sequences; else equal numbers of sequences."""
     by_prompts: bool
     """Whether sequences that share a prompt stay together, as far as equal numbers allow."""
 
     @classmethod
     def of(cls, config: Config, *, shares_prompts: bool) -> Self:
-        """Read it from a run's configuration; `shares_prompts` says whether the trainers compute prompts once."""
+        """Read it from a run's configuration; `shares_prompts` says whether trainers compute shared prompts once."""
         policy, unit = config.policy, config.sequences_per_sample
         return cls(
             num_ranks=config.data_parallel_size,
@@ -59,7 +58,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def assign(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
-        """Return the table with its sequences assigned, each of the `parts` that are evaluated by themselves alone."""
+        """Return the table with its sequences assigned, separately for each of the `parts` if there are any."""
         ends = np.cumsum(parts or [len(table)])
         ranks = [
             self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows])
@@ -68,7 +67,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return table.replace(rank_S=np.concatenate(ranks))
 
     def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
-        """Return the data-parallel rank of each sequence of a batch; `branch_S` None: of samples of one each."""
+        """Return the data-parallel rank of each sequence; with no `branch_S`, each sample has one sequence."""
         rank_S = np.empty(len(lengths_S), dtype=np.int32)
         lengths_U = lengths_S.astype(np.int64).reshape(-1, self.unit).sum(axis=1)
         branch_S = np.zeros(len(lengths_S), dtype=np.int32) if branch_S is None else branch_S
@@ -86,12 +85,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def global_batches(num_sequences: int, size: int) -> list[range]:
-    """Cut a rollout batch into the consecutive sequences of each optimizer step; the last may be smaller."""
+    """Divide a rollout batch into the consecutive sequences of each optimizer step. The last may be smaller."""
     return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
 
 
 def batches_of_samples(branch_S: Ints, size: int) -> list[range]:
-    """Do the same where each sample may have several sequences: `size` samples each, whatever they have.
+    """Do the same for samples with several sequences: `size` samples each, with all their sequences.
 
     A sample begins where `branch_S` is 0.
     """
@@ -105,8 +104,8 @@ def assign(
     """Assign the sequences of a global batch to the ranks: equal counts, nearly equal tokens.
 
     The longest go first, one to each rank, back and forth: the rank that got the longest of one round gets the shortest
-    of the next. Where the count does not divide, `EMPTY_ROW` fills up. Sequences of equal `prompt_S` stay together as
-    far as equal counts allow: what is assigned are pieces of them, all of one size.
+    of the next. If the count is not divisible, `EMPTY_ROW` fills up. Sequences of equal `prompt_S` stay together as far
+    as equal counts allow: they are assigned in pieces of one size.
     """
     share_size = -(-len(rows) // num_ranks)
     num_empty = num_ranks * share_size - len(rows)
@@ -124,11 +123,11 @@ def assign(
 
 
 def assign_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
-    """Assign sequences so that the ranks have nearly equal tokens, whatever the number of sequences.
+    """Assign sequences so that ranks have nearly equal tokens, in any number of sequences.
 
-    The longest goes first, each to the rank that has the fewest tokens so far: no two ranks differ by more than one
-    sequence has (Graham 1969, "Bounds on multiprocessing timing anomalies", section 4). Within a share the order is
-    that of `rows`.
+    The longest goes first, each to the rank that has the fewest tokens so far. So two ranks differ by the tokens of one
+    sequence at most (Graham 1969, "Bounds on multiprocessing timing anomalies", section 4). Within a shard, the order
+    is that of `rows`.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
@@ -140,7 +139,7 @@ def assign_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_rank
 
 
 def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:
-    """Put sequences that share a prompt together, the longest first, and the groups in the order of their longest."""
+    """Group sequences by their prompt, the longest first, and order the groups by their longest."""
     runs: dict[tuple[bool, int], list[int]] = {}
     for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
         shares = prompt_S is not None and prompt_S[row] != NO_PROMPT
@@ -149,10 +148,10 @@ def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: In
 
 
 def data_parallel_ranks(config: Config, model: Model = "policy") -> list[int]:
-    """Return the data-parallel rank of each trainer of the policy, or of the processes that another model has.
+    """Return the data-parallel rank of each trainer of the policy, or of each process of another model.
 
-    Those of one model-parallel group have the same. Both backends count tensor ranks fastest, then context ranks, then
-    data ranks; Megatron-Core's pipeline stages come last of all.
+    Processes of one model-parallel group have the same. Both backends count tensor ranks fastest, then context ranks,
+    then data ranks; Megatron-Core's pipeline stages come last of all.
     """
     settings, num_trainers = config.settings_of(model), config.processes_of[model]
     group_size = settings.model_parallel_size // _stages(config, model)
@@ -161,7 +160,7 @@ def data_parallel_ranks(config: Config, model: Model = "policy") -> list[int]:
 
 
 def scoring_trainers(config: Config, model: Model = "policy") -> list[int]:
-    """Return, for each data-parallel rank, the place of one trainer that has what its model says of its tokens.
+    """Return, for each data-parallel rank, the place of one trainer that has the model's outputs for its tokens.
 
     It is the first of the last pipeline stage, where the output layer is.
     """

@@ -3,13 +3,12 @@
 Shapes: ``S`` sequences, ``T`` tokens of all sequences laid end to end. Sequence ``i`` owns the tokens from
 ``offsets[i]`` to ``offsets[i + 1]`` where ``offsets`` is the cumulative sum of ``lengths_S``.
 
-A batch has whichever arrays somebody has filled in. The coordinator fills in what is known of each sequence (`TABLE`),
-an engine its tokens (`SAMPLES`), a data set both (`TABLE` and `TOKENS`). An array that is declared here, by its name,
-has the declared dtype; others belong to what reads them (`tandem.config.schema.columns`,
-`tandem.samples.routed_experts`).
+A batch has the arrays that were filled in. The coordinator fills in the columns of each sequence (`TABLE`), an engine
+its tokens (`SAMPLES`), a data set both (`TABLE` and `TOKENS`). Arrays with a name that is declared here have the
+declared dtype. Others belong to their readers (`tandem.config.schema.columns`, `tandem.samples.routed_experts`).
 
-What arrives is checked, not believed: `Batch.from_frames` checks names, dtypes and shapes, and the methods that begin
-with ``check`` the numbers. All raise `WireError`, whose text begins with the array's name.
+Received batches are checked: `Batch.from_frames` checks names, dtypes and shapes, and the methods that begin with
+``check`` the numbers. All raise `WireError` with a text that begins with the array's name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 _SHOWN = 100
-"""Characters of an unknown name that a message shows."""
+"""The most characters of an unknown name in a message."""
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -51,7 +50,7 @@ class Declared(Generic[Number]):
     def __get__(self, batch: Batch, owner: type[Batch]) -> NDArray[Number]: ...
 
     def __get__(self, batch: Batch | None, owner: type[Batch]) -> Declared[Number] | NDArray[Number]:
-        """Return the array. Raises `AttributeError` if the batch has none of the name."""
+        """Return the array. Raises `AttributeError` if the batch has no array of that name."""
         if batch is None:
             return self
         array: NDArray[Number] | None = batch.columns.get(self.name)
@@ -67,41 +66,41 @@ class Batch:
     """Tokens of each sequence, prompt included; at least one."""
     token_ids_T = Declared(np.int32)
     loss_mask_T = Declared(np.bool_)
-    """True where the token counts in the loss: where the policy generated it, or an answer is given."""
+    """True for tokens that count in the loss: those that the policy generated, or of a given answer."""
     generation_logprobs_T = Declared(np.float32)
     """Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
     versions_T = Declared(np.int32)
     """Weight version that generated each token; -1 for tokens the policy did not generate."""
     num_counted_S = Declared(np.int32)
-    """Tokens that count in the loss; zero: the sequence is masked whole."""
+    """Valid tokens: those that count in the loss. Zero if the sequence is masked whole."""
     prompt_S = Declared(np.int32)
-    """Sequences with the same number share their prompt; -1: with no other."""
+    """Number of the prompt, which sequences with the same prompt share; -1 if it shares its prompt with no other."""
     prompt_lengths_S = Declared(np.int32)
     """Tokens of the prompt."""
     rank_S = Declared(np.int32)
     """Data-parallel rank that trains on it (`tandem.samples.assignment`)."""
     advantages_S = Declared(np.float32)
-    """Advantage of the sequence's sample; one where nothing was generated."""
+    """Advantage of the sequence's sample; one if nothing was generated."""
     rewards_S = Declared(np.float32)
-    """What advantages were made of; in a data set, what that says of them; zero where there are no rewards."""
+    """Rewards that the advantages come from, or those of the data set; zero where there are none."""
     source_S = Declared(np.int32)
-    """Which of the order's sources, sorted by name, has its tokens; -1: they come with the order."""
+    """Index of the source of its tokens, among the command's sources sorted by name; -1 if the command has them."""
     command_S = Declared(np.int64)
-    """With group and sample its key there (`tandem.common.messages.SampleKey`); zero where there is no source."""
+    """Command id, part of its key at the source (`tandem.common.messages.SampleKey`); zero without a source."""
     group_S = Declared(np.int32)
     """Rollout group."""
     sample_S = Declared(np.int32)
-    """Place of its sample in the group."""
+    """Place of the sample in the group."""
     branch_S = Declared(np.int32)
-    """Its place among the sequences of its sample, which follow one another; 0 where that has one alone."""
+    """Place among its sample's consecutive sequences; 0 if it is the only one."""
 
     sources: tuple[str, ...] = ()
-    """Names of the processes that have the tokens, sorted: what `source_S` counts."""
+    """Names of the processes that have the tokens, sorted; `source_S` is an index into them."""
     notes: tuple[str, ...] = ()
-    """What is to be known of the numbers, a line each."""
+    """Notes on the numbers, one a line."""
 
     def __init__(self, **columns: NDArray[Any]) -> None:
-        """Begin with these arrays, by names that end with their axes; they are not copied, nor changed."""
+        """Take arrays, by names that end with their axes. They are neither copied nor changed."""
         self.columns: dict[str, NDArray[Any]] = columns
 
     def __len__(self) -> int:
@@ -118,17 +117,17 @@ class Batch:
         sources: Sequence[str] = (),
         may_be_empty: bool = False,
     ) -> Batch:
-        """Rebuild a batch from received frames; the arrays stay read-only views of them.
+        """Rebuild a batch from received frames. The arrays stay read-only views of them.
 
         Args:
-            frames: by name.
-            names: of the declared arrays that there must be (`TABLE`, `TOKENS`, `SAMPLES`).
-            columns: dtypes of other arrays that there must be, by name.
-            sources: of the batch.
-            may_be_empty: whether there may be no sequence.
+            frames: the arrays' bytes, by name.
+            names: required declared arrays (`TABLE`, `TOKENS`, `SAMPLES`).
+            columns: dtypes of other required arrays, by name.
+            sources: the batch's sources.
+            may_be_empty: whether the batch may have no sequence.
 
-        Raises `WireError` unless there are just these arrays, each of its dtype and the dimensions of its name, and
-        there are sequences, each of at least one token, and as many numbers of everything else as there must be.
+        Raises `WireError` unless exactly these arrays are there, each with its dtype and the dimensions of its name.
+        There must be sequences, each of at least one token, and every array must have the length that follows.
 
         """
         dtypes = {name: DECLARED[name].dtype for name in names}
@@ -144,25 +143,25 @@ class Batch:
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
-        """Join batches that have the same arrays, keeping the order of their sequences."""
+        """Join batches that have the same arrays, in the order of their sequences."""
         return Batch(**{name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns})
 
     def replace(self, **arrays: NDArray[Any]) -> Batch:
-        """Return the batch with these arrays, beside its own or in their place."""
+        """Return the batch with these arrays added or replaced."""
         return Batch(**{**self.columns, **arrays}).with_sources(self.sources, self.notes)
 
     def with_sources(self, sources: Sequence[str], notes: Sequence[str] = ()) -> Batch:
-        """Return the batch with names of the processes that have its tokens, and with notes."""
+        """Return the batch with the names of the processes that have its tokens, and with notes."""
         batch = Batch(**self.columns)
         batch.sources, batch.notes = tuple(sources), tuple(notes)
         return batch
 
     def only(self, names: Sequence[str]) -> Batch:
-        """Return the batch with no arrays but these."""
+        """Return the batch with these arrays only."""
         return Batch(**{name: self.columns[name] for name in names}).with_sources(self.sources, self.notes)
 
     def take(self, rows: slice | Sequence[int] | Int64s) -> Batch:
-        """Return the given sequences in the given order; those of a slice uncopied."""
+        """Return the given sequences in the given order. Those of a slice are not copied."""
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
             start, size = (int(self.lengths_S[each].sum()) for each in (slice(first), slice(first, last)))
@@ -178,18 +177,18 @@ class Batch:
         return np.flatnonzero(self.rank_S == rank)
 
     def tokens_of(self, rows: Int64s) -> Int64s:
-        """Return where the tokens of some sequences lie."""
+        """Return the positions of the tokens of some sequences."""
         offsets = self.offsets()
         return np.concatenate(
             [np.zeros(0, dtype=np.int64), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)]
         )
 
     def offsets(self) -> Int64s:
-        """Return where each sequence begins, and the end of the last: ``S + 1`` numbers."""
+        """Return the start of each sequence, and the end of the last: ``S + 1`` numbers."""
         return np.concatenate([[0], np.cumsum(self.lengths_S, dtype=np.int64)])
 
     def of_tokens(self, name: str) -> NDArray[Any]:
-        """Return a column's number of each token: its own, or that of its sequence."""
+        """Return a column's value for each token: its own, or that of its sequence."""
         own = self.columns.get(f"{name}_T")
         return np.repeat(self.columns[f"{name}_S"], self.lengths_S) if own is None else own
 
@@ -201,19 +200,19 @@ class Batch:
         return mask_T
 
     def num_counted(self) -> Int64s:
-        """Return the number of counted tokens of each sequence."""
+        """Return the number of valid tokens of each sequence."""
         cumulative = np.concatenate([[0], np.cumsum(self.counted(), dtype=np.int64)])
         ends = np.cumsum(self.lengths_S, dtype=np.int64)
         return np.asarray(cumulative[ends] - cumulative[ends - self.lengths_S], dtype=np.int64)
 
     def keeping(self, kept_S: Bools) -> Batch:
-        """Return the batch with no token that counts in the sequences that are not kept."""
+        """Return the batch without valid tokens in the sequences that are not kept."""
         return self.replace(loss_mask_T=self.loss_mask_T & np.repeat(kept_S, self.lengths_S))
 
     def table(self) -> Batch:
-        """Return what is known of each sequence (`TABLE`) of a batch that nobody generated, all assigned to rank 0.
+        """Return the table (`TABLE`) of a batch that was not generated, all assigned to rank 0.
 
-        Sequences that have the same tokens before the first that counts share them as their prompt.
+        Sequences with the same tokens before the first valid one share them as their prompt.
         """
         prompts: dict[bytes, int] = {}
         firsts, lengths = [], []
@@ -242,11 +241,10 @@ class Batch:
         )
 
     def check_table(self, *, num_ranks: int, may_mask_all: bool = False) -> None:
-        """Raise `WireError` unless the numbers of a table can be what they are said to be.
+        """Raise `WireError` unless the numbers of a table are possible.
 
-        Prompts and what counts are no longer than their sequences, advantages, rewards and columns are finite. Every
-        sequence has a data-parallel rank, and a source if there are any. Some token counts in the loss, unless
-        `may_mask_all`.
+        Prompts and valid tokens are no longer than their sequences. Advantages, rewards and columns are finite. Every
+        sequence has a data-parallel rank, and a source if there are any. Some token is valid, unless `may_mask_all`.
         """
         for name in ("num_counted_S", "prompt_lengths_S"):
             values_S = self.columns[name]
@@ -264,7 +262,7 @@ class Batch:
             raise WireError("num_counted_S: no token counts in the loss")
 
     def check_tokens(self, vocabulary: int, num_counted_S: Int32s | None = None) -> None:
-        """Raise `WireError` unless token ids are of the vocabulary, and as many tokens count as is said, if it is."""
+        """Raise `WireError` unless token ids are in the vocabulary, and the counts of valid tokens match, if given."""
         # As unsigned numbers, negative ones are the largest: one comparison.
         wrong_T = self.token_ids_T.view(np.uint32) >= np.uint32(vocabulary)
         self._refuse("token_ids_T", wrong_T, f"must be from 0 to {vocabulary - 1}")
@@ -272,14 +270,14 @@ class Batch:
             raise WireError("loss_mask_T: must have as many tokens of each sequence as num_counted_S")
 
     def check_samples(self, vocabulary: int) -> None:
-        """Raise `WireError` unless the numbers of samples can be what they are said to be.
+        """Raise `WireError` unless the numbers of samples are possible.
 
-        Token ids are of the vocabulary. Log-probabilities are finite, at most 0, and 0 where the policy made no token.
-        Versions are -1 just there.
+        Token ids are in the vocabulary. Log-probabilities are finite, at most 0, and 0 for tokens that the policy did
+        not make. Versions are -1 for exactly these tokens.
         """
         self.check_tokens(vocabulary)
         logprobs_T = self.generation_logprobs_T
-        # NaN compares false with everything, and so is wrong, too.
+        # NaN compares false with everything, and so is also wrong.
         wrong_T = ~((logprobs_T <= 0) & (logprobs_T > -np.inf))
         self._refuse("generation_logprobs_T", wrong_T, "must be finite and at most 0")
         given_T = ~self.loss_mask_T
@@ -288,7 +286,7 @@ class Batch:
         self._refuse("versions_T", (self.versions_T < 0) & self.loss_mask_T, "must be a version: the policy made it")
 
     def _refuse(self, name: str, wrong: Bools, must: str) -> None:
-        """Raise `WireError` if any number of an array is wrong, naming the first."""
+        """Raise `WireError` if any number of an array is wrong, and name the first."""
         if wrong.any():
             at = int(wrong.argmax())
             where = f"sequence {at}"
@@ -298,9 +296,9 @@ class Batch:
 
 
 DECLARED: dict[str, Declared[Any]] = {name: each for name, each in vars(Batch).items() if isinstance(each, Declared)}
-"""The arrays that are declared, by name."""
+"""The declared arrays, by name."""
 TOKENS = ("lengths_S", "token_ids_T", "loss_mask_T")
-"""The tokens of one rank's sequences where nobody generated them; the lengths do not travel, they are in the table."""
+"""The tokens of one rank's sequences that were not generated. The lengths are not sent, as the table has them."""
 SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
 TABLE = (
@@ -317,11 +315,11 @@ TABLE = (
     "sample_S",
     "branch_S",
 )
-"""A training batch without its tokens: what every rank must know of all sequences, in the batch's order.
+"""A training batch without its tokens: the columns of all sequences that every rank needs, in the batch's order.
 
-All that the ranks have to agree on follows from it: the counts that means divide by, and how many micro-batches each of
-them has. A table also has what a custom loss reads of each sequence: a frame ``NAME_S`` for each of
-``loss_fn.columns`` that comes from the environment, finite.
+Everything that ranks have to agree on follows from it: the counts that means divide by, and the number of micro-batches
+of each rank. A table also has the columns of a custom loss: a frame ``NAME_S``, with finite numbers, for each of
+``loss_fn.columns`` that comes from the environment.
 """
 
 

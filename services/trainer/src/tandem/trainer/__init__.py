@@ -1,1 +1,1 @@
-"""The trainer service: one process a rank, with models, optimizer and checkpoints."""
+"""The trainer service: one process for each rank, with models, optimizers and checkpoints."""

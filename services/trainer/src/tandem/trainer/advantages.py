@@ -1,9 +1,8 @@
-"""Advantages that need models, or all tokens of a batch: Reinforce++, and generalised advantages.
+"""Advantages that need models or all tokens of a batch: Reinforce++ and generalised advantages.
 
-The coordinator, which has every sample's reward but no model, sends each sample's reward, minus its baseline where it
-has one. The rest happens here, where the tokens and the models are: each rank does it for its own sequences, and a few
-sums over the ranks make the normalisation that of the whole rollout batch. So it takes no round trip between
-coordinator and trainers.
+The coordinator has every sample's reward but no model. It sends each sample's reward, minus its baseline if there is
+one. The rest happens here, where the tokens and the models are. Each rank handles its own sequences, and a few sums
+over the ranks normalise over the whole rollout batch. So no round trip between coordinator and trainers is needed.
 
 Shapes: ``T`` tokens of the rank's shard of the batch.
 """
@@ -26,40 +25,40 @@ from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
 _MIN_VARIANCE = 1e-8
-"""Keeps a spread that is nothing but rounding from being blown up."""
+"""Keeps a spread that is only rounding from being blown up."""
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The policy's shard of a rollout batch, and what models say of its tokens."""
+    """The policy's shard of a rollout batch, with the models' scores of its tokens."""
 
     batch: Batch
     scores: Mapping[Source, Float32s]
-    """Of each token, by the model that says it; zero where none counts."""
+    """Score of each token, by the model that gives it; zero for tokens that are not valid."""
     sum_over_ranks: SumOverRanks
     """Adds a float64 tensor over the ranks."""
 
 
 class Finished(NamedTuple):
-    """What has been made of it."""
+    """The result of an advantage estimator."""
 
     columns: dict[Column, Float32s]
-    """Of each token: advantages, and whatever else the trainers are the source of."""
+    """Columns for each token: advantages, and others that the trainers are the source of."""
     metrics: dict[str, float]
-    """Of the whole batch, equal on every rank."""
+    """Metrics of the whole batch, equal on every rank."""
 
 
 class Finisher(Protocol):
-    """What an algorithm's declaration names to end the making of advantages."""
+    """The last stage of an advantage estimator, named by an algorithm's declaration."""
 
     def __call__(self, config: Config, scored: Scored) -> Finished:
-        """Return what the losses read. Collective."""
+        """Return the loss inputs. Collective."""
         ...
 
 
 def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
-    """Normalise over the tokens of the batch; before that, take the divergence from each token's advantage."""
+    """Normalise over the tokens of the batch, after subtracting the divergence from each token's advantage."""
     settings = config.loss_fn
     advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
     if settings.use_kl_in_reward:
@@ -71,10 +70,10 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
 
 
 def on_policy_distillation(config: Config, scored: Scored) -> Finished:
-    """Take each token's log-probability under its teacher minus that under the policy as its advantage.
+    """Return as advantages each token's log-probability under its teacher, minus that under the policy.
 
-    Their mean over samples of the policy is minus the reverse divergence between the two, and so is the gradient's
-    (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation); no reward is read.
+    Their mean over samples of the policy is minus the reverse divergence between the two, and the same holds for the
+    gradients (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation). No reward is read.
     """
     counted_T = scored.batch.counted()
     apart_T = scored.scores["teacher"] - scored.scores["policy"]
@@ -87,8 +86,8 @@ def on_policy_distillation(config: Config, scored: Scored) -> Finished:
 def generalised(config: Config, scored: Scored) -> Finished:
     """Estimate advantages and returns from rewards and the values of tokens, by `tandem.trainer.gae`.
 
-    A sequence's reward is that of its last counted token. ``use_kl_in_reward`` takes the divergence at each token from
-    its reward.
+    A sequence's reward belongs to its last valid token. ``use_kl_in_reward`` subtracts the divergence at each token
+    from its reward.
     """
     batch, settings, estimator = scored.batch, config.loss_fn, config.ppo.adv_estimator
     counted_T, values_T = batch.counted(), scored.scores["value"]
@@ -103,7 +102,7 @@ def generalised(config: Config, scored: Scored) -> Finished:
 
 
 def explained_variance(values_C: Float32s, returns_C: Float32s, sum_over_ranks: SumOverRanks) -> float:
-    """Return 1 - Var(return - value) / Var(return) over the counted tokens of all ranks; 0 where returns are equal."""
+    """Return 1 - Var(return - value) / Var(return) over the valid tokens of all ranks; 0 if returns are equal."""
     returns, errors = returns_C.astype(np.float64), returns_C.astype(np.float64) - values_C
     sums = [len(returns), returns.sum(), np.square(returns).sum(), errors.sum(), np.square(errors).sum()]
     count, *totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
@@ -113,21 +112,21 @@ def explained_variance(values_C: Float32s, returns_C: Float32s, sum_over_ranks: 
 
 
 def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s, settings: LossFn) -> Float32s:
-    """Return A_t - beta KL_t, the divergence at each token estimated under the policy that is about to be trained.
+    """Return A_t - beta KL_t, with the divergence at each token estimated under the policy before training.
 
-    Reinforce++ (Hu et al. 2025, arXiv:2501.03262, section 3), with the penalty of each token on that token alone, as
-    NeMo-RL has it; the paper adds those of the tokens after it. `settings` has beta, the estimator and its clamps.
+    This is Reinforce++ (Hu et al. 2025, arXiv:2501.03262, section 3), but each token has only its own penalty, as in
+    NeMo-RL. The paper adds the penalties of the tokens after it. `settings` has beta, the estimator and its clamps.
     """
     kl = kl_penalty(torch.from_numpy(previous_T), torch.from_numpy(reference_T), settings).numpy()
     return np.asarray(advantages_T - np.float32(settings.reference_policy_kl_penalty) * kl, dtype=np.float32)
 
 
 def whitened(advantages_T: Float32s, counted_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
-    """Return (A_t - mean) / deviation, both over all counted tokens of the batch (arXiv:2501.03262, section 3).
+    """Return (A_t - mean) / deviation, both over all valid tokens of the batch (arXiv:2501.03262, section 3).
 
     Args:
-        advantages_T: of the tokens of this rank.
-        counted_T: which of them count in the loss; over all ranks, every counted token of the batch is there once.
+        advantages_T: advantages of this rank's tokens.
+        counted_T: True for valid tokens. Over all ranks, every valid token of the batch is there once.
         sum_over_ranks: adds a float64 tensor over the ranks.
     """
     own = advantages_T[counted_T].astype(np.float64)

@@ -1,8 +1,8 @@
-"""Attention of rows that hold several sequences, where such rows meet a Hugging Face model.
+"""Attention over rows of several sequences, in Hugging Face models.
 
 A model takes a `Row`, packed or with shared prompts, through `transformers.AttentionInterface`, by the name
-`ATTENTION_NAME`; without a row it is the library's own attention, to the bit, unless a layer's attention slides or has
-sinks: the library's own needs a mask for that, and there is none.
+`ATTENTION_NAME`. Without a row this is the library's own attention, to the bit. Layers with sliding attention or sinks
+differ, because the library needs a mask for them, and there is none.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def attend(
     told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally, within each sequence where the row holds several: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
+    """Attend causally, within each sequence of a row: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
 
-    Keys and values of a shared prompt are spread to all of its samples, so that the fast kernels for plain causal
-    attention serve; gradients of all samples add up in the prompt. `told_windows` takes down over how many tokens the
-    layer says that its attention slides.
+    Keys and values of a shared prompt are copied to all of its samples, so that the fast kernels for plain causal
+    attention apply. Gradients of all samples add up in the prompt. `told_windows` collects the window that each layer
+    gives for its sliding attention.
     """
     window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
     if told_windows is not None:
@@ -73,17 +73,17 @@ transformers.AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:
-    """Make a whole model on the CPU take rows with shared prompts; return None, or why it cannot, and is as it was.
+    """Make a whole model on the CPU take rows with shared prompts. Return None, or why it cannot and stays unchanged.
 
-    The model is asked, not its name: two samples that share a prompt must have the logits they have one by one.
+    The model is tried out: two samples that share a prompt must have the same logits as each sample alone.
     """
     return _prepare(model, max_length, _SHARED)
 
 
 def prepare_to_pack(model: Any, max_length: int) -> str | None:
-    """Make a whole model on the CPU take packed rows; return None, or why it cannot, and is as it was.
+    """Make a whole model on the CPU take packed rows. Return None, or why it cannot and stays unchanged.
 
-    The model is asked, not its name: two sequences in one row must have the logits they have one by one.
+    The model is tried out: two sequences in one row must have the same logits as each sequence alone.
     """
     return _prepare(model, max_length, _PACKED)
 
@@ -102,7 +102,7 @@ def _prepare(model: Any, max_length: int, row: Row) -> str | None:
         expected_KV = _logits(model)
         model.set_attn_implementation(ATTENTION_NAME)
         found_KV = _logits(model, told_windows, row)
-    except Exception as error:  # an architecture of its own fails in ways of its own
+    except Exception as error:  # a custom architecture fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
     else:
         untold = [
@@ -129,10 +129,10 @@ _PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_div
 
 @torch.no_grad()
 def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: Row | None = None) -> torch.Tensor:
-    """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row.
+    """Return the logits of the predicting tokens in `_SAMPLES`, ``[K, V]``, from samples or from a row.
 
-    Of what is no language model, whose head may give the same for all, the hidden states. `told_windows` comes beside a
-    row and takes down over how many tokens each layer says that its attention slides.
+    Other models may have a head with the same output everywhere, so their hidden states are returned. With a row,
+    `told_windows` collects the window that each layer gives for its sliding attention.
     """
     logits: torch.Tensor
     asked = model if model.can_generate() else model.base_model

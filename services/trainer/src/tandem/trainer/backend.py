@@ -1,4 +1,4 @@
-"""The protocol of training backends: one object a rank, with its share of model and optimizer."""
+"""The protocol of training backends: one object for each rank, with its part of model and optimizer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tandem.trainer.micro_batches import MicroBatch, Replicas
 from tandem.trainer.scoring import Scores
 
 LossOfMicroBatch = Callable[[MicroBatch, Any], torch.Tensor]
-"""From a micro-batch and what the model says of its tokens to a scalar loss, whose sum over all micro-batches of all
-ranks is the loss of the global batch."""
+"""From a micro-batch and the model's scores of its tokens to a scalar loss. Its sum over all micro-batches of all ranks
+is the loss of the global batch.
+"""
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step did, equal on every rank."""
+    """The result of one optimizer step, equal on every rank."""
 
     loss: float
-    """Of the global batch."""
+    """Loss of the global batch."""
     grad_norm: float
     """Euclidean norm over all parameters before clipping."""
     learning_rate: float
@@ -34,21 +35,22 @@ class Writing(NamedTuple):
     """A rank's part of a checkpoint, on its way to the disk."""
 
     num_bytes: Future[int]
-    """That were written, once they are there and synced; or `CheckpointError`."""
+    """Bytes written, once they are on disk and synced; or `CheckpointError`."""
     why_waited: str
-    """Why training had to wait until all was written; empty if a thread writes a copy."""
+    """The reason why training had to wait until all was written; empty if a thread writes a copy."""
 
 
 class Backend(Protocol):
-    """The models that a rank holds, and their optimizers: the policy, and what else the algorithm's declaration names.
+    """The models that a rank holds, and their optimizers: the policy, and others that the algorithm declares.
 
-    Or, in processes that are there for one model, that one alone. What is said of a rank is of the first that it holds.
+    Processes of one other model hold only that one. The attributes about the rank refer to the first model that it
+    holds.
     """
 
     data_parallel_rank: int
     data_parallel_size: int
     num_parameters: int
-    """Of the whole model, the policy where that is held."""
+    """Parameters of the whole policy, or of the first model held."""
     device: torch.device
     shares_prompts: bool
     """Whether its models take a `MicroBatch.row` with shared prompts."""
@@ -65,17 +67,17 @@ class Backend(Protocol):
         ...
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
-        """Return what a model says of each micro-batch without gradient, aligned with its ``token_ids_BT``.
+        """Return a model's scores of each micro-batch without gradient, aligned with its ``token_ids_BT``.
 
-        `number` is that of one of several teachers.
+        `number` selects one of several teachers.
 
-        Position ``t`` holds what it says of token ``t`` given the tokens before it, a language model at the sampling
-        temperature; positions whose token does not count in the loss hold zero.
+        Position ``t`` holds the score of token ``t`` given the tokens before it, for a language model at the sampling
+        temperature. Positions of tokens that are not valid hold zero.
         """
         ...
 
     def replicas(self, model: Model) -> Replicas:
-        """Return how a model divides the ranks; the first as `data_parallel_rank` and its like say."""
+        """Return how a model divides the ranks; the first model, as `data_parallel_rank` and its like say."""
         ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
@@ -83,28 +85,28 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Weights:
-        """Return the weights of the policy that this rank holds, all in memory that the host's engines can open."""
+        """Return the policy weights that this rank holds, all in memory that the host's engines can open."""
         ...
 
     def save(self, folder: Path) -> Writing:
-        """Copy every model that is trained, and its optimizer, and begin to write them under `folder`.
+        """Copy every trained model and its optimizer, and begin to write them under `folder`.
 
-        `tandem.trainer.files.checkpoints` has the names: ``policy/`` (Hugging Face format), ``optimizer/`` and so on.
+        The names are in `tandem.trainer.files.checkpoints`: ``policy/`` (Hugging Face), ``optimizer/`` and so on.
 
-        Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` for an optimizer
-        whose state cannot be saved; the rest is said by what is returned.
+        Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` if an optimizer's
+        state cannot be saved. Later errors come with the result.
         """
         ...
 
     def offload(self) -> None:
-        """Give up the device memory that only training needs: gradients, optimizers' states, values' parameters.
+        """Free the device memory that only training needs: gradients, optimizer states, the value model's parameters.
 
-        They go to host memory. The policy's parameters stay where they are: engines may be reading them.
+        They move to host memory. The policy's parameters stay in place, because engines may be reading them.
         """
         ...
 
     def reload(self) -> None:
-        """Take back what `offload` gave up; nothing if nothing was. Training steps and `save` need it."""
+        """Take back what `offload` freed, if it freed anything. Training steps and `save` need it."""
         ...
 
     def close(self) -> None:

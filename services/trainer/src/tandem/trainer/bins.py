@@ -1,7 +1,7 @@
-"""Bin packing: which sequences share a row of at most so many tokens.
+"""Bin packing: the sequences that share a row with a bounded number of tokens.
 
 Each algorithm takes lengths and a capacity that none of them exceeds, and returns bins of indices into the lengths. All
-are deterministic: every rank finds the same bins.
+are deterministic, so that every rank finds the same bins.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tandem.config.schema import PackingAlgorithm
 def pack(lengths: Sequence[int], capacity: int, algorithm: PackingAlgorithm) -> list[list[int]]:
     """Put every index into one bin, so that no bin's lengths add up to more than `capacity`.
 
-    With ``OPT`` the least number of bins that any packing needs:
+    With ``OPT`` the least number of bins of any packing:
 
-    - ``concatenative`` takes the sequences as they come and opens a bin when one does not fit: at most 2 OPT - 1.
-    - ``first_fit_shuffle`` puts each, in an order that is random but always the same, into the first bin with room: at
-      most 1.7 OPT (Dosa and Sgall 2013).
+    - ``concatenative`` takes the sequences in order and opens a bin when one does not fit: at most 2 OPT - 1.
+    - ``first_fit_shuffle`` puts each into the first bin with room, in a random but fixed order: at most 1.7 OPT (Dosa
+      and Sgall 2013).
     - ``first_fit_decreasing`` does that in descending order: at most 11/9 OPT + 6/9 (Dosa 2007).
-    - ``modified_first_fit_decreasing`` first pairs the large with the not so large: at most 71/60 OPT + 31/6 (Johnson
+    - ``modified_first_fit_decreasing`` first pairs large and medium sequences: at most 71/60 OPT + 31/6 (Johnson
       and Garey 1985, "A 71/60 theorem for bin packing").
     """
     assert all(length <= capacity for length in lengths), "the configuration's checks bound the lengths"
@@ -56,7 +56,7 @@ def _concatenative(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    room_B = np.full(len(order), capacity, dtype=np.int64)  # a bin for each, should they all need one
+    room_B = np.full(len(order), capacity, dtype=np.int64)  # one bin each, if all should need their own
     for index in order:
         first = int((room_B >= lengths[index]).argmax())
         if first == len(bins):
@@ -67,25 +67,25 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> l
 
 
 class _Ascending:
-    """Items by length, from which the shortest, and the longest that fits, can be taken."""
+    """Items by length, which gives out the shortest, or the longest that fits."""
 
     def __init__(self, items: Sequence[int], lengths: Sequence[int]) -> None:
         self.items = sorted((lengths[index], index) for index in items)
 
     def shortest(self, count: int = 1) -> int | None:
-        """Return what the shortest `count` add up to; None if there are fewer."""
+        """Return the sum of the shortest `count` items; None if there are fewer."""
         return sum(length for length, _ in self.items[:count]) if len(self.items) >= count else None
 
     def take_shortest(self) -> tuple[int, int]:
         return self.items.pop(0)
 
     def take_longest(self, room: int) -> tuple[int, int]:
-        """Take the longest that is no longer than `room`; there must be one."""
+        """Take the longest item that is no longer than `room`. There must be one."""
         return self.items.pop(bisect.bisect_right(self.items, room, key=lambda item: item[0]) - 1)
 
 
 def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Large items, over half the capacity, have a bin each, which others are chosen to fill; the rest are as usual."""
+    """Give each item over half the capacity a bin, filled with chosen others. Pack the rest by decreasing first fit."""
     classes: list[list[int]] = [[], [], [], []]  # large, medium (over 1/3), small (over 1/6), tiny
     for index in _descending(lengths):
         classes[sum(lengths[index] * parts <= capacity for parts in (2, 3, 6))].append(index)

@@ -17,14 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preload() -> None:
-    """Import what takes long, and touch no device."""
+    """Import slow modules, without touching a device."""
     importlib.import_module("tandem.trainer.service")
-    importlib.import_module("tandem.trainer.backends.dtensor")  # and with it what Megatron-Core's needs as well
+    importlib.import_module("tandem.trainer.backends.dtensor")  # this also imports what Megatron-Core's backend needs
 
 
 def _make(member: Member) -> Service:
     os.environ.update(member.config.policy.environment)
-    # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
+    # Imported once the process has joined: torch takes seconds, and heartbeats must flow meanwhile.
     from tandem.trainer.service import TrainerService
 
     return TrainerService(member)

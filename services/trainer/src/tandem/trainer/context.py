@@ -1,11 +1,11 @@
 """Context parallelism: ranks share every sequence, and attention gathers keys and values.
 
-A sequence is cut into twice as many chunks as there are ranks; rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 - r``
-of each, so that causal attention costs all ranks the same (Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section
-3.3.2, where keys and values are gathered as well). Padded rows and packed rows are the same to it: segments of one row.
+A sequence is divided into twice as many chunks as there are ranks. Rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 -
+r`` of each, so that causal attention costs all ranks the same. Keys and values are gathered, as in Llama 3 (Grattafiori
+et al. 2024, arXiv:2407.21783, section 3.3.2). Padded and packed rows are both treated as segments of one row.
 
-Shapes: ``N`` tokens of the whole row and ``L`` of this rank's share; ``M`` keys that the chunks of this rank see, one
-chunk's after the other's; ``H`` heads, ``G`` of keys and values, of dimension ``D``; ``K`` counted tokens.
+Shapes: ``N`` tokens of the whole row and ``L`` of this rank's share; ``M`` keys that this rank's chunks see, chunk by
+    chunk; ``H`` heads, ``G`` of keys and values, of dimension ``D``; ``K`` valid tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ ATTENTION_NAME = "tandem_context"
 
 
 class ContextShare(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one rank of a context-parallel group computes of a row."""
+    """The part of a row that one rank of a context-parallel group computes."""
 
     group: dist.ProcessGroup
     token_L: torch.Tensor
-    """int64; where each token of the share is in the row."""
+    """int64; position in the row of each token of the share."""
     key_M: torch.Tensor
-    """int64; where each key is in what the ranks' shares are one after the other."""
+    """int64; position of each key in the concatenation of the ranks' shares."""
     chunks: tuple[tuple[int, int], ...]
-    """Tokens of each chunk, and keys that it sees, of which the last are its own."""
+    """For each chunk, its tokens and the keys that it sees, of which the last are its own."""
     predictor_K: torch.Tensor
-    """int64; the share's token that predicts each counted token; -1 where another rank has it."""
+    """int64; the share's token that predicts each valid token; -1 if another rank has it."""
 
 
 def as_row(batch: MicroBatch) -> Row:
-    """Return a micro-batch as one row: packed where it is, and otherwise its padded rows end to end."""
+    """Return a micro-batch as one row: its packed row if there is one, otherwise its padded rows end to end."""
     if batch.row is not None:
         return batch.row
     num_rows, width = batch.token_ids_BT.shape
@@ -56,7 +56,7 @@ def as_row(batch: MicroBatch) -> Row:
 
 
 def inputs_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return what a model with `context_attention` takes on this rank, and `ContextShare.predictor_K`."""
+    """Return the inputs of a model with `context_attention` on this rank, and `ContextShare.predictor_K`."""
     row = as_row(batch)
     share = share_of(row.lengths, row.predictor_K, group)
     inputs = {
@@ -68,7 +68,7 @@ def inputs_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> tuple[dict[s
 
 
 def sources_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return which of all positions of a micro-batch each token of this rank's share is; -1 in the padding."""
+    """Return the position in the micro-batch of each token of this rank's share; -1 in the padding."""
     row = as_row(batch)
     mine = tokens_of_share(row.lengths, dist.get_rank(group), dist.get_world_size(group))
     return row.source_N[torch.from_numpy(mine).to(row.source_N.device)]
@@ -86,7 +86,7 @@ def context_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each segment of the row: ``[1, L, H, D]`` of this rank's share."""
+    """Attend causally within each segment of the row, for this rank's share ``[1, L, H, D]``."""
     assert context_share is not None, "a model whose sequences are shared gets its share"
     query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
     both = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
@@ -98,7 +98,7 @@ transformers.AttentionInterface.register(ATTENTION_NAME, context_attention)
 
 
 def sum_shares(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Add up what the ranks of a group found of values that each of them goes on with in the same way.
+    """Add up partial values over the ranks of a group, which all go on with the sum in the same way.
 
     The gradient of the sum is that of each part.
     """
@@ -107,9 +107,9 @@ def sum_shares(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_shares(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks, one after the other along the first dimension.
+    """Concatenate the tensors of all ranks along the first dimension.
 
-    The gradient of each part goes back to its rank, added up over all of them.
+    The gradient of each part goes back to its rank, summed over all ranks.
     """
     gathered: torch.Tensor = _GatherShares.apply(part, group)  # type: ignore[no-untyped-call]
     return gathered
@@ -145,13 +145,13 @@ class _GatherShares(torch.autograd.Function):
 
 
 def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.ProcessGroup) -> ContextShare:
-    """Return this rank's share of a row of segments, each a multiple of twice the group's size long.
+    """Return this rank's share of a row. The length of each segment is a multiple of twice the group's size.
 
     `predictor_K` is the row's token that predicts each counted token.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     tokens = [tokens_of_share(lengths, other, size) for other in range(size)]
-    # Where each token of the row is among the shares, one after the other.
+    # The position of each token of the row in the concatenated shares.
     place_N = np.empty(sum(lengths), dtype=np.int64)
     place_N[np.concatenate(tokens)] = np.arange(len(place_N))
     keys, chunks, first = [], [], 0
@@ -177,7 +177,7 @@ def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.Proc
 
 
 def tokens_of_share(lengths: Sequence[int], rank: int, size: int) -> NDArray[np.int64]:
-    """Return which tokens of a row a rank has: chunks `rank` and ``2 * size - 1 - rank`` of each segment."""
+    """Return the tokens of a row that a rank has: chunks `rank` and ``2 * size - 1 - rank`` of each segment."""
     parts, first = [], 0
     for length in lengths:
         chunk = length // (2 * size)

@@ -1,8 +1,8 @@
-"""Dropout whose masks follow from where in the run they are drawn, and from nothing else.
+"""Dropout with masks that depend only on the place in the run where they are drawn.
 
-A micro-batch that is computed again, by a backward pass or a run that is resumed, has the same masks. Ranks that hold
-the same numbers draw the same masks, and those that hold shares of them draw others. Outside of training steps nothing
-is left out.
+A micro-batch that is computed again, by a backward pass or a resumed run, has the same masks. Ranks that hold the same
+numbers draw the same masks, and ranks that hold different shares draw different masks. Outside of training steps
+nothing is dropped.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch.distributed.tensor import DTensor
 
 
 class Place:
-    """Where in the run training is, told to all `Dropout` of a model."""
+    """The present place in the run, shared by all `Dropout` modules of a model."""
 
     def __init__(self, seed: int, sequences: int, share: int) -> None:
         """Begin outside of a step.
 
         Args:
-            seed: of the run.
-            sequences: number of this rank among those that see other tokens.
-            share: number of this rank among those that share layers.
+            seed: seed of the run.
+            sequences: index of this rank among those that see different tokens.
+            share: index of this rank among those that share layers.
         """
         self._seed, self._sequences, self._share = seed, sequences, share
         self._place = ""
 
     def enter(self, num_steps: int, micro_batch: int) -> None:
-        """Draw masks for a micro-batch, after so many optimizer steps."""
+        """Draw masks for a micro-batch after this number of optimizer steps."""
         self._place = f"{self._seed}/{num_steps}/{micro_batch}/{self._sequences}"
 
     def leave(self) -> None:
-        """Leave nothing out until `enter`."""
+        """Drop nothing until `enter`."""
         self._place = ""
 
     def draw(self, name: str, like: torch.Tensor, *, is_share: bool) -> torch.Tensor | None:
-        """Return uniform numbers of the shape of a tensor for a layer of this name; None outside of a step."""
+        """Return uniform numbers in a tensor's shape for the layer of this name; None outside of a step."""
         if not self._place:
             return None
         told = f"{self._place}/{name}/{self._share if is_share else 'whole'}"
@@ -46,17 +46,17 @@ class Place:
 
 
 class Dropout(torch.nn.Module):
-    """Leaves out each of the numbers it is given with a probability, and scales the others up."""
+    """Drops each of its inputs with a probability, and scales the others up."""
 
     def __init__(self, name: str, probability: float, place: Place) -> None:
-        """Begin; `name`: no other has it."""
+        """Take a name that no other dropout has, its probability, and the place in the run."""
         super().__init__()
         self._name, self._probability, self._place = name, probability, place
         self.is_share = False
-        """Whether ranks that share the layer are given other numbers each."""
+        """Whether ranks that share the layer get different numbers."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what is left."""
+        """Return the numbers that remain."""
         local = given.to_local() if isinstance(given, DTensor) else given
         drawn = self._place.draw(self._name, local, is_share=self.is_share)
         if drawn is None:

@@ -1,15 +1,15 @@
-"""What passes between models that divide the ranks differently: tokens, and what is said of them.
+"""The exchange between models that divide the ranks differently: tokens, and their scores.
 
-Sequences come to the ranks as the policy divides them. A model whose parallel sizes are others has other replicas: the
-tokens of its sequences come from the ranks that have them, and the numbers that it says of these go back. Each is a sum
-over the replicas of what one of them has and zeros: exact, and four or eight bytes a token of the batch.
+Sequences come to the ranks as the policy divides them. A model with other parallel sizes has other replicas. The tokens
+of its sequences come from the ranks that have them, and its scores go back. Each transfer is a sum over the replicas,
+where one has the values and the others zeros. It is exact, and takes four or eight bytes for each token of the batch.
 
-Where some models have processes of their own (`tandem.config.worlds`), one group spans all trainers of the run. Each
-does first what it can by itself, so that all models score at the same time, and then all call the same methods of
-`BatchExchange` in the same order. They wait there for each other, at most for the group's time-out. Numbers travel as
-they are, from the one process that speaks for its replica to all others, each of which keeps what it needs.
+If some models have processes of their own (`tandem.config.worlds`), one group spans all trainers of the run. Each first
+does what it can by itself, so that all models score at the same time. Then all call the same methods of `BatchExchange`
+in the same order, and wait there for each other, at most for the group's time-out. Numbers are sent unchanged, from the
+one process that speaks for its replica to all others. Each of these keeps what it needs.
 
-Shapes: ``S`` sequences of the whole batch; ``T`` tokens of what a process works on.
+Shapes: ``S`` sequences of the whole batch; ``T`` tokens of a process's shard.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tandem.trainer.micro_batches import Replicas, Shard
 
 
 def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> Exchange | None:
-    """Make torch's default process group of the trainers that hold the same models, and connect it with the others.
+    """Create torch's default process group for the trainers of the same models, and connect all trainers.
 
     Args:
-        config: of the run.
-        index: of this trainer.
-        store: the same for all trainers.
-        address: of the network interface that others reach this process at.
-        timeout_s: of collective operations in the default group.
+        config: configuration of the run.
+        index: index of this trainer.
+        store: a store that all trainers share.
+        address: address of the network interface at which others reach this process.
+        timeout_s: time-out of collective operations in the default group.
 
-    Returns the end of what connects groups; None where all trainers hold the same models. Collective.
+    Returns this trainer's end of the group of all trainers; None if all hold the same models. Collective.
 
     """
     world, deadlines = world_at(config, index), config.cluster.deadlines
@@ -81,44 +81,44 @@ class Exchange:
         return values
 
     def tell(self, values: NDArray[Any], index: int) -> NDArray[Any]:
-        """Return what the trainer of this index has in the place of `values`, which are as large everywhere."""
+        """Return the values of the trainer with this index. `values` are as large on every trainer."""
         array = values.copy() if index == self.index else np.empty_like(values)
         if array.nbytes:
             self._group.broadcast(torch.from_numpy(array.reshape(-1).view(np.uint8)), index).wait()
         return array
 
     def close(self) -> None:
-        """Leave the group; who waits for this process fails."""
+        """Leave the group. Processes that wait for this one then fail."""
         self._group = None
 
 
 class Division(NamedTuple):
-    """How the replicas of a world divide a batch, which every trainer knows, and who speaks for each of them."""
+    """The division of a batch among the replicas of a model group, known to every trainer, and the speaker of each."""
 
     table: Batch
     speakers: list[int]
 
 
 class BatchExchange:
-    """The same for one batch."""
+    """The exchange for one batch."""
 
     def __init__(self, exchange: Exchange, table: Batch, config: Config) -> None:
-        """`table` says how the policy's replicas divide the batch."""
+        """Take the exchange and the configuration; `table` has the policy's division of the batch."""
         self._exchange, self._config, self._table = exchange, config, table
         self._divisions = {world.name: self._division(world) for world in exchange.worlds}
 
     @property
     def elsewhere(self) -> list[World]:
-        """The worlds that do not hold the policy, in the order in which all trainers speak of them."""
+        """The model groups that do not hold the policy, in the order in which all trainers exchange them."""
         return [world for world in self._exchange.worlds if not world.has_policy]
 
     @property
     def world(self) -> World:
-        """The world of this process."""
+        """The model group of this process."""
         return self._exchange.world
 
     def shard(self, backend: Backend, batch: Batch) -> tuple[Batch, Batch] | None:
-        """Return the table, and the own sequences, of the model of this process; None with the policy. Collective.
+        """Return the table and the own sequences of this process's model; None with the policy. Collective.
 
         The policy's own sequences are `batch`.
         """
@@ -135,9 +135,10 @@ class BatchExchange:
     def columns(
         self, source: Model, target: Model, names: Sequence[Column], columns: Mapping[Column, NDArray[Any]], own: Shard
     ) -> dict[Column, NDArray[Any]]:
-        """Bring columns of tokens from one world to another; return them there, and nothing elsewhere. Collective.
+        """Bring columns of tokens from one model group to another. Return them there, and nothing elsewhere.
+        Collective.
 
-        `own` is what this process works on, and has the columns of if it is of the source's world.
+        `own` is this process's shard, which has the columns if the process is in the source's group.
         """
         is_target = self._exchange.world.name == target
         wanted = own.whole.tokens_of(own.rows) if is_target else np.zeros(0, dtype=np.int64)
@@ -150,7 +151,7 @@ class BatchExchange:
         return found if is_target else {}
 
     def _moved(self, source: Model, values_T: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[Any]:
-        """Return numbers of the wanted tokens of the batch, from those that the speakers of a world have of theirs."""
+        """Return numbers for the wanted tokens of the batch, from the speakers of a model group."""
         division = self._divisions[source]
         found = np.zeros((len(wanted), *values_T.shape[1:]), dtype=values_T.dtype)
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
@@ -171,20 +172,20 @@ class BatchExchange:
         if world.has_policy:
             return Division(self._table, speakers)
         num_ranks, num_of_policy = (len({*data_parallel_ranks(config, name)}) for name in (world.name, "policy"))
-        # Where there are as many, they have what the policy's have, as replicas in the policy's processes would.
+        # With as many replicas, each gets the sequences of the policy's replica, as in the policy's own processes.
         is_same = num_ranks == num_of_policy
         return Division(self._table if is_same else divided(self._table, world.name, num_ranks, config), speakers)
 
 
 def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:
-    """Return the table of a batch as so many replicas of a model divide it, by its section."""
+    """Return the table of a batch as this many replicas of a model divide it, by the model's section."""
     assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
     by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
     return msgspec.structs.replace(assignment, num_ranks=num_ranks, by_tokens=by_tokens).assign(table)
 
 
 def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config) -> tuple[Batch, Batch]:
-    """Return the table, and the own sequences, of a model with other replicas on the ranks of a shard's. Collective."""
+    """Return the table and the own sequences of a model that has other replicas on a shard's ranks. Collective."""
     table = divided(shard.whole, model, replicas.size, config)
     rows = table.rows_of(replicas.rank)
     tokens = table.tokens_of(rows)
@@ -195,12 +196,12 @@ def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config
 
 
 def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
-    """Return numbers of a shard's tokens as those of a shard of other replicas of the same ranks. Collective."""
+    """Return numbers for one shard's tokens as those of another shard of the same ranks. Collective."""
     return _everywhere(values_T, source)[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
 
 
 def _everywhere(values_T: NDArray[Any], shard: Shard) -> NDArray[np.float64]:
-    """Return numbers of all tokens of the batch from those that each rank has of its shard's."""
+    """Return numbers for all tokens of the batch from those that each rank has for its shard."""
     whole = np.zeros((int(shard.whole.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
     whole[shard.whole.tokens_of(shard.rows)] = values_T
     found: NDArray[np.float64] = shard.replicas.sum(torch.from_numpy(whole)).cpu().numpy()
@@ -208,7 +209,7 @@ def _everywhere(values_T: NDArray[Any], shard: Shard) -> NDArray[np.float64]:
 
 
 def _with_tokens(table: Batch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]) -> Batch:
-    """Return some sequences of a table with their tokens; what else there is of these comes as columns."""
+    """Return some sequences of a table with their tokens. Other values of tokens come as columns."""
     return table.take(rows).replace(
         token_ids_T=token_ids_T.astype(np.int32),
         loss_mask_T=loss_mask_T.astype(np.bool_),

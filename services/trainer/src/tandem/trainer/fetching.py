@@ -1,9 +1,9 @@
-"""Fetch a rank's sequences of a batch from the rollouts that made them.
+"""Fetching of a rank's sequences of a batch from the rollouts that made them.
 
 `SampleFetcher.fetch` consumes the batch's table and produces the sequences that it assigns to this rank. It asks all
-rollouts at once, a bounded number of tokens each at a time, and waits for their answers until one deadline; it gives up
-earlier on a rollout to which there is no connection for `_PATIENCE_S`. What was fetched is kept until `clear`, so that
-a step that is tried again fetches only what it lacks. What arrives must be what the table says.
+rollouts at once, each for a bounded number of tokens at a time, and waits for their answers until one deadline. It
+gives up earlier on a rollout without a connection for `_PATIENCE_S`. Fetched samples are kept until `clear`, so that a
+repeated step fetches only what it lacks. All samples must match the table.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from tandem.samples.batch import SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts
 
 _PATIENCE_S = 5.0
-"""How long there may be no connection to a rollout."""
+"""How long a rollout may be without a connection."""
 _POLL_S = 0.5
 _MAX_REPLY_BYTES = 1 << 28
-"""Of one array: a reply has `MAX_TOKENS_FETCHED`, or a single sample."""
+"""The largest size of one array. A reply has at most `MAX_TOKENS_FETCHED`, or a single sample."""
 
 Rows = list[int]
-"""Of a batch's table."""
+"""Rows of a batch's table."""
 
 
 class SampleFetcher:
-    """Fetches what a rank trains on, and keeps it until it was."""
+    """Fetches a rank's training samples, and keeps them until they are trained on."""
 
     def __init__(self, run_id: str, vocabulary: int, own: KeyPair, experts: RoutedExperts | None = None) -> None:
-        """`run_id` is of the run whose samples these are, `vocabulary` the tokens that its model knows.
+        """Take the run's id, and the number of tokens in its vocabulary.
 
-        `own` is what this trainer proves to be the run's by, `experts` what samples say of each token, if they do.
+        `own` are this trainer's keys in the run, and `experts` describes the experts that samples have for each token,
+        if any.
         """
         self._experts = experts
         self._run_id = run_id
@@ -53,19 +54,19 @@ class SampleFetcher:
         self._vocabulary = vocabulary
         self._step: int | None = None
         self._kept: dict[tuple[str, int, int, int, int], Batch] = {}
-        """By rollout and key."""
+        """Sequences by rollout and key."""
 
     def fetch(
         self, step: int, table: Batch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
     ) -> tuple[Batch | None, dict[str, str]]:
-        """Return these rows of the table, or None, and why, by rollout, some are missing.
+        """Return these rows of the table, or None with the reason, by rollout, why some are missing.
 
         Args:
-            step: that they are for; of another step nothing is kept.
-            table: of the whole batch.
-            rows: of this rank.
-            sources: where the rollouts listen, by name.
-            timeout_s: seconds there are.
+            step: step that they are for. Samples of other steps are dropped.
+            table: table of the whole batch.
+            rows: rows of this rank.
+            sources: addresses of the rollouts, by name.
+            timeout_s: seconds until the deadline.
 
         """
         if step != self._step:
@@ -96,13 +97,13 @@ class SampleFetcher:
         return (None if missing else own), missing
 
     def clear(self) -> None:
-        """Forget what was fetched."""
+        """Forget the fetched samples."""
         self._kept.clear()
         self._step = None
 
 
 class _Inquiry:
-    """What one rollout is asked for, a request at a time."""
+    """The requests to one rollout, one at a time."""
 
     def __init__(self, run_id: str, table: Batch, rows: Rows, experts: RoutedExperts | None) -> None:
         self._run_id = run_id
@@ -111,21 +112,21 @@ class _Inquiry:
         self._requests = list(_cut(rows, table.lengths_S, _most_tokens(experts)))
         self._next = 0
         self.found: dict[int, Batch] = {}
-        """By row of the table."""
+        """Samples found, by row of the table."""
         self.why_missing = ""
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing more to ask, or no use in it."""
+        """Whether there is nothing more to ask for, or asking is pointless."""
         return bool(self.why_missing) or self._next == len(self._requests)
 
     def request(self) -> Frames:
-        """Return what to ask next."""
+        """Return the next request."""
         keys = _keys_of(self._table.take(np.array(self._requests[self._next])))
         return encode(FetchSamples(run_id=self._run_id, request_id=self._next, keys=tuple(keys)))
 
     def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays, vocabulary: int) -> None:
-        """Take an answer, unless it is to a request that was answered before, over another connection."""
+        """Take an answer, unless its request was already answered over another connection."""
         if reply.request_id != self._next or self.is_done:
             return
         if isinstance(reply, SamplesGone):
@@ -144,7 +145,7 @@ def _ask(
     vocabulary: int,
     timeout_s: float,
 ) -> dict[str, str]:
-    """Make all inquiries, until all are done or the time is up; return why those that failed did."""
+    """Make all inquiries until they are done or the time is up; return why some failed."""
     deadline = time.monotonic() + timeout_s
     codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
     try:
@@ -175,18 +176,18 @@ def _ask(
 
 
 def _keys_of(table: Batch) -> list[SequenceKey]:
-    """Return how the sequences of a table are asked for, each at its source."""
+    """Return the keys of a table's sequences, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _most_tokens(experts: RoutedExperts | None) -> int:
-    """Return how many tokens one request may have."""
+    """Return the most tokens of one request."""
     return MAX_TOKENS_FETCHED if experts is None else min(MAX_TOKENS_FETCHED, _MAX_REPLY_BYTES // experts.num_bytes)
 
 
 def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
-    """Cut what is asked for into requests of no more tokens than one may have."""
+    """Divide rows into requests with a bounded number of tokens."""
     request: Rows = []
     num_tokens = 0
     for row in rows:
@@ -200,9 +201,9 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
 
 
 def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedExperts | None = None) -> Batch:
-    """Return received samples. Raises `WireError` unless they can be samples, and are what these rows of a table say.
+    """Return received samples. Raises `WireError` unless they are possible samples that match these rows of a table.
 
-    `vocabulary` are the tokens that there are, `experts` what is said of each, if it is.
+    `vocabulary` is the number of tokens, and `experts` describes the experts of each token, if any.
     """
     arrays = Batch.from_frames(frames, SAMPLES, {} if experts is None else {COLUMN: DTYPE})
     arrays.check_samples(vocabulary)
@@ -214,7 +215,7 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
     num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
     ends_of_prompts = starts + table.prompt_lengths_S
     is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
-    is_made_S |= table.num_counted_S == 0  # an agent that failed may have asked for nothing
+    is_made_S |= table.num_counted_S == 0  # an agent that failed may have asked for none
     if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
         raise WireError("loss_mask_T: not the prompts that were announced")
     if ((table.num_counted_S > 0) & (arrays.num_counted() != table.num_counted_S)).any():
@@ -223,7 +224,7 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
 
 
 def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
-    """Return the sequences of a table with their tokens, masked whole where none of a sequence counts."""
+    """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole."""
     if not samples:
         nothing = np.zeros(0, dtype=np.int32)
         samples = [
@@ -241,7 +242,7 @@ def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
 
 
 def _differing_prompts(own: Batch) -> dict[int, str]:
-    """Return the sequences whose prompt is not the one that they are said to share, by place, with the reason."""
+    """Return the sequences with another prompt than the one that they should share, by place, with the reason."""
     starts = own.offsets()
     prompts: dict[int, bytes] = {}
     differing = {}

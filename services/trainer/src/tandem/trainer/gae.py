@@ -1,7 +1,7 @@
 """Generalised advantage estimation over the tokens of responses.
 
-Shapes: ``T`` tokens of a ragged batch in ``S`` sequences; ``K`` counted tokens of the longest response, from its last
-one backward.
+Shapes: ``T`` tokens of a ragged batch in ``S`` sequences; ``K`` valid tokens of the longest response, from the last one
+    backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Bools = NDArray[np.bool_]
 
 
 def token_rewards(rewards_S: Float32s, counted_T: Bools, lengths_S: NDArray[np.int32]) -> Float32s:
-    """Return the reward of each sequence at its last counted token, and zero at all others."""
+    """Return the reward of each sequence at its last valid token, and zero at all others."""
     rewards_T = np.zeros(len(counted_T), dtype=np.float32)
     response = _Responses(counted_T, lengths_S)
     rewards_T[response.token_C[response.back_C == 0]] = rewards_S[response.num_S > 0]
@@ -27,13 +27,13 @@ def token_rewards(rewards_S: Float32s, counted_T: Bools, lengths_S: NDArray[np.i
 def advantages_and_returns(
     rewards_T: Float32s, values_T: Float32s, counted_T: Bools, lengths_S: NDArray[np.int32], settings: GaeEstimator
 ) -> tuple[Float32s, Float32s]:
-    """Return the advantage and the return of each counted token, zeros elsewhere.
+    """Return the advantage and the return of each valid token, zeros elsewhere.
 
-    The counted tokens of a sequence are its steps, whatever an environment has said between them: with ``r_t`` the
-    reward of one, ``V_t`` what was expected before it was made, and nothing expected after the last,
-    ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = sum over l of (gamma lambda)^l delta_{t+l}`` (Schulman et al. 2015,
-    arXiv:1506.02438, equations 10 and 16). The return is ``A_t + V_t``. Both may have a lambda of their own (VAPO, Yue
-    et al. 2025, arXiv:2504.05118, equations 6 and 7).
+    The valid tokens of a sequence are its steps, without the environment's tokens between them. Let ``r_t`` be the
+    reward of a step and ``V_t`` the value before it, with zero after the last step. Then ``delta_t = r_t + gamma
+    V_{t+1} - V_t`` and ``A_t = sum over l of (gamma lambda)^l delta_{t+l}`` (Schulman et al. 2015, arXiv:1506.02438,
+    equations 10 and 16). The return is ``A_t + V_t``. Each may have its own lambda (VAPO, Yue et al. 2025,
+    arXiv:2504.05118, equations 6 and 7).
     """
     responses = _Responses(counted_T, lengths_S)
     of_policy = _policy_lambdas(responses.num_S, settings)
@@ -47,7 +47,7 @@ def advantages_and_returns(
 
 
 def _policy_lambdas(num_S: NDArray[np.int64], settings: GaeEstimator) -> Float64s:
-    """Return each sequence's lambda of the policy's advantages; VAPO's grows with the response (equation 8)."""
+    """Return each sequence's lambda for the policy's advantages. VAPO's grows with the response (equation 8)."""
     if settings.length_adaptive_alpha > 0:
         return np.asarray(1.0 - 1.0 / np.maximum(1.0, settings.length_adaptive_alpha * num_S))
     own = settings.gae_lambda_policy
@@ -55,7 +55,7 @@ def _policy_lambdas(num_S: NDArray[np.int64], settings: GaeEstimator) -> Float64
 
 
 class _Responses:
-    """Where the counted tokens of a batch lie, ``C`` in all: by sequence, and by how many follow there."""
+    """The ``C`` valid tokens of a batch, by sequence and by the number of valid tokens after them."""
 
     def __init__(self, counted_T: Bools, lengths_S: NDArray[np.int32]) -> None:
         self._counted_T = counted_T
@@ -65,7 +65,7 @@ class _Responses:
         self.back_C = (np.cumsum(self.num_S) - 1)[self._sequence_C] - np.arange(len(self.token_C))
 
     def estimate(self, rewards_T: Float32s, values_T: Float32s, gamma: float, lambdas_S: Float64s) -> Float64s:
-        """Return ``A_t`` of each counted token, zeros elsewhere; all sequences at once, from their ends."""
+        """Return ``A_t`` of each valid token, zeros elsewhere, for all sequences at once from their ends."""
         rewards_KS, values_KS = self._backward(rewards_T), self._backward(values_T)
         advantages_KS = np.zeros_like(values_KS)
         next_advantage_S = next_value_S = np.zeros(len(self.num_S))

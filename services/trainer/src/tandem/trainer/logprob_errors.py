@@ -1,4 +1,4 @@
-"""Sequences about whose log-probabilities training and generation disagree too much to train on them.
+"""Sequences with log-probabilities that differ too much between training and generation.
 
 Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's shard of it.
 """
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from tandem.samples.batch import Batch, Float32s
 
 _LARGEST = 600.0
-"""Difference of log-probabilities; what is further apart is above any threshold as well, and has no finite error."""
+"""The largest difference of log-probabilities. Beyond it the error would not be finite, and exceeds any threshold."""
 
 
 def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:
-    """Return of each sequence the mean of exp |log p_training - log p_generation| over its counted tokens.
+    """Return for each sequence the mean of exp |log p_training - log p_generation| over its valid tokens.
 
-    One that has none has 0. Of all tokens of a batch it is the metric ``token_mult_prob_error``.
+    A sequence without valid tokens has 0. Over all tokens of a batch, this is the metric ``token_mult_prob_error``.
     """
     counted_T = batch.counted()
     differences_T = np.abs(policy_T.astype(np.float64) - batch.generation_logprobs_T)
@@ -30,9 +30,9 @@ def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:
 def kept_sequences(
     errors_S: NDArray[np.float64], counted_S: NDArray[np.int32], rewards_S: Float32s, threshold: float
 ) -> tuple[NDArray[np.bool_], dict[str, float]]:
-    """Return which sequences are trained on, and metrics under NeMo-RL's names.
+    """Return a mask of the sequences to train on, and metrics under NeMo-RL's names.
 
-    The largest error is that of all sequences that had a token to count; a reward of 1 is a correct answer.
+    The largest error is over all sequences with a valid token. A reward of 1 is a correct answer.
     """
     kept_S = errors_S <= threshold
     masked_S = ~kept_S & (counted_S > 0)

@@ -1,7 +1,7 @@
-"""Write the policy's log-probabilities of a step's tokens to the record, on a thread beside training.
+"""Logging of the policy's log-probabilities to the rollout log, on a thread beside training.
 
-The service adds those of a step that has trained, and waits for nothing. The thread gets them from the device and
-writes them. A disk that is slow or full stops nothing: what is missing is said once.
+The service adds a step that has trained, and waits for nothing. The thread gets the log-probabilities from the device
+and writes them. A slow or full disk stops nothing: missing parts are reported once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tandem.samples.batch import Float32s, Int32s
 from tandem.samples.sample_record import write_logprobs
 
 _MOST_WAITING = 4
-"""Steps that may wait for the disk; of those that come meanwhile nothing is written."""
+"""Steps that may wait for the disk. Nothing is written for further steps."""
 _CLOSE_S = 3.0
-"""How long what still waits may take when the service ends."""
+"""How long the waiting steps may take when the service ends."""
 
 
 class _Step(NamedTuple):
-    """What is to be written of a step."""
+    """The part of a step to be written."""
 
     step: int
     keys: Sequence[tuple[int, int, int]]
@@ -33,10 +33,10 @@ class _Step(NamedTuple):
 
 
 class LogprobRecorder:
-    """The record of one trainer's log-probabilities."""
+    """The writer of one trainer's log-probabilities."""
 
     def __init__(self, folder: Path, run_id: str, trainer: str) -> None:
-        """`folder` is that of the record of samples."""
+        """Take the folder of the rollout log, the run's id and the trainer's name."""
         self._folder = folder
         self._run_id = run_id
         self._trainer = trainer
@@ -48,18 +48,18 @@ class LogprobRecorder:
     def add(
         self, step: int, keys: Sequence[tuple[int, int, int]], lengths_S: Int32s, logprobs: Callable[[], Float32s]
     ) -> None:
-        """Have what `logprobs` returns written, end to end for these samples; it is called by the thread."""
+        """Write the result of `logprobs`, end to end for these samples. The thread calls it."""
         try:
             self._queue.put_nowait(_Step(step, keys, lengths_S, logprobs))
         except queue.Full:
             self._complain("the disk is slower than steps are trained")
 
     def close(self) -> None:
-        """Write what still waits, and end the thread."""
+        """Write the steps that still wait, and end the thread."""
         try:
             self._queue.put(None, timeout=_CLOSE_S)
         except queue.Full:
-            return  # the thread is held up by the disk; it ends with the process
+            return  # the disk holds up the thread, which ends with the process
         self._thread.join(_CLOSE_S)
 
     def _write(self) -> None:
@@ -75,7 +75,7 @@ class LogprobRecorder:
                 self._complain(f"{type(error).__name__}: {error}")
 
     def _complain(self, why: str) -> None:
-        """Say once that not everything is recorded."""
+        """Report once that not everything is logged."""
         if not self._has_complained:
             self._has_complained = True
             line = f"{self._trainer}: log-probabilities are missing in the record {self._folder}: {why}"

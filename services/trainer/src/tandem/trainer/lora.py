@@ -1,6 +1,6 @@
 """Low-rank adapters within a model of Transformers, through PEFT.
 
-Its layers take the places of those they adapt; the tensors' names elsewhere are those of `tandem.config.models.lora`.
+PEFT's layers replace those that they adapt. Elsewhere, tensors have the names of `tandem.config.models.lora`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECTION = "policy.dtensor_cfg.lora_cfg"
 def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
     """Give layers of a whole model adapters in float32, freeze all else, and return the layers' names.
 
-    The first values follow from the seed and the names alone. Raises `ConfigError` if no layer is chosen, `ModelError`
+    The first values depend only on the seed and the names. Raises `ConfigError` if no layer is chosen, and `ModelError`
     if PEFT cannot adapt one.
     """
     linear = linear_layers(model)
@@ -47,10 +47,10 @@ def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
 
 
 class _Holder(torch.nn.Module):
-    """Holds a model, and does not say of what kind it is.
+    """A wrapper that hides the kind of its model.
 
-    Of some with routed experts PEFT would take every ``gate_proj`` for the experts' own, which transformers has fused
-    in one parameter, and give that adapters.
+    In some models with routed experts, PEFT would take every ``gate_proj`` for one of the experts, which transformers
+    has fused in one parameter, and adapt that.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -59,7 +59,7 @@ class _Holder(torch.nn.Module):
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Say whether a model has routed experts, by the names of its parameters."""
+    """Tell whether a model has routed experts, by the names of its parameters."""
     return any(".experts." in name for name, _ in model.named_parameters())
 
 
@@ -73,19 +73,19 @@ def linear_layers(model: Any) -> list[str]:
 
 @torch.no_grad()
 def fill(model: Any, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors into the parameters of these names of a model that is not sharded."""
+    """Copy whole tensors into the parameters of these names, in a model that is not sharded."""
     parameters = parameters_of(model)
     for name, tensor in values.items():
         parameters[name].copy_(tensor)
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters by the names that tensors have everywhere; of one without adapters, by its own."""
+    """Return a model's parameters by the names that tensors have everywhere; its own names without adapters."""
     return {tensor_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def add_dropout(model: Any, adapters: LoraCfg, place: Place) -> None:
-    """Have each adapter leave out some of its inputs or, behind it, of its outputs, in training steps."""
+    """Let each adapter drop some of its inputs, or of its outputs, in training steps."""
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -99,14 +99,14 @@ def add_dropout(model: Any, adapters: LoraCfg, place: Place) -> None:
 
 
 def dropouts_of(layer: torch.nn.Module) -> tuple[Dropout | None, Dropout | None]:
-    """Return what leaves out inputs and outputs of a layer's adapter, where something does."""
+    """Return the dropouts of the inputs and the outputs of a layer's adapter, if there are any."""
     assert isinstance(layer, LoraLayer)
     before, behind = layer.lora_dropout[_ADAPTER], getattr(layer.lora_B[_ADAPTER], "dropout", None)
     return before if isinstance(before, Dropout) else None, behind
 
 
 def matrices_of(layer: torch.nn.Module) -> tuple[torch.nn.Linear, torch.nn.Linear] | None:
-    """Return the two matrices of a layer's adapter, as layers; None if it has none."""
+    """Return the two matrices of a layer's adapter, as layers; None if it has no adapter."""
     if not isinstance(layer, LoraLayer):
         return None
     first, second = layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
@@ -117,7 +117,7 @@ def matrices_of(layer: torch.nn.Module) -> tuple[torch.nn.Linear, torch.nn.Linea
 
 @contextmanager
 def switched_off(model: torch.nn.Module) -> Iterator[None]:
-    """Have the model compute as though it had no adapters, for as long as the context lasts."""
+    """Let the model compute as if it had no adapters, as long as the context lasts."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     # PEFT's own method would also freeze the parameters, and FSDP2 would keep that of the copies it makes of them.
     for layer in layers:

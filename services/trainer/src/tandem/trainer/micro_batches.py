@@ -1,17 +1,17 @@
-"""Micro-batches: a rank's sequences of a batch, cut by sequences or by tokens and laid out for models.
+"""Micro-batches: a rank's sequences of a batch, divided by sequences or by tokens and laid out for models.
 
-`Shard` cuts: a pure function of the batch's table and the configuration, so that every rank works out how many
-micro-batches the others have. `pad` lays out. Beside the padded rows that losses read, a micro-batch may have one row
-of tokens for the model, with nothing padded:
+`Shard` divides them, as a pure function of the batch's table and the configuration, so that every rank knows the number
+of micro-batches of the others. `pad` lays them out. Beside the padded rows that losses read, a micro-batch may have one
+row of tokens for the model, with nothing padded:
 
-* packed: its sequences end to end. Attention, the only layer where tokens meet, is told where each sequence ends.
-* shared prompts: each prompt once, its responses behind it. The samples of a prompt group begin with the same tokens;
-  attention alone sees every sample in full. Positions count within a sample, so a long row needs no more of them than
-  its longest sample. Log-probabilities, and gradients, are those of the samples one by one.
+* packed: its sequences end to end. Attention, the only layer where tokens meet, knows where each sequence ends.
+* shared prompts: each prompt once, followed by its responses. The samples of a prompt group begin with the same tokens,
+and only attention sees every sample in full. Positions count within a sample, so a long row needs no more positions
+than its longest sample. Log-probabilities and gradients are the same as for the samples one by one.
 
 Shapes: ``S`` sequences of the whole batch, in ``U`` units of ``R`` each; ``T`` tokens of the shard. Within a
 micro-batch ``B`` rows and ``T`` padded positions, ``V`` of them tokens; ``N`` tokens of the model's row; ``W`` <= ``T``
-positions that predict something; ``K`` counted tokens.
+predicting positions; ``K`` valid tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer import bins
 
 Columns = Mapping[Column, NDArray[Any]]
-"""What a loss reads of each token of a shard, ``[T]`` or ``[T, N]``."""
+"""Loss inputs for each token of a shard, ``[T]`` or ``[T, N]``."""
 Groups = list[tuple[int, ...]]
 """The sequences of each micro-batch; `EMPTY_ROW` for none."""
 
@@ -55,25 +55,29 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     token_ids_1N: torch.Tensor
     """int64; zero in the padding of a packed row."""
     position_ids_1N: torch.Tensor
-    """int64; within each token's own sequence."""
+    """int64; counted within each token's own sequence."""
     predictor_K: torch.Tensor
-    """int64; the row's token that predicts each counted token, in the order of the loss mask."""
+    """int64; the row's token that predicts each valid token, in the order of the loss mask."""
     source_N: torch.Tensor
-    """int64; which of the ``B * T`` positions each token of the row is; -1 in the padding."""
+    """int64; index of each token of the row among the ``B * T`` positions; -1 in the padding."""
     lengths: tuple[int, ...] = ()
-    """Lengths of the segments of a packed row, each a sequence and its padding: they sum to ``N``. The last may be
-    padding alone. Empty where prompts are shared."""
+    """Lengths of the segments of a packed row, each a sequence with its padding. They sum to ``N``. The last may be
+    only padding. Empty for shared prompts.
+    """
     source_BW: torch.Tensor | None = None
-    """int64; where prompts are shared, the row's token at each position of each sample; 0 in the padding, where causal
-    attention hides it. None in a packed row."""
+    """int64; for shared prompts, the row's token at each position of each sample; 0 in the padding, where causal
+    attention hides it. None in a packed row.
+    """
     taken_N: torch.Tensor | None = None
-    """int64; which of the ``B * W`` positions each token of the row takes what it attended to from. None likewise."""
+    """int64; index, among the ``B * W`` positions, of the attention output for each token of the row. None in a packed
+    row.
+    """
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Some sequences of a batch, padded on the right to one width: what one forward and backward pass takes.
+    """Some sequences of a batch, padded on the right to one width, for one forward and backward pass.
 
-    Because the padding comes last, a causal model needs no attention mask for the valid positions to be right.
+    Because the padding comes last, a causal model needs no attention mask for the positions before it.
     """
 
     rows: tuple[int, ...]
@@ -85,15 +89,17 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     attention_mask_BT: torch.Tensor
     """True where there is a token."""
     loss_mask_BT: torch.Tensor
-    """True where the token counts in the loss; never at position 0, which nothing predicts."""
+    """True for valid tokens, which count in the loss; never at position 0, which nothing predicts."""
     columns: Mapping[str, torch.Tensor] = {}
-    """Loss inputs of each token, by the name of their declaration (`tandem.config.schema.columns`): ``[B, T]``, or
-    ``[B, T, N]`` where it is several numbers."""
+    """Loss inputs for each token, by the name of their declaration (`tandem.config.schema.columns`): ``[B, T]``, or
+    ``[B, T, N]`` for several numbers.
+    """
     row: Row | None = None
-    """The same sequences as one row, for the model; None where it takes the padded rows."""
+    """The same sequences as one row for the model; None if it takes the padded rows."""
     routed_experts_BTLK: torch.Tensor | None = None
-    """int16; experts that the engine sent each token to, by layer, -1 where that is not known; None where nothing is
-    replayed (`tandem.samples.routed_experts`)."""
+    """int16; experts that the engine sent each token to, by layer, -1 where unknown; None without routing replay
+    (`tandem.samples.routed_experts`).
+    """
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
@@ -109,23 +115,23 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def previous_logprobs_BT(self) -> torch.Tensor | None:
         """Log-probabilities under the policy before the first optimizer step on this rollout batch.
 
-        None where that is the policy in training itself.
+        None if that is the policy in training itself.
         """
         return self.columns.get(PREVIOUS_LOGPROBS.name)
 
     @property
     def reference_logprobs_BT(self) -> torch.Tensor | None:
-        """Log-probabilities under the reference model; None where the loss does not read them."""
+        """Log-probabilities under the reference model; None if the loss does not read them."""
         return self.columns.get(REFERENCE_LOGPROBS.name)
 
     @property
     def rewards_BT(self) -> torch.Tensor:
-        """Rewards of the tokens' sequences: of samples, or from a data set."""
+        """Rewards of the tokens' sequences, from samples or from a data set."""
         return self._read(REWARDS)
 
     @property
     def is_positive_BT(self) -> torch.Tensor | None:
-        """True where the sample's reward is above zero; None where the loss does not read rewards."""
+        """True for samples with a reward above zero; None if the loss does not read rewards."""
         rewards_BT = self.columns.get(REWARDS.name)
         return None if rewards_BT is None else rewards_BT > 0
 
@@ -141,12 +147,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def teacher_topk_logits_BTN(self) -> torch.Tensor:
-        """Logits of the teacher's likeliest tokens in the place of each."""
+        """Logits of the teacher's likeliest tokens at each position."""
         return self._read(TEACHER_TOPK_LOGITS)
 
     @property
     def others_BTN(self) -> torch.Tensor | None:
-        """The teacher's likeliest tokens in the place of each, which the policy scores too; None if none is read."""
+        """The teacher's likeliest tokens at each position, which the policy scores too; None if none are read."""
         return self.columns.get(TEACHER_TOPK_INDICES.name)
 
     def _read(self, column: Column) -> torch.Tensor:
@@ -157,14 +163,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Replicas(msgspec.Struct, frozen=True, kw_only=True):
-    """How one model divides the ranks: each replica sees sequences of its own."""
+    """The division of the ranks by one model: each replica sees its own sequences."""
 
     sizes: tuple[int, ...]
-    """Parallel sizes; models for which they are equal divide the ranks in the same way."""
+    """Parallel sizes. Models with equal sizes divide the ranks in the same way."""
     rank: int
     """This rank's replica."""
     size: int
-    """Replicas."""
+    """The number of replicas."""
     sequence_divisor: int
     """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
     sum: Callable[[torch.Tensor], torch.Tensor]
@@ -172,19 +178,19 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard:
-    """The data-parallel shard of a batch that one replica of a model works on, cut into micro-batches.
+    """The data-parallel shard of a batch for one replica of a model, divided into micro-batches.
 
     Args:
-        settings: section of the model; it says how many sequences or tokens a micro-batch has.
-        whole: table of the batch: its lengths, and the rank that each sequence is assigned to.
+        settings: section of the model, with the sequences or tokens of a micro-batch.
+        whole: table of the batch, with the length and the rank of each sequence.
         own: sequences that `whole` assigns to this replica, with their tokens.
-        replicas: of the model.
-        shares_prompts: whether the model computes shared prompts once. Sequences that share one are kept together
-            then, where micro-batches are so many sequences.
-        unit: consecutive sequences of the batch that must stay together: with 2, sequences ``2 i`` and ``2 i + 1`` are
-            rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows come in pairs as well. Batches and global
+        replicas: replicas of the model.
+        shares_prompts: whether the model computes shared prompts once. Micro-batches of a number of sequences then keep
+            sequences with the same prompt together.
+        unit: consecutive sequences of the batch that must stay together. With 2, sequences ``2 i`` and ``2 i + 1`` are
+            rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows also come in pairs. Batches and global
             batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
-        experts: the experts that the model is to replay of each token; None for nothing.
+        experts: description of the experts to replay for each token; None without replay.
     """
 
     def __init__(
@@ -200,12 +206,12 @@ class Shard:
     ) -> None:
         self.whole, self.own, self.replicas = whole, own, replicas
         self.rows = rows = whole.rows_of(replicas.rank)
-        """Its sequences, as rows of the whole batch."""
+        """The shard's sequences, as rows of the whole batch."""
         assert whole.lengths_S[rows].tolist() == own.lengths_S.tolist(), "the shard is what the table says"
         self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(rows.tolist())}
         self._settings, self._experts = settings, experts
         self._unit = unit
-        # What is assigned and cut are units; rows only come in and go out.
+        # Units are assigned and divided. Rows only come in and go out.
         self._lengths_UR = whole.lengths_S.astype(np.int64).reshape(-1, unit)
         self._lengths_U = self._lengths_UR.sum(axis=1)
         self._rank_U = whole.rank_S[::unit]
@@ -213,7 +219,7 @@ class Shard:
         self.divisible_by = math.lcm(settings.make_sequence_length_divisible_by, replicas.sequence_divisor)
         """Divisor of the width of padded rows, and of the segments of packed ones."""
         self.row_divisible_by: int | None = None
-        """Divisor of the length of packed rows; None where rows are padded."""
+        """Divisor of the length of packed rows; None if rows are padded."""
         if settings.sequence_packing.enabled:
             self._limits = settings.sequence_packing
             self.row_divisible_by = settings.sequence_packing.sequence_length_round
@@ -224,7 +230,7 @@ class Shard:
         self._prompt_S = whole.prompt_S if self._shares_prompts and unit == 1 else None
 
     def laid_out(self, groups: Groups, device: torch.device, columns: Columns | None = None) -> list[MicroBatch]:
-        """Return the micro-batches of these groups of sequences, with what a loss reads of the shard's tokens."""
+        """Return the micro-batches of these groups of sequences, with the loss inputs of the shard's tokens."""
         return [
             pad(
                 self.own,
@@ -240,15 +246,15 @@ class Shard:
         ]
 
     def training(self, rows: Sequence[int]) -> Groups:
-        """Return this rank's micro-batches of a global batch: as many as on every other rank."""
+        """Return this rank's micro-batches of a global batch, as many as on every other rank."""
         if self._limits is None:
             return self._cut_by_sequences(self._own_filled_up(rows), self._settings.train_micro_batch_size)
         return self._cut_by_tokens([rows], self._limits.train_mb_tokens)
 
     def scoring(self, global_batches: Sequence[Sequence[int]], size: int | None = None) -> Groups:
-        """Return micro-batches, for a forward pass alone, of all sequences that `training` gives this rank.
+        """Return micro-batches for forward passes over all sequences that `training` gives this rank.
 
-        `size` stands in for ``policy.logprob_batch_size`` where micro-batches are so many sequences.
+        `size` replaces ``policy.logprob_batch_size`` if micro-batches are counted in sequences.
         """
         if self._limits is None:
             units = [unit for rows in global_batches for unit in self._own_filled_up(rows)]
@@ -256,14 +262,14 @@ class Shard:
         return self._cut_by_tokens(global_batches, self._limits.logprob_mb_tokens)
 
     def _units_of(self, rows: Sequence[int], rank: int) -> list[int]:
-        """Return the units of these sequences that a rank is assigned."""
+        """Return the units of these sequences that are assigned to a rank."""
         units = np.array(rows[:: self._unit], dtype=np.int64) // self._unit
         return [int(unit) for unit in units[self._rank_U[units] == rank]]
 
     def _own_filled_up(self, rows: Sequence[int]) -> list[int]:
-        """Return those of this rank, filled up with empty rows to as many as every rank takes."""
+        """Return this rank's units, filled up with empty ones to the number of every rank."""
         units = self._units_of(rows, self.replicas.rank)
-        # Sequences of one teacher are not shared out evenly.
+        # The sequences of one teacher are not evenly assigned.
         size = max(len(self._units_of(rows, rank)) for rank in range(self.replicas.size))
         return units + [EMPTY_ROW] * (size - len(units))
 
@@ -271,7 +277,7 @@ class Shard:
         return self._rows(micro_batches_of(units, self._lengths_U, size, self._prompt_S))
 
     def _cut_by_tokens(self, global_batches: Sequence[Sequence[int]], num_tokens: int) -> Groups:
-        """Cut the units of all ranks, because each rank takes as many micro-batches as the one that needs the most."""
+        """Divide the units of all ranks, since each takes as many micro-batches as the one that needs the most."""
         cut = self._packed if self.row_divisible_by is not None else self._padded
         ranks = range(self.replicas.size)
         units = [[unit for rows in global_batches for unit in self._units_of(rows, rank)] for rank in ranks]
@@ -283,12 +289,12 @@ class Shard:
         assert isinstance(self._limits, SequencePacking)
         segments_UR = -(-self._lengths_UR[units] // self.divisible_by) * self.divisible_by
         lengths = segments_UR.sum(axis=1).tolist()
-        # What rounding adds to the longest must not keep it out.
+        # The longest must still fit after rounding up.
         packed = bins.pack(lengths, max(num_tokens, *lengths, 0), self._limits.algorithm)
         return [tuple(units[index] for index in group) for group in packed]
 
     def _padded(self, units: Sequence[int], num_tokens: int) -> Groups:
-        """Put like lengths together, the longest first: as many units as the first one's width leaves room for."""
+        """Put similar lengths together, the longest first: as many units as fit at the width of the first."""
         widest_U = self._lengths_UR.max(axis=1)
         ordered = sorted(units, key=lambda unit: (-int(widest_U[unit]), unit))
         groups: Groups = []
@@ -317,10 +323,11 @@ def micro_batches_of(
     size: int,
     prompt_S: Ints | None = None,
 ) -> list[tuple[int, ...]]:
-    """Group a rank's sequences into micro-batches of at most `size`, like lengths together so that little is padded.
+    """Group a rank's sequences into micro-batches of at most `size`, with similar lengths together to pad little.
 
-    Sequences of equal `prompt_S` lie side by side, so a `size` that is a multiple of the samples of a prompt splits no
-    group. The number of micro-batches depends on the number of rows alone: equal shares give equal numbers of passes.
+    Sequences of equal `prompt_S` are adjacent, so a `size` that is a multiple of the samples of a prompt splits no
+    group. The number of micro-batches depends only on the number of rows, so that equal shards take equal numbers of
+    passes.
     """
     ordered = [row for run in by_prompt([row for row in rows if row != EMPTY_ROW], lengths_S, prompt_S) for row in run]
     ordered += [EMPTY_ROW] * (len(rows) - len(ordered))
@@ -338,18 +345,17 @@ def pad(
     columns: Columns | None = None,
     experts: RoutedExperts | None = None,
 ) -> MicroBatch:
-    """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`.
+    """Lay the given sequences out as a micro-batch, with a width that is a multiple of `divisible_by`.
 
     Args:
-        batch: whose sequences they are.
-        rows: of the batch; `EMPTY_ROW` for none.
+        batch: batch with the sequences.
+        rows: rows of the batch; `EMPTY_ROW` for none.
         divisible_by: divisor of the width, and of the segments of a packed row.
-        device: to put it on.
-        shares_prompts: whether, where two of the sequences share a prompt, the row that holds each prompt once comes
-            with it.
-        row_divisible_by: divisor of the length of the packed row, which comes with it if this is given.
-        columns: what the loss reads of each of the batch's tokens; None where it is scored alone.
-        experts: the experts that the batch says its tokens went to; None for nothing.
+        device: device of the result.
+        shares_prompts: whether to add the row that holds each prompt once, if any two sequences share one.
+        row_divisible_by: divisor of the length of the packed row, which is added if this is given.
+        columns: loss inputs for each of the batch's tokens; None for scoring only.
+        experts: description of the experts that the batch's tokens went to; None without replay.
 
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
@@ -370,7 +376,7 @@ def pad(
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     counted_BT = padded(batch.counted(), np.bool_)
     routed_BTX = None
-    if experts is not None and COLUMN in batch.columns:  # a shard of no sequences has no columns
+    if experts is not None and COLUMN in batch.columns:  # an empty shard has no columns
         routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
     row = None
     if row_divisible_by is not None:
@@ -407,9 +413,9 @@ def _shared(
     divisible_by: int,
     device: torch.device,
 ) -> Row | None:
-    """Return the row that holds each prompt once; None where there are as many prompts as sequences.
+    """Return the row that holds each prompt once; None if there are as many prompts as sequences.
 
-    With `routed_BTX`, what sequences say of their experts, a prompt whose tokens went elsewhere is another one.
+    `routed_BTX` has the experts of each token. A prompt with tokens at other experts is a different prompt.
     """
     # Sequences that share theirs with no other have numbers that no prompt has. Nothing predicts the very first token,
     # so it belongs to the prompt whatever the response is.
@@ -423,9 +429,9 @@ def _shared(
 
 
 def prompts_of(batch: Batch, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the prompt of each of these sequences, as numbers that are equal where the prompt is, and its length."""
+    """Return a number for the prompt of each of these sequences, equal for equal prompts, and the prompt's length."""
     prompt_S, lengths_S = batch.prompt_S, batch.prompt_lengths_S
-    alone = int(prompt_S.max(initial=0)) + 1  # from here on, numbers that no prompt has
+    alone = int(prompt_S.max(initial=0)) + 1  # numbers from here on belong to no prompt
     numbers = [
         row if row == EMPTY_ROW else prompt_S[row] if prompt_S[row] != NO_PROMPT else alone + row for row in rows
     ]
@@ -437,7 +443,7 @@ def prompts_of(batch: Batch, rows: Sequence[int]) -> tuple[NDArray[np.int64], ND
 def _told_apart(
     prompt_B: NDArray[np.int64], lengths_B: NDArray[np.int64], routed_BTX: NDArray[np.uint8]
 ) -> NDArray[np.int64]:
-    """Return other numbers of prompts, equal where the prompt is and its tokens went to the same experts."""
+    """Return new numbers of prompts, equal for equal prompts with tokens at the same experts."""
     firsts: dict[tuple[int, bytes], int] = {}
     return np.array(
         [
@@ -449,7 +455,7 @@ def _told_apart(
 
 
 def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: Batch, rows: Sequence[int]) -> None:
-    """Write a micro-batch's padded values back to where their tokens lie in the ragged batch."""
+    """Write a micro-batch's padded values back to the positions of their tokens in the ragged batch."""
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
     padded = values_BT.detach().cpu().numpy()
     for values, row in zip(padded, rows, strict=True):
@@ -467,9 +473,9 @@ def pack_row(
     row_divisible_by: int,
     device: torch.device,
 ) -> Row:
-    """Lay the sequences end to end, every segment a multiple of `divisible_by` long, and the row of both.
+    """Lay the sequences end to end. The length of each segment, and of the row, is a multiple of its divisor.
 
-    Sequences of length zero have no segment. A row of nothing at all is one segment of padding.
+    Sequences of length zero have no segment. An empty row is one segment of padding.
     """
     segments_B = -(-lengths_B // divisible_by) * divisible_by
     firsts_B = np.cumsum(segments_B) - segments_B
@@ -509,10 +515,10 @@ def share_prompts(
     divisible_by: int,
     device: torch.device,
 ) -> Row:
-    """Lay padded samples out as one row, its length a multiple of `divisible_by`.
+    """Lay padded samples out as one row, with a length that is a multiple of `divisible_by`.
 
-    Rows of equal `prompt_B` begin with the same `prompt_lengths_B` tokens. What comes after the last token that
-    predicts a counted one is left out, and so is a sample where nothing counts.
+    Rows of equal `prompt_B` begin with the same `prompt_lengths_B` tokens. Tokens after the last one that predicts a
+    valid token are left out, and so are samples without valid tokens.
     """
     num_samples, width = counted_BT.shape
     last_B = np.where(counted_BT.any(axis=1), width - 1 - counted_BT[:, ::-1].argmax(axis=1), 0)
@@ -543,7 +549,7 @@ def share_prompts(
 
 
 def _owners(prompt_B: NDArray[np.int64], counts_B: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return, for each sample, the first one of the same prompt where something counts; itself if there is none."""
+    """Return for each sample the first one of the same prompt with valid tokens; itself if there is none."""
     owners: dict[int, int] = {}
     for row, (prompt, counts) in enumerate(zip(prompt_B.tolist(), counts_B.tolist(), strict=True)):
         if counts:

@@ -1,4 +1,4 @@
-"""Load Hugging Face models for training, or make new ones from a configuration and a seed."""
+"""Loading of Hugging Face models for training, and new models from a configuration and a seed."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _CLASSIFIERS: dict[Head, Any] = {
     "value": transformers.AutoModelForTokenClassification,
     "score": transformers.AutoModelForSequenceClassification,
 }
-"""Of models whose head gives one number."""
+"""Heads of models that give one number."""
 _SCALAR: dict[Head, str] = {"value": "value model", "score": "reward model"}
 _ENTROPY_ROWS = 1024
-"""Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
+"""Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
 
 def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
-    """Return the causal language model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
+    """Return the causal language model in folder `source` (or with that Hub name), on the CPU, in `dtype`.
 
-    A folder with a configuration and no weights is what `settings.new_model` leaves behind: its weights are drawn with
-    that section's seed, the same on every rank. Dropout is off. Raises `ModelError`.
+    A folder with a configuration and no weights comes from `settings.new_model`. Its weights are drawn with that
+    section's seed, and are the same on every rank. Dropout is off. Raises `ModelError`.
     """
     transformers.utils.logging.disable_progress_bar()
     folder = Path(source)
-    if (why := why_no_model(folder)) is not None:  # transformers would read them as a model of its own kind
+    if (why := why_no_model(folder)) is not None:  # transformers would read them as one of its own models
         raise ModelError(why)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_model(folder, settings, dtype)
@@ -68,14 +68,14 @@ def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
 
 
 def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: Head) -> Any:
-    """Return the value or reward model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
+    """Return the value or reward model in folder `source` (or with that Hub name), on the CPU, in `dtype`.
 
-    It is Transformers' token or sequence classifier with one label; either can begin as the other. Of a language model
-    it takes all but the output layer; what a head lacks begins with zeros, and so do all values (Huang et al. 2024,
-    arXiv:2403.17031). `settings` says how to make a model that has no weights yet. Raises `ModelError`.
+    It is Transformers' token or sequence classifier with one label. Either can begin as the other, or as a language
+    model without its output layer. Missing weights of a head begin with zeros, and so do all values (Huang et al. 2024,
+    arXiv:2403.17031). `settings` describes a model that has no weights yet. Raises `ModelError`.
     """
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # it warns of a head that has to be trained, which it will be
+    transformers.utils.logging.set_verbosity_error()  # it warns of an untrained head, which is about to be trained
     folder = Path(source)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_scalar_model(folder, settings, dtype, head)
@@ -101,12 +101,12 @@ def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: He
 
 
 def _scores_of_positions(model: Any, **inputs: Any) -> SequenceClassifierOutputWithPast:
-    """Run a sequence classifier for the scores of all positions, of which it would itself take one a row."""
+    """Run a sequence classifier for the scores of all positions. By itself it would return one for each row."""
     return SequenceClassifierOutputWithPast(logits=model.score(model.base_model(**inputs).last_hidden_state))
 
 
 def scalar_head(model: Any) -> torch.nn.Linear:
-    """Return the layer that makes one number of a hidden state. Raises `ModelError`."""
+    """Return the layer that makes one number from a hidden state. Raises `ModelError`."""
     head = getattr(model, SCALAR_HEAD, None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
         raise ModelError(f"{type(model).__name__} has no layer {SCALAR_HEAD!r} that makes one number of a hidden state")
@@ -118,7 +118,7 @@ def without_weights(
 ) -> Any:
     """Return the model of a checkpoint as its configurations describe it, without memory for weights.
 
-    `head` is what it is to have on top, whatever the checkpoint has. Raises `ModelError`.
+    It has the given `head`, whatever the checkpoint has. Raises `ModelError`.
     """
     kind = _CLASSIFIERS.get(head, transformers.AutoModelForCausalLM)
     try:
@@ -126,7 +126,7 @@ def without_weights(
         settings = load_config(source, overrides, **labels)
         with torch.device("meta"):
             model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever its readers raise
+    except Exception as error:  # the library passes on any error of its readers
         raise ModelError(f"cannot read the configuration of {source!r}: {error}".split("\n")[0]) from error
     with suppress(OSError):  # many checkpoints have none
         model.generation_config = transformers.GenerationConfig.from_pretrained(source)
@@ -134,23 +134,23 @@ def without_weights(
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers that repeat: each is sharded, and recomputed, as a unit."""
+    """Return the repeated layers. Each is sharded, and recomputed, as a unit."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Recompute each layer's activations in the backward pass. Before sharding, whose hooks must stay outside."""
+    """Recompute each layer's activations in the backward pass. Call this before sharding, to keep its hooks outside."""
     for layer in decoder_layers(model):
-        # Nothing in a layer is random, because dropout is off.
+        # Dropout is off, so nothing in a layer is random.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @torch.no_grad()
 def has_linear_head(model: Any) -> bool:
-    """Tell whether a whole model's logits are its last hidden states times the weight of its output layer.
+    """Tell whether a model's logits are its last hidden states times the weight of its output layer.
 
-    The model is asked, not its name: what comes out must be the very thing that the output layer gave, which is no
-    tensor here. A model that scales its logits, be it by 1, fails to.
+    The model is tried out: its output layer returns an object that is not a tensor, and this very object must come out.
+    A model that scales its logits, even by 1, fails.
     """
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
@@ -166,33 +166,33 @@ def has_linear_head(model: Any) -> bool:
 
 
 class _Task(NamedTuple):
-    """What a head is asked."""
+    """The arguments of a head."""
 
     predictor_K: torch.Tensor
-    """The tokens whose hidden states it takes."""
+    """The tokens that it takes hidden states of."""
     target_K: torch.Tensor
-    """Those that they predict."""
+    """The tokens that these predict."""
     others_KN: torch.Tensor | None
-    """Others that are scored in the place of each; None for none."""
+    """Other tokens that are scored in the place of each; None for none."""
 
     def take(self, is_taken_K: torch.Tensor) -> _Task:
-        """Return the task for some of the tokens."""
+        """Return the arguments for some of the tokens."""
         others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
         return _Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
 
 
 class Scorer:
-    """What a model says of tokens, computed only where they count: its head sees only what comes before such a token.
+    """A model's scores of valid tokens. Its head sees only the positions before such tokens.
 
-    What it says is a tuple of numbers, or rows of numbers, of each of them.
+    The scores of each token are a tuple of numbers, or of rows of numbers.
     """
 
     def __init__(
         self, model: Any, head: Any, context: dist.ProcessGroup | None, replay: RoutingReplay | None = None
     ) -> None:
-        """Begin, with a model that is sharded already; `context`: the ranks that share each sequence with this one.
+        """Take a model that is already sharded; `context` are the ranks that share each sequence with this one.
 
-        `replay` is told where the tokens of each micro-batch go.
+        `replay` is given the experts of the tokens of each micro-batch.
         """
         self.model = model
         self._context = context
@@ -203,9 +203,9 @@ class Scorer:
         head.register_forward_pre_hook(self._pick)
 
     def __call__(self, batch: MicroBatch) -> Any:
-        """Return what the model says of the tokens, ``[B, T]`` or ``[B, T, N]`` each, zero where nothing counts.
+        """Return the model's scores, ``[B, T]`` or ``[B, T, N]`` each, zero for tokens that are not valid.
 
-        Position ``t`` holds what it says of token ``t`` given the tokens before it.
+        Position ``t`` holds the score of token ``t`` given the tokens before it.
         """
         counted_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
@@ -225,9 +225,9 @@ class Scorer:
         return kind(*(placed(each_K, counted_BT) for each_K in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return what the model takes, and its token that predicts each counted one, -1 where another rank has that.
+        """Return the model's inputs, and the token that predicts each valid one, -1 if another rank has that.
 
-        There is no attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
+        There is no attention mask: attention is causal, and a mask would rule out the fast kernels.
         """
         if self._context is not None:
             return inputs_of_share(batch, self._context)
@@ -241,7 +241,7 @@ class Scorer:
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
 
     def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return where the tokens go that `_inputs` gives the model; None where that is not known of any."""
+        """Return the experts of the tokens that `_inputs` gives the model; None if they are unknown for all."""
         experts_BTLK, row = batch.routed_experts_BTLK, batch.row
         if experts_BTLK is None:
             return None
@@ -250,7 +250,7 @@ class Scorer:
         return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
 
     def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
-        """Return what the model says of the targets."""
+        """Return the model's scores of the targets."""
         raise NotImplementedError
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -260,10 +260,10 @@ class Scorer:
 class TokenScorer(Scorer):
     """Log-probabilities and entropies of a language model, at the sampling temperature.
 
-    The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
-    token. Where it is nothing but a matrix product, it gives their scores in place of logits, which never all exist at
-    once: in its own forward pass, because there a sharded weight is whole. Where tensor parallelism has cut it, each
-    rank works on its own rows.
+    With a large vocabulary the output layer is the most expensive one, so it sees only the positions that predict a
+    valid token. If it is only a matrix product, it returns their scores in place of logits, which then never all exist
+    at once. This happens in its own forward pass, because a sharded weight is whole there. If tensor parallelism has
+    divided it, each rank works on its own rows.
     """
 
     def __init__(
@@ -276,10 +276,10 @@ class TokenScorer(Scorer):
         learns_entropy: bool = False,
         replay: RoutingReplay | None = None,
     ) -> None:
-        """Begin, as any scorer; raise `ModelError` where the model is cut so that it cannot be scored.
+        """Begin, as any scorer. Raise `ModelError` if the model is divided so that it cannot be scored.
 
-        `linear_head`: what `has_linear_head` said of it before it was sharded. `learns_entropy`: whether the entropy
-        has a gradient.
+        `linear_head` is the result of `has_linear_head` before sharding, `learns_entropy` whether the entropy has a
+        gradient.
         """
         self._temperature, self._learns_entropy = temperature, learns_entropy
         self._gives_logits = not linear_head
@@ -330,7 +330,7 @@ class TokenScorer(Scorer):
 
 
 class TopScorer(TokenScorer):
-    """The likeliest tokens of a language model and their logits, in the same way."""
+    """Scores a language model's likeliest tokens and their logits in the same way."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class TopScorer(TokenScorer):
         linear_head: bool,
         context: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begin, as a scorer of tokens; `num`: of the likeliest."""
+        """Begin, as a scorer of tokens; `num` is the number of likeliest tokens."""
         super().__init__(model, temperature, linear_head=linear_head, context=context)
         self._num = num
 
@@ -355,7 +355,7 @@ class TopScorer(TokenScorer):
 
 
 class ScalarScorer(Scorer):
-    """The values of tokens: what `scalar_head` makes of the hidden state from which each was predicted."""
+    """The values of tokens: the output of `scalar_head` for the hidden state that predicts each."""
 
     def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
         """Begin, as any scorer."""
@@ -379,7 +379,7 @@ def _scores_of_logits(logits_KV: torch.Tensor, task: _Task, *, learns_entropy: b
 def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
     parts = []
     for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):
-        # A token ruled out has logit -inf and adds nothing.
+        # A token that is ruled out has logit -inf and adds nothing.
         parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
     return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)
 
@@ -392,7 +392,7 @@ def _has_weights(folder: Path) -> bool:
 def _as_model_error(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the library raises whatever its readers raise
+    except Exception as error:  # the library passes on any error of its readers
         raise ModelError(f"{what}: {error}".split("\n")[0]) from error
 
 
@@ -427,7 +427,7 @@ def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
 
 
 def _new_scalar_model(folder: Path, settings: Model, dtype: torch.dtype, head: Head) -> Any:
-    """Return one whose layers are those of the language model that is made of the same folder."""
+    """Return a scalar model with the layers of the language model that is made from the same folder."""
     language_model = _new_model(folder, settings, dtype)
     with _as_model_error(f"cannot make a {_SCALAR[head]} of {str(folder)!r}"):
         described = load_config(str(folder), settings.hf_config_overrides, num_labels=1)

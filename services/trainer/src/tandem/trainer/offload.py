@@ -1,4 +1,4 @@
-"""Offload tensors: their bytes wait in host memory, and the tensors stay, empty."""
+"""Offloading of tensors: their bytes wait in host memory, and the tensors stay, empty."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from tandem.trainer import shards
 
 _SMALLEST_PART = 1 << 20
-"""Bytes of pinned memory below which nothing is cut: copies cost more than what rounding wastes."""
+"""Bytes of pinned memory below which nothing is divided, as copies cost more than rounding wastes."""
 
 
 def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
-    """Return this rank's parts of the tensors of an optimizer's state that lie on a kind of device."""
+    """Return this rank's tensors of an optimizer's state on a kind of device."""
     values = (value for state in optimizer.state.values() for value in state.values())
     tensors = [shards.local_of(value) for value in values if isinstance(value, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == device.type]
@@ -22,7 +22,7 @@ def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[tor
 class Offloaded:
     """Storages of tensors without their memory. Nothing may read or write the tensors until `reload`.
 
-    Whoever holds the tensors, an optimizer for example, notices nothing: they are the same objects afterwards.
+    An owner of the tensors, such as an optimizer, notices nothing: they are the same objects afterwards.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -36,7 +36,7 @@ class Offloaded:
             torch.cuda.empty_cache()  # otherwise it stays with this process
 
     def reload(self) -> None:
-        """Take the memory again and copy the bytes back."""
+        """Take the memory again, and copy the bytes back."""
         for storage, parts in self._held:
             sizes = [host.nbytes for host in parts]
             storage.resize_(sum(sizes))
@@ -60,7 +60,7 @@ def _copies_on_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
 
 
 def _pinned_sizes(num_bytes: int) -> list[int]:
-    """Cut a size into powers of two, and the rest: torch rounds each block of pinned memory up to one."""
+    """Divide a size into powers of two and a rest, because torch rounds each block of pinned memory up to one."""
     sizes = []
     while num_bytes > _SMALLEST_PART:
         sizes.append(1 << (num_bytes.bit_length() - 1))

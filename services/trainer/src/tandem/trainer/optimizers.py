@@ -1,4 +1,4 @@
-"""Make optimizers and schedules by the dotted path of their class, as NeMo-RL names them."""
+"""Optimizers and schedules by the dotted path of their class, as NeMo-RL names them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the ``optimizer`` of a model's section over `parameters`.
 
-    Where the configuration chooses neither ``fused`` nor ``foreach`` and the class has a fused implementation, that one
-    is used. Raises `ConfigError`.
+    If the configuration sets neither ``fused`` nor ``foreach``, and the class has a fused implementation, that is used.
+    Raises `ConfigError`.
     """
     made = _class_of(settings.name, torch.optim.Optimizer, f"{section}.optimizer.name")
     kwargs = dict(settings.kwargs)
@@ -36,7 +36,7 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Build the ``scheduler`` of a model's section.
 
-    None keeps the learning rate, one is used as it is, several follow each other. Raises `ConfigError`.
+    No schedule keeps the learning rate, one is used as it is, several follow each other. Raises `ConfigError`.
     """
     schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
     milestones: list[int] = []
@@ -55,13 +55,12 @@ def make_scheduler(
 
 
 def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
-    """Take a schedule `num_steps` optimizer steps on.
+    """Advance a schedule by `num_steps` optimizer steps.
 
-    A schedule is a function of the number of steps alone, so a new one brought to the same step stands exactly where
-    the old one stood.
+    A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
     """
     with warnings.catch_warnings():
-        # torch warns of steps without optimizer steps, which is what a replay is, and of its own use of `epoch`.
+        # torch warns of steps without optimizer steps, as in a replay, and of its own use of `epoch`.
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(num_steps):
             scheduler.step()

@@ -1,7 +1,7 @@
-"""Rollout routing replay in transformers' models: tokens go to the experts that the engine chose.
+"""Rollout routing replay in Transformers' models: tokens go to the experts that the engine chose.
 
-Routers score all experts as ever, and gates are what they make of the scores of those that are given
-(`tandem.common.routers`): R3, Ma et al. 2025, arXiv:2510.11370, equation 8. Where nothing is given, the router chooses.
+Routers score all experts as usual, and compute gates from the scores of the given experts (`tandem.common.routers`):
+R3, Ma et al. 2025, arXiv:2510.11370, equation 8. For tokens without given experts, the router chooses.
 
 Shapes: ``B`` rows of ``T`` positions of a micro-batch, or one row of ``N`` tokens that its model takes; ``L`` layers,
 ``K`` experts a token.
@@ -18,19 +18,18 @@ class RoutingReplay:
     """The routers of one model. Raises `ModelError` for a model that has none."""
 
     def __init__(self, model: torch.nn.Module, part: tuple[int, int] = (0, 1)) -> None:
-        """Begin, with a model that is sharded already.
+        """Take a model that is already sharded.
 
-        `part`: of how many equal parts of each row its layers see which one, where ranks share the sequence between
-        layers.
+        `part` has the index and the number of the equal parts of each row, if ranks share the sequence between layers.
         """
         self._part = part
         self._experts: torch.Tensor | None = None
         intercept(model, self._given)
 
     def give(self, experts_BTLK: torch.Tensor | None) -> None:
-        """Say where the tokens of the next forward pass go, and of the backward pass that may follow it.
+        """Set the experts of the tokens in the next forward pass, and in the backward pass that may follow it.
 
-        They are those that the model takes, -1 where it is to choose itself, as it does everywhere without any.
+        They are for the tokens that the model takes, -1 where it chooses itself. With None it chooses everywhere.
         """
         self._experts = experts_BTLK
         if experts_BTLK is not None and self._part[1] > 1:
@@ -44,6 +43,6 @@ class RoutingReplay:
 
 
 def of_row(experts_BTLK: torch.Tensor, source_N: torch.Tensor) -> torch.Tensor:
-    """Return the experts ``[1, N, L, K]`` of a row whose tokens are these of all positions; -1 where it has padding."""
+    """Return the experts ``[1, N, L, K]`` of a row with tokens from these positions; -1 in the padding."""
     experts_NLK = experts_BTLK.flatten(0, 1)[source_N.clamp(min=0)]
     return experts_NLK.masked_fill((source_N < 0)[:, None, None], -1)[None]

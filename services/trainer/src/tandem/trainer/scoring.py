@@ -1,9 +1,9 @@
 """Log-probabilities of tokens straight from hidden states, without all logits at once.
 
-With a large vocabulary the logits of a long row are the largest tensor of a training step. Here they are computed some
-at a time, forward and, again, backward. Where the output layer is spread over tensor-parallel ranks, each works on its
-own rows of it, and only numbers of one a token travel (Megatron-LM's cross entropy; Shoeybi et al. 2019,
-arXiv:1909.08053, section 3).
+With a large vocabulary, the logits of a long row are the largest tensor of a training step. Here they are computed in
+chunks, in the forward pass and again in the backward pass. If the output layer is spread over tensor-parallel ranks,
+each works on its own rows, and only single numbers for each token are exchanged (Megatron-LM's cross entropy; Shoeybi
+et al. 2019, arXiv:1909.08053, section 3).
 
 Shapes: ``K`` scored tokens, ``R`` of them at a time; ``N`` tokens scored in the place of each; ``H`` hidden dimensions;
 ``V`` rows of the output layer that this rank holds, ``C`` of them at a time.
@@ -18,67 +18,67 @@ import torch
 import torch.distributed as dist
 
 _LOGITS = 2**26
-"""Logits that may exist at once unless the caller says otherwise: 256 MiB of float32."""
+"""Logits that may exist at once unless the caller sets a number: 256 MiB of float32."""
 
 _CACHED = 2**17
-"""Logits that stay in the cache of a core of a CPU from one operation on them to the next: 512 KiB of float32."""
+"""Logits that stay in the cache of a CPU core between operations: 512 KiB of float32."""
 
 _NEVER = -1e30
-"""The logit of what is no token: its probability is zero, and zero times this is not NaN, as with infinity."""
+"""The logit of padding. Its probability is zero, and zero times this is not NaN, unlike with infinity."""
 
 
 class TokenScores(NamedTuple):
-    """What a policy says of tokens: of each a number, float32."""
+    """A policy's scores of tokens: float32, one number for each."""
 
     logprobs: torch.Tensor
-    """Of the token, with gradient."""
+    """Log-probability of the token, with gradient."""
     entropy: torch.Tensor
-    """Of the distribution it was drawn from, without."""
+    """Entropy of the distribution that it was drawn from, without gradient."""
     is_likeliest: torch.Tensor
-    """One where no token had a larger logit, else zero."""
+    """One if no token had a larger logit, else zero."""
 
 
 class TokenValues(NamedTuple):
-    """What a value model says of tokens: of each a number, float32."""
+    """A value model's scores of tokens: float32, one number for each."""
 
     values: torch.Tensor
-    """What is expected, before the token is made, of the rest of its response; with gradient."""
+    """Expected rest of the response's return, before the token; with gradient."""
 
 
 class StudentScores(NamedTuple):
-    """What a policy says of tokens, and of others that might stand in their places; float32."""
+    """A policy's scores of tokens, and of other tokens in their places; float32."""
 
     logprobs: torch.Tensor
-    """Of the token, with gradient."""
+    """Log-probability of the token, with gradient."""
     entropy: torch.Tensor
-    """Of the distribution it was drawn from, with gradient if that was asked for."""
+    """Entropy of the distribution that it was drawn from, with gradient if requested."""
     is_likeliest: torch.Tensor
-    """One where no token had a larger logit, else zero."""
+    """One if no token had a larger logit, else zero."""
     others: torch.Tensor
-    """Log-probabilities of the others, ``N`` of each token, with gradient."""
+    """Log-probabilities of the ``N`` other tokens at each position, with gradient."""
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens in the place of each token, ``N`` of each, the likeliest first."""
+    """The ``N`` likeliest tokens at each position, the likeliest first."""
 
     logits: torch.Tensor
-    """float32, over the temperature."""
+    """float32, divided by the temperature."""
     token_ids: torch.Tensor
     """int32."""
 
 
 Scores = TokenScores | TokenValues | StudentScores | TopTokens
-"""A model's scores of tokens; a column of them has one of these (`tandem.config.schema.columns.Column.number`)."""
+"""A model's scores of tokens. A column of scores has one of these (`tandem.config.schema.columns.Column.number`)."""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows of an output layer this rank holds; the others of the group hold the rest."""
+    """The rows of an output layer that this rank holds. The others of the group hold the rest."""
 
     group: dist.ProcessGroup
     first_row: int
     """The token of this rank's first row."""
     num_rows: int
-    """Tokens of the whole vocabulary: rows from this one on are padding."""
+    """Tokens of the whole vocabulary. Rows from this one on are padding."""
 
 
 def score_tokens(
@@ -92,14 +92,14 @@ def score_tokens(
     others_KN: torch.Tensor | None = None,
     learns_entropy: bool = False,
 ) -> TokenScores | StudentScores:
-    """Return the scores of the targets: `StudentScores` where others are scored in their places, too.
+    """Return the scores of the targets: `StudentScores` if others are scored in their places, too.
 
     The distributions are ``softmax(hidden_KH @ weight_VH.T / temperature)``, computed in float32 from logits of the
-    inputs' type. At most `chunk` times ``V`` logits exist at once; where that is fewer than all, backward computes them
-    again, and where it is not, it uses up what forward kept, so that a second backward is an error. With `vocabulary`,
-    every rank of its group passes the same ``hidden_KH`` and tokens and gets the same scores; the gradient of
-    ``hidden_KH`` is already summed over the group. That of the entropy (`learns_entropy`) costs another pass over the
-    probabilities.
+    inputs' type. At most `chunk` times ``V`` logits exist at once. If these are not all, the backward pass computes
+    them again. If they are, it uses up those of the forward pass, so that a second backward pass is an error. With
+    `vocabulary`, every rank of its group passes the same ``hidden_KH`` and tokens and gets the same scores. The
+    gradient of ``hidden_KH`` is already summed over the group. The gradient of the entropy (`learns_entropy`) costs
+    another pass over the probabilities.
     """
     chunk = _rows_at_once(weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
@@ -125,9 +125,9 @@ def top_tokens(
     vocabulary: VocabularyShard | None = None,
     chunk: int | None = None,
 ) -> TopTokens:
-    """Return the `num` likeliest tokens in each place, with arguments as `score_tokens` has them.
+    """Return the `num` likeliest tokens at each position, with the arguments of `score_tokens`.
 
-    Each rank of a vocabulary's group finds those of its own rows, and the best of them all are the result.
+    Each rank of a vocabulary's group finds those of its own rows, and the best of all are the result.
     """
     chunk = _rows_at_once(weight_VH) if chunk is None else chunk
     first, num_tokens = _own_tokens(weight_VH, vocabulary)
@@ -152,7 +152,7 @@ def top_of_logits(logits_KV: torch.Tensor, num: int) -> TopTokens:
 
 
 def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
-    """Return numbers, or rows of them, where they belong, in order, and zeros elsewhere."""
+    """Place numbers, or rows of them, at the given positions in order, with zeros elsewhere."""
     rows = values_K.shape[1:]
     zeros = torch.zeros((*is_there.shape, *rows), dtype=values_K.dtype, device=is_there.device)
     return zeros.masked_scatter(is_there.view(*is_there.shape, *(1 for _ in rows)), values_K)
@@ -163,21 +163,21 @@ def _rows_at_once(weight_VH: torch.Tensor) -> int:
 
 
 def _own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
-    """Return the first token of this rank's rows, and how many of them are tokens: none where all are padding."""
+    """Return the first token of this rank's rows, and the number of them that are not padding."""
     num_rows = weight_VH.shape[0]
     first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
     return first, max(0, min(num_rows, size - first))
 
 
 def _of_all_ranks(values_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the columns of all ranks side by side; all have as many rows of the output layer, and so as many."""
+    """Return the columns of all ranks side by side. All ranks have equally many."""
     parts = [torch.empty_like(values_KN) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values_KN.contiguous(), group=group)
     return torch.cat(parts, dim=1)
 
 
 class _Scores(torch.autograd.Function):
-    """Forward goes over the tokens, a chunk at a time; backward over the vocabulary.
+    """The scoring function. Forward goes over the tokens in chunks, and backward over the vocabulary.
 
     So each row of the weight's gradient is the result of one matrix product, not a sum of rounded ones.
     """
@@ -233,7 +233,7 @@ class _Scores(torch.autograd.Function):
         )
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.num_tokens, ctx.chunk, ctx.learns_entropy = num_tokens, chunk, learns_entropy
-        is_likeliest_K = (logit_KN[:, 0] == 0.0).float()  # relative to the largest, which it is then
+        is_likeliest_K = (logit_KN[:, 0] == 0.0).float()  # relative to the largest, so zero for that one
         ctx.mark_non_differentiable(is_likeliest_K, *(() if learns_entropy else (entropy_K,)))
         return logit_KN - log_sum_K[:, None], entropy_K, is_likeliest_K
 
@@ -257,7 +257,7 @@ class _Scores(torch.autograd.Function):
             if exp_KV is None:
                 exp_KC = _logits(hidden_KH, weight_CH, ctx.temperature).sub_(max_K[:, None]).exp_()
             else:
-                exp_KC = exp_KV[:, columns]  # changed in place: the largest tensor of a step exists once
+                exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once
             # The gradient of log p[token] by the logits: one-hot(token) - p.
             if of_entropy_K is None:
                 grad_KC = exp_KC.mul_((spread_K * scale_K)[:, None])
@@ -279,7 +279,7 @@ class _Scores(torch.autograd.Function):
 def _with_entropy(
     p_KC: torch.Tensor, spread_K: torch.Tensor, of_entropy_K: torch.Tensor, entropy_K: torch.Tensor
 ) -> torch.Tensor:
-    """Return what each logit's gradient is, but for the tokens' own: that of the entropy is ``-p (log p + entropy)``.
+    """Return each logit's gradient, except for the tokens' own. That of the entropy is ``-p (log p + entropy)``.
 
     ``p log p`` is zero where ``p`` is.
     """
@@ -288,10 +288,10 @@ def _with_entropy(
 
 
 def _sums(logits_RV: torch.Tensor, row_RN: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return, by token, the largest logit and, relative to it, what the scores are made of.
+    """Return for each token the largest logit and, relative to it, the terms of the scores.
 
-    With ``x`` the logits less their largest, ``[3 + N, R]`` holds that largest, the sums of ``exp(x)`` and
-    ``x exp(x)``, and ``x`` of the rows ``row_RN``. In the place of the logits are the exponentials then.
+    With ``x`` the logits minus their largest, ``[3 + N, R]`` holds that largest, the sums of ``exp(x)`` and ``x
+    exp(x)``, and ``x`` at the rows ``row_RN``. The logits are overwritten with the exponentials.
     """
     logits_RV[:, num_tokens:] = _NEVER
     size = len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1]

@@ -1,11 +1,11 @@
 """The trainer service: one rank. Batches in, weight versions out.
 
-It consumes orders from the coordinator, and the samples to train on from the rollouts that made them; it produces new
-weights in memory that engines read in place. During an order it waits for the rollouts, at most `_FETCH_SHARE` of the
-order's deadline, and for the other ranks, inside collective operations whose timeout is that deadline. Between orders
-it touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that
-follow; another thread writes the log-probabilities of what was trained on to the record of samples.
-Where generation and training are colocated, the state of optimizers leaves the device between orders.
+It takes commands from the coordinator, and training samples from the rollouts that made them. It produces new weights
+in memory that engines read in place. During a command it waits for the rollouts, at most `_FETCH_SHARE` of the
+command's deadline, and for the other ranks, inside collective operations with that deadline as their timeout. Between
+commands it touches no weight. A checkpoint is copied during a command, and a thread writes the copy during later ones.
+Another thread writes the log-probabilities of the trained tokens to the rollout log. If generation and training are
+colocated, optimizer states leave the device between commands.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ if TYPE_CHECKING:
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
 """Layout of a process that does not hold the policy."""
 _FETCH_SHARE = 0.25
-"""Longest time that fetching samples may take, as a share of the training step's deadline."""
+"""The longest time for fetching samples, as a share of the training step's deadline."""
 
 
 class TrainerService:
-    """One rank's answers to the coordinator."""
+    """The replies of one rank to the coordinator."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -91,7 +91,7 @@ class TrainerService:
         self._rank = data_parallel_ranks(member.config)[member.index] if self._world.has_policy else NO_RANK
         self._store: TCPStore | None = None
         self._exchange: Exchange | None = None
-        """With trainers that hold other models; None where all hold the same."""
+        """The exchange with trainers of other models; None if all hold the same."""
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
@@ -100,12 +100,12 @@ class TrainerService:
         self._memory = MemoryMeter()
         self._gpus = GpuMonitor(member.config.logger)
         self._writing: Writing | None = None
-        """The last checkpoint."""
+        """The last checkpoint that is being written, or was."""
         self._recorder: LogprobRecorder | None = None
-        """None where no log-probabilities are recorded, or another rank of the model-parallel group does it."""
+        """None if no log-probabilities are logged, or another rank of the model-parallel group logs them."""
 
     def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
-        """Carry out one order and reply."""
+        """Carry out one command and reply."""
         match order:
             case OpenRendezvous():
                 with self._member.phase("opening the rendezvous"):
@@ -135,11 +135,11 @@ class TrainerService:
                 assert_never(other)
 
     def work(self) -> bool:
-        """Go on attesting a version; the weights hold still until the next `Train`."""
+        """Continue to take the digests of a version. The weights do not change until the next `Train`."""
         return self._endpoint is not None and self._endpoint.work()
 
     def close(self) -> None:
-        """Leave the meshes and the process group."""
+        """Leave the transfer groups and the process group."""
         self._gpus.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -156,16 +156,16 @@ class TrainerService:
         self._store = None
 
     def _table(self, order: Train | Evaluate, arrays: Arrays) -> Batch:
-        """Return the table that came with an order. Raises `WireError`, which names the array, if it is malformed."""
+        """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
-            # Arrays with a number for each sequence; the rest are the tokens of a data set.
+            # Arrays with one number for each sequence. The rest are the tokens of a data set.
             table = Batch.from_frames(
                 {name: array for name, array in arrays.items() if name.endswith("_S")},
                 TABLE,
                 self._config.table_columns,
                 sources=sorted(order.sources),
             )
-            # Where what was cut off does not count, all of a step may be.
+            # If truncated samples do not count, a step may have no valid token.
             table.check_table(num_ranks=self._config.data_parallel_size, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
             if num_parts not in (0, len(table)):
@@ -175,7 +175,7 @@ class TrainerService:
         return table
 
     def _given(self, order: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
-        """Return this rank's sequences, whose tokens came with the order. Raises `WireError`, as `_table` does."""
+        """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
@@ -191,7 +191,7 @@ class TrainerService:
 
     @contextmanager
     def _training_state(self) -> Iterator[Backend]:
-        """Have what optimizer steps need where the backend computes; after the block only if nobody else needs room."""
+        """Load what optimizer steps need onto the computing device, and offload it afterwards if others need room."""
         backend = self._built()
         backend.reload()
         try:
@@ -202,14 +202,14 @@ class TrainerService:
 
     @property
     def _takes_turns(self) -> bool:
-        """Whether this process shares its device with engines: they are where the policy is."""
+        """Whether this process shares its device with engines, which are where the policy is."""
         return self._config.takes_turns and self._world.has_policy
 
     def _open_rendezvous(self, order: OpenRendezvous) -> None:
         host = address_towards(self._member.coordinator)
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        # Handing over a listening socket binds the store to one address; by itself it would listen on all of them.
+        # A listening socket binds the store to one address. By itself it would listen on all of them.
         self._store = TCPStore(
             host,
             port,
@@ -251,7 +251,7 @@ class TrainerService:
         if torch.cuda.is_available():
             self._gpus.begin(self._member.index, 1)
         if order.samples_folder and self._member.index in scoring_trainers(self._config):
-            # Arrow has threads from its import on, and services are forked by a process that must have none.
+            # Arrow starts threads when it is imported, and services are forked by a process that must have none.
             from tandem.trainer.logprob_recorder import LogprobRecorder
 
             self._recorder = LogprobRecorder(Path(order.samples_folder), self._member.run_id, self._member.name)
@@ -335,7 +335,7 @@ class TrainerService:
         self._member.reply(order.command_id, reply)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a tensor over all trainers. Collective: all of them come to the same."""
+        """Sum a tensor over all trainers. Collective: all of them reach this."""
         if self._exchange is not None:
             return self._exchange.sum(values)
         dist.all_reduce(values)
@@ -356,7 +356,7 @@ class TrainerService:
         self._member.reply(order.command_id, reply)
 
     def _answer_written(self, order: AwaitCheckpoint, num_bytes: Future[int]) -> None:
-        """Say that the thread has written all, or could not; called by the thread, or at once if it is done."""
+        """Report that the thread has written all, or could not. Called by the thread, or at once if it is done."""
         error = num_bytes.exception()
         if error is not None:
             self._member.fail(order.command_id, error, aside=f"writing step {order.step}")
@@ -366,5 +366,5 @@ class TrainerService:
 
 
 def _may_mask_all(config: Config) -> bool:
-    """Tell whether a batch may have no token that counts: all truncated, dropped or set aside, or none made."""
+    """Tell whether a batch may have no valid token: all truncated, dropped or set aside, or none made."""
     return config.declaration.rolls_out

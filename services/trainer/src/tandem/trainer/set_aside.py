@@ -1,7 +1,7 @@
-"""Set aside rollout groups whose numbers no loss can compute with: no token of such a group counts.
+"""Setting aside of rollout groups with numbers that no loss can compute with: none of their tokens count.
 
-The numbers are an engine's, a record's, or what the loss itself makes of others. A group goes as a whole, because its
-samples are compared with each other. The other groups are trained on as if it had not been there.
+The numbers come from an engine, from a rollout log, or from the loss itself. A group is set aside as a whole, because
+its samples are compared with each other. The other groups are trained on as if it had not been there.
 
 Shapes: ``S`` sequences of the whole batch.
 """
@@ -31,7 +31,7 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 def least_logprobs(own: Batch) -> Float32s:
-    """Return the least of an engine's log-probabilities in each sequence, zero where none is below the bound."""
+    """Return an engine's least log-probability in each sequence, or zero if none is below the bound."""
     low_T = np.where(own.generation_logprobs_T < LEAST_LOGPROB, own.generation_logprobs_T, np.float32(0))
     if not len(low_T):
         return low_T
@@ -56,14 +56,14 @@ def set_aside(
     least_S: Float32s,
     add: Sum,
 ) -> SetAside:
-    """Have no group count in which an engine's log-probability is beyond the bound. Collective.
+    """Set aside the groups with a log-probability of an engine beyond the bound. Collective.
 
     Args:
         table: table of the whole batch.
         own: sequences of this rank.
         rows: places of these sequences in the table.
         least_S: least log-probability of each of these sequences, see `least_logprobs`.
-        add: adds a tensor over all trainers, of which several may have the same sequences.
+        add: adds a tensor over all trainers. Several of them may have the same sequences.
 
     """
     found = torch.zeros((len(table), 2), dtype=torch.float64)
@@ -87,7 +87,7 @@ def set_aside(
 
 
 def of_groups(wild_S: NDArray[np.bool_], table: Batch) -> NDArray[np.bool_]:
-    """Return the sequences of all groups that have one of these."""
+    """Return the sequences of all groups that contain one of these."""
     return np.isin(table.group_S, table.group_S[wild_S])
 
 
@@ -97,14 +97,14 @@ def num_groups(kept_S: NDArray[np.bool_], table: Batch) -> int:
 
 
 def set_aside_note(kept_S: NDArray[np.bool_], table: Batch) -> str:
-    """Say which groups are not trained on."""
+    """Describe the groups that are not trained on."""
     groups = sorted({*table.group_S[~kept_S].tolist()})
     names = ", ".join(map(str, groups[:10])) + (" and others" if len(groups) > 10 else "")
     return f"group {names} is set aside" if len(groups) == 1 else f"groups {names} are set aside"
 
 
 def sample_named(table: Batch, row: int, sources: Sequence[str] = ()) -> str:
-    """Name the sample that a sequence is of."""
+    """Name the sample that a sequence belongs to."""
     source = int(table.source_S[row])
     rollout = f" of {sources[source]}" if 0 <= source < len(sources) else ""
     return f"group {table.group_S[row]}, sample {table.sample_S[row]}{rollout}"
@@ -113,7 +113,8 @@ def sample_named(table: Batch, row: int, sources: Sequence[str] = ()) -> str:
 def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
     """Return the sequences of a micro-batch, by place in the shard, that make a loss or its gradient not finite.
 
-    A gradient counts as not finite where its square is not in float32. Where the loss alone is not, it is all of them.
+    A gradient counts as not finite if its square is not finite in float32. If only the loss is not, all sequences are
+    returned.
     """
     leaves = type(scores)(*(each.detach().requires_grad_(each.is_floating_point()) for each in scores))
     with torch.enable_grad():
@@ -125,7 +126,7 @@ def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
     for each in leaves:
         if each.grad is not None:
             squares_BT = each.grad.flatten(2).square().sum(dim=2) if each.grad.ndim > 2 else each.grad.square()
-            # The model is given none where no token counts.
+            # Without valid tokens, the model gets no gradient.
             found |= ~torch.where(batch.loss_mask_BT, squares_BT, 0.0).sum(dim=1).isfinite().cpu()
     if not (found.any() or value.isfinite()):
         return rows
@@ -133,7 +134,7 @@ def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return the metrics that are finite numbers, and a line that names the others."""
+    """Return the metrics that are finite, and a line that names the others."""
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     if len(finite) == len(metrics):
         return finite, ()

@@ -1,4 +1,4 @@
-"""The layout of a rank's parameters, and the memory that engines read them from."""
+"""The layout of a rank's parameters, and the memory in which engines read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WITHOUT = " (refit.keep_copy: off needs none)"
 
 
 def box_of(parameter: torch.Tensor) -> Box:
-    """Return the part of the global tensor that this rank holds; a dimension of zero elements if none."""
+    """Return the part of the global tensor that this rank holds; a box without elements if none."""
     if not isinstance(parameter, DTensor):  # whole: on the only rank there is, or a buffer
         return Box(start=(0,) * parameter.dim(), shape=tuple(parameter.shape))
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -44,9 +44,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all elements of tensors that lie on one mesh of all ranks, a float64 scalar.
+    """Return the Euclidean norm of all elements of tensors on one mesh of all ranks, as a float64 scalar.
 
-    Collective: one number travels, where torch would reduce over one axis of the mesh after the other.
+    Collective. Ranks exchange one number, whereas torch would reduce over one axis of the mesh after the other.
     """
     total, is_shared = torch.zeros((), dtype=torch.float64), False
     for tensor in tensors:
@@ -65,8 +65,8 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def share(parameters: Mapping[str, torch.Tensor]) -> None:
     """Move every shard into shared memory, in place, for good.
 
-    On the CPU only: GPU memory is opened by other processes without having been moved. Raises `ModelError` where the
-    machine's shared memory is too small, which would otherwise end the process with a bus error at the first write.
+    This is for the CPU only: other processes open GPU memory without a move. Raises `ModelError` if the machine's
+    shared memory is too small. Otherwise the first write would end the process with a bus error.
     """
     locals_ = [local_of(parameter) for parameter in parameters.values()]
     locals_ = [local for local in locals_ if local.numel() and local.device.type == "cpu"]
@@ -79,10 +79,10 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def copy_of(weights: Weights) -> Weights:
-    """Return weights of the same layout in other memory, of the same kind, which `Weights.refresh` copies into.
+    """Return weights of the same layout in other memory of the same kind, which `Weights.refresh` copies into.
 
-    What never changes stays where it is. Raises `ModelError`, which names the key that asks for it, where memory has
-    no room for it.
+    Weights that never change stay in place. Raises `ModelError`, which names the configuration key, if memory has no
+    room.
     """
     frozen = _frozen(weights.layout)
     changing = {name: storage for name, storage in weights.storages.items() if name not in frozen}
@@ -99,7 +99,7 @@ def copy_of(weights: Weights) -> Weights:
 
 
 def _frozen(layout: Layout) -> set[str]:
-    """Return the storages that hold nothing but tensors that never change."""
+    """Return the storages that hold only tensors that never change."""
     holds: dict[str, bool] = {}
     for tensor, storage in zip(layout.pieces.tensor_P.tolist(), layout.pieces.storage_P.tolist(), strict=True):
         name = layout.storages[storage].name
@@ -108,7 +108,7 @@ def _frozen(layout: Layout) -> set[str]:
 
 
 def _allocated_like(storage: torch.Tensor) -> torch.Tensor:
-    """Return as much memory of the same kind, with nothing in it; on the CPU shared at once, not moved there later."""
+    """Return as much empty memory of the same kind. On the CPU it is shared at once, not moved later."""
     try:
         if storage.device.type == "cpu":
             memory = torch.UntypedStorage._new_using_fd_cpu(storage.nbytes)
@@ -120,7 +120,7 @@ def _allocated_like(storage: torch.Tensor) -> torch.Tensor:
 
 
 def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None:
-    """Raise `ModelError` where the machine's shared memory is too small."""
+    """Raise `ModelError` if the machine's shared memory is too small."""
     status = os.statvfs(_SHARED_MEMORY)
     free = status.f_bavail * status.f_frsize
     if num_bytes > free:
@@ -129,7 +129,7 @@ def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None
 
 
 def weights_of(parameters: Mapping[str, torch.Tensor], adapters: Adapters | None = None) -> Weights:
-    """Describe this rank's shards, in the memory they lie in, where only adapters may be trained. After `share`."""
+    """Describe this rank's shards in their own memory. With adapters, only these are trained. Call `share` first."""
     devices = {local_of(parameter).device for parameter in parameters.values()}
     builder = LayoutBuilder(host_name(), device_name(devices.pop()))
     storages: dict[str, torch.Tensor] = {}
@@ -147,7 +147,7 @@ def weights_of(parameters: Mapping[str, torch.Tensor], adapters: Adapters | None
 
 
 def with_adapters(layout: Layout, adapters: Adapters | None) -> Layout:
-    """Return a layout that says which of its tensors never change, where only adapters are trained."""
+    """Return a layout that marks the tensors that never change, because only adapters are trained."""
     if adapters is None:
         return layout
     tensors = (
@@ -160,5 +160,5 @@ def with_adapters(layout: Layout, adapters: Adapters | None) -> Layout:
 
 
 def address_of(local: torch.Tensor) -> Address:
-    """Return where other processes of the host open the storage that a tensor lies in. After `share`."""
+    """Return the address at which other processes of the host open a tensor's storage. Call `share` first."""
     return shm.share(local) if local.device.type == "cpu" else cuda_ipc.share(local)

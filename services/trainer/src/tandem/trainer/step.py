@@ -1,12 +1,12 @@
-"""One training step, as any backend runs it: fill the columns that losses read, and optimize.
+"""One training step on any backend: fill the loss inputs, and optimize.
 
-Consumes the table of a batch, the same on every rank, and the sequences that this rank trains on; produces metrics of
-the whole batch, the same on every rank. It waits for the other ranks, inside the backend's collective operations, and
-for nothing else.
+It takes the table of a batch, the same on every rank, and the sequences that this rank trains on. It produces metrics
+of the whole batch, the same on every rank. It waits only for the other ranks, inside the backend's collective
+operations.
 
-Columns are filled one source after another (`Step.fillers`): by the models that score tokens, here or in other
-processes, by what the algorithm makes of their scores, and by the batch itself. What a model reads that divides the
-ranks otherwise than the policy is brought to it by `tandem.trainer.exchange`.
+Loss inputs are columns, filled one source after another (`Step.fillers`): by the models that score tokens, here or in
+other processes, by the algorithm's advantage estimator, and by the batch itself. `tandem.trainer.exchange` brings
+columns to models that divide the ranks differently from the policy.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
 
 Filled = dict[Column, NDArray[Any]]
-"""Columns of the tokens of a shard."""
+"""Columns for the tokens of a shard."""
 NUMBERS = ("num_valid_tokens", "num_valid_samples")
-"""Metrics that are no means."""
+"""Metrics that are not means."""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training step did."""
+    """The result of a training step."""
 
     metrics: dict[str, float]
-    """Means over the counted tokens of each global batch, then over the optimizer steps; equal on every rank."""
+    """Means over the valid tokens of each global batch, then over the optimizer steps; equal on every rank."""
     seconds: dict[str, float]
-    """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model
-    ``values`` and ``value_training``, of a teacher ``teacher_logprobs``."""
+    """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and ``values``,
+    ``value_training`` and ``teacher_logprobs`` with a value model or a teacher.
+    """
     has_update: bool
-    """Whether an optimizer step of the policy had a gradient and a learning rate that are not zero."""
+    """Whether an optimizer step of the policy had a nonzero gradient and learning rate."""
     notes: tuple[str, ...] = ()
-    """Which rollout groups were left out of optimizer steps that would not have been finite with them."""
+    """The rollout groups that were set aside, because optimizer steps would not have been finite with them."""
     logprobs: Callable[[], Float32s] | None = None
-    """Makes the log-probabilities of the shard's tokens under the policy as it met them, NaN where none counts; from
-    any thread. None unless they were to be kept."""
+    """Computes the log-probabilities of the shard's tokens under the policy before this step, NaN for tokens that are
+    not valid, from any thread. None unless they are to be kept.
+    """
 
 
 def train(
@@ -74,23 +76,22 @@ def train(
 ) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
-    The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
-    the policy in training, and no separate pass computes its log-probabilities unless advantages need them. A model
-    that is trained beside the policy takes its steps on the whole batch before the policy takes its own, as often as
-    the algorithm passes over the batch.
+    The previous policy of the loss's ratio is the one before the first of these steps. If there is only one step, that
+    is the policy in training, and no separate pass computes its log-probabilities unless advantages need them. Another
+    trained model takes its steps on the whole batch before the policy, as often as the algorithm passes over the batch.
 
     Args:
-        backend: of this rank.
+        backend: backend of this rank.
         whole: table of the batch, the same on every rank.
-        own: sequences that it assigns to this rank, in its order.
-        config: of the run.
+        own: sequences that the table assigns to this rank, in its order.
+        config: configuration of the run.
         trained: the models to train, in that order; None for all that the algorithm trains.
-        keeps_logprobs: whether the policy's log-probabilities of the shard's tokens are kept: those of the pass that
-            computes them, or where there is none, those that the loss has.
-        exchange: with the other trainers, where some models have processes of their own; None: all are here.
+        keeps_logprobs: whether to keep the policy's log-probabilities of the shard's tokens, from a pass of their own
+            or else from the loss.
+        exchange: the exchange with other trainers, if some models have processes of their own; None if all are here.
 
-    Rollout groups whose loss or gradient is no finite number are set aside. Raises `TrainingError` if it still is none;
-    that model's weights are then those of the optimizer step before.
+    Rollout groups with a loss or gradient that is not finite are set aside. Raises `TrainingError` if it still is not
+    finite. That model's weights are then those of the optimizer step before.
 
     """
     step = Step(backend, whole, own, config, exchange)
@@ -123,16 +124,16 @@ def evaluate(
     parts: Mapping[str, int] | None = None,
     exchange: Exchange | None = None,
 ) -> dict[str, float]:
-    """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained.
+    """Return the loss of the whole batch, its reported means and the counts of the batch, without training.
 
-    Nothing is returned where the policy is not held.
+    Nothing is returned on ranks without the policy.
 
     Args:
-        backend: of this rank.
+        backend: backend of this rank.
         whole: table of the batch, the same on every rank.
-        own: sequences that it assigns to this rank.
-        config: of the run.
-        parts: sequences of each part of the batch, in order, of which the same is returned as ``PART/METRIC``.
+        own: sequences that the table assigns to this rank.
+        config: configuration of the run.
+        parts: sequences of each part of the batch, in order. Each has the same metrics as ``PART/METRIC``.
         exchange: as for `train`.
 
     """
@@ -157,7 +158,7 @@ def evaluate(
 def _evaluated(
     backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None
 ) -> tuple[dict[str, float], int]:
-    """Return the metrics of a batch, and what its means divide by; nothing where the policy is not held."""
+    """Return the metrics of a batch and the divisor of its means; nothing on ranks without the policy."""
     step = Step(backend, whole, own, config, exchange)
     size = config.data_set_section.val_micro_batch_size
     columns = step.filled({}, size)
@@ -175,59 +176,59 @@ def _evaluated(
 
 
 class Step:
-    """One batch on this rank: the shard each model works on, the columns losses read, and the optimizer steps.
+    """One batch on this rank: the shard of each model, the loss inputs, and the optimizer steps.
 
-    Rows are those of the whole batch's table.
+    Rows refer to the whole batch's table.
     """
 
     def __init__(
         self, backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None = None
     ) -> None:
-        """Begin with the table of a batch, and the sequences that it assigns to this rank. Collective."""
+        """Take the table of a batch, and the sequences that it assigns to this rank. Collective."""
         self.backend = backend
         self.config = config
         self._exchange = None if exchange is None else BatchExchange(exchange, whole, config)
         self.shards = _shards(backend, whole, own, config, self._exchange)
         """The shard of each model that this rank holds."""
         self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
-        """Columns brought to models that divide the ranks otherwise than the policy."""
+        """Columns brought to models that divide the ranks differently from the policy."""
         self.policy_logprobs_T: Float32s | None = None
-        """Log-probabilities of the shard's tokens under the policy; None unless a pass of its own has computed them."""
+        """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
         self.metrics: dict[str, float] = {}
-        """What the making of columns tells."""
+        """Metrics from the filling of columns."""
         self.notes: list[str] = []
-        """Which groups were set aside, and why."""
+        """The groups that were set aside, with the reason."""
         self._whole = whole
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(whole.branch_S, size)
         self._num_steps = config.num_passes * len(self.global_batches)
         self._read = config.declaration.all_columns(config, self._num_steps)
-        """The columns that losses of all models read in this step."""
+        """The columns that the losses of all models read in this step."""
 
     def holds(self, model: Model) -> bool:
-        """Tell whether this rank has its part of a model."""
+        """Tell whether this rank holds a part of a model."""
         return model in self.shards
 
     @property
     def _own(self) -> Shard:
-        """The policy's shard on this rank, or where it does not hold the policy, that of its only model."""
+        """The policy's shard on this rank, or without the policy, that of its only model."""
         return next(iter(self.shards.values()))
 
     def counts(self, rows: Sequence[int]) -> Counts:
-        """Return what the means over these sequences of all ranks divide by."""
+        """Return the divisors of means over these sequences on all ranks."""
         counted = self._whole.num_counted_S[list(rows)]
         positive = int(counted[self._whole.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def numbers(self) -> dict[str, float]:
-        """Return how much there is of the whole batch."""
+        """Return the counts of the whole batch."""
         parts = [numbers_of(self.config, self.counts(rows)) for rows in self.global_batches]
         return {name: sum(part[name] for part in parts) for name in NUMBERS}
 
     def filled(self, seconds: dict[str, float], size: int | None = None) -> Filled:
-        """Return the columns that losses read, from all sources; models score in micro-batches of `size`. Collective.
+        """Return the columns that losses read, from all sources. Models score in micro-batches of `size`. Collective.
 
-        The time that models take is added to `seconds`: of one with processes of its own, that of waiting for it.
+        The time of each model is added to `seconds`; for a model with its own processes, the time of waiting for it.
         """
         columns: Filled = {}
         for name, fill in self.fillers(size):
@@ -236,7 +237,7 @@ class Step:
         return columns
 
     def fillers(self, size: int | None = None) -> Iterator[tuple[str, Callable[[Filled], Filled]]]:
-        """Go through what fills columns, in order: each is given those before it; what is timed has a name."""
+        """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
         declared = self.config.declaration
         for model in filter(self.holds, declared.scored_by(self.config, self._num_steps)):
             yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
@@ -257,7 +258,7 @@ class Step:
                 )
 
     def finished(self, columns: Filled) -> Filled:
-        """Return the columns that are made of models' scores, and those that came with the batch."""
+        """Return the columns made from models' scores, and those that came with the batch."""
         scores = _scores(columns)
         self.policy_logprobs_T = scores.get("policy")
         path, made, batch = self.config.declaration.finisher(self.config), Filled(), self._own.own
@@ -271,7 +272,7 @@ class Step:
         return made | {column: batch.of_tokens(column.name) for column in given}
 
     def _scores_of(self, model: Model, size: int | None, columns: Filled) -> Filled:
-        """Return the columns of what a model says of the shard's counted tokens; zeros elsewhere."""
+        """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere."""
         shard = self.shards[model]
         found = {column: self._nothing(column, shard) for column in self._read if column.model == model}
         for number in range(self.config.num_of(model)):
@@ -288,7 +289,7 @@ class Step:
         return self._exchange.columns(source, target, which, columns, self._own)
 
     def _leave_out(self, threshold: float, columns: Filled) -> Filled:
-        """Have no token count of sequences about which training and generation disagree by more. Collective."""
+        """Mask sequences on which training and generation differ by more than the threshold. Collective."""
         errors_S = torch.zeros(len(self._whole), dtype=torch.float64)
         own = self.shards["policy"]
         errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, _scores(columns)["policy"]))
@@ -300,7 +301,7 @@ class Step:
         return {}
 
     def _keep(self, kept_S: NDArray[np.bool_]) -> None:
-        """Have no token count of the batch's other sequences."""
+        """Mask the sequences of the batch that are not kept."""
         counted_S = self._whole.num_counted_S
         self._whole = self._whole.replace(num_counted_S=np.where(kept_S, counted_S, 0).astype(counted_S.dtype))
         for shard in self.shards.values():
@@ -313,10 +314,9 @@ class Step:
     def scored(
         self, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
     ) -> list[tuple[MicroBatch, Scores]]:
-        """Return all micro-batches of this rank, each with what a model says of it.
+        """Return all micro-batches of this rank, each with a model's scores.
 
-        Where there are several models of the name, `number` is which of them, and the batch says which sequences are
-        for it.
+        `number` selects one of several models of the same name. The batch has the sequences that belong to it.
         """
         batches: Sequence[Sequence[int]] = self.global_batches
         if self.config.num_of(model) > 1:
@@ -353,7 +353,7 @@ class Step:
         return loss, self.backend.train_step(self.micro_batches(rows, columns, model), beside(loss), model)
 
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
-        """Return this rank's micro-batches of a global batch that a model is trained on, with what its loss reads."""
+        """Return this rank's micro-batches of a global batch for a model's training, with its loss inputs."""
         shard = self.shards[model]
         return shard.laid_out(shard.training(rows), self.backend.device, self._read_by(model, columns))
 
@@ -363,7 +363,7 @@ class Step:
         return dict(zip(loss.report.names, means, strict=True))
 
     def _read_by(self, model: Model, columns: Columns) -> Columns:
-        """Return what a model's loss reads of each token of its own shard."""
+        """Return the loss inputs of a model for each token of its own shard."""
         declared = self.config.declaration
         read = {each: declared.columns_of(self.config, self._num_steps, each) for each in declared.trains}
         others = {column for found in read.values() for column in found} - set(read[model])
@@ -377,9 +377,9 @@ class Step:
         return {column: self._moved[model, column] for column in own}
 
     def _set_aside(self, rows: Sequence[int], columns: Columns, model: Model) -> bool:
-        """Have no group of these sequences count whose part of a model's loss is not finite; tell whether others do.
+        """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
 
-        Nothing changes where there are no groups, none is found, or no other is left: then it is no sample's doing.
+        Nothing changes without groups, if none is found, or if no other is left, since the cause is not a sample then.
         Collective.
         """
         if not self.config.declaration.rolls_out:
@@ -406,9 +406,9 @@ class Step:
 def _shards(
     backend: Backend, whole: Batch, own: Batch, config: Config, exchange: BatchExchange | None
 ) -> dict[Model, Shard]:
-    """Return the shard that each model held here works on, the policy's first. Collective.
+    """Return the shard of each model held here, the policy's first. Collective.
 
-    It is what the table assigns to this rank, or what another division of the ranks makes of it.
+    It is assigned by the table, or by a model's own division of the ranks.
     """
     models = config.declaration.holds(config) if exchange is None else exchange.world.models
     first = backend.replicas(models[0])
@@ -431,44 +431,44 @@ def _shards(
 
 
 def _scores(columns: Columns) -> dict[Source, Float32s]:
-    """Return the first number that each model says of the shard's tokens."""
+    """Return the first number of each model's scores of the shard's tokens."""
     return {column.source: values_T for column, values_T in columns.items() if column.model and not column.number}
 
 
 def numbers_of(config: Config, counts: Counts) -> dict[str, float]:
-    """Return the metrics that say how much there is of a batch."""
+    """Return the metrics that count a batch."""
     num_samples = counts.sequences // config.sequences_per_sample
     return {"num_valid_tokens": float(counts.tokens), "num_valid_samples": float(num_samples)}
 
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the time that the block takes to the seconds of that name."""
+    """Add the time of the block to the seconds of that name."""
     started = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 class _KeptLogprobs:
-    """Log-probabilities of a shard's tokens under the policy, kept on its device until they are asked for."""
+    """Log-probabilities of a shard's tokens under the policy, kept on its device until they are needed."""
 
     def __init__(self, batch: Batch, policy_T: Float32s | None) -> None:
-        """`policy_T` is what a pass of its own has computed, None if there was none."""
+        """Take a batch, and the log-probabilities of a separate pass, None without one."""
         self._batch = batch
         self._policy_T = policy_T
         self._scored: list[tuple[tuple[int, ...], torch.Tensor]] = []
         """Rows of the shard, and the log-probabilities of their padded tokens."""
 
     def beside(self, loss: Loss) -> LossOfMicroBatch:
-        """Return the loss as one that keeps the log-probabilities it is computed from, if there are none yet."""
+        """Return a loss that also keeps its log-probabilities, if there are none yet."""
         return loss if self._policy_T is not None else partial(self._keep, loss)
 
     def is_whole(self, is_trained: bool) -> bool:
-        """Tell whether they are known of all of the batch, once the policy has trained on it or was left out."""
+        """Tell whether all are known, once the policy has trained on the batch or was left out."""
         return is_trained or self._policy_T is not None
 
     def of_tokens(self) -> Float32s:
-        """Return the log-probabilities of the shard's tokens, NaN for those that do not count."""
+        """Return the log-probabilities of the shard's tokens, NaN for tokens that are not valid."""
         values_T = self._policy_T
         if values_T is None:
             values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)

@@ -1,10 +1,10 @@
-"""Tell a rank's own work in a step from its waits for the other ranks.
+"""The time of a rank's own work in a step, apart from its waits for the other ranks.
 
-Ranks meet in collective operations many times a step, so that a step takes all of them as long as the slowest; what
-tells them apart is how much of it each has spent inside those operations. `measured` takes that from what torch calls
-to begin one and to wait for one, for as long as the block lasts, and synchronises nothing: on a CPU, where the caller
-waits, by the clock; on a GPU, whose stream does, by events in the stream that computes. What goes on beside the
-computation in other streams is no wait until the computation needs it.
+Ranks meet in collective operations many times a step, so that a step takes all of them as long as the slowest. They
+differ in the time that each spends inside those operations. `measured` hooks the functions that torch calls to begin
+and to await one, as long as the block lasts, and synchronises nothing. On a CPU, where the caller waits, it uses the
+clock. On a GPU, where the stream waits, it uses events in the computing stream. Operations in other streams count as
+waits only when the computation needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _WAITS: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (_functional_collectives, "wait_tensor"))
-"""What waits for an operation."""
+"""Functions that wait for an operation."""
 _OPERATIONS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -52,32 +52,33 @@ _OPERATIONS = (
     "send",
     "_end_coalescing",
 )
-"""What begins one; NCCL carries out those that are waited for at once in the stream that computes. No release of torch
-has all of these names."""
+"""Functions that begin an operation. NCCL runs those that are awaited at once in the computing stream. No release of
+torch has all of these names.
+"""
 
 
 class RankTime:
-    """What a rank has done with the time of a step; to be read after the block."""
+    """A rank's time of a step by use, to be read after the block."""
 
     compute_s = 0.0
-    """Outside of all collective operations."""
+    """Seconds outside of all collective operations."""
     waited_s = 0.0
-    """Inside of them: waiting for the other ranks, and for what they send."""
+    """Seconds inside of them: waiting for the other ranks and their data."""
 
 
 class _Clock(Protocol):
     def around(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what waits, or may, and count the time."""
+        """Call a function that waits, or may, and count the time."""
         ...
 
     def read(self) -> tuple[float, float]:
-        """Return the seconds so far: of all, and of waits."""
+        """Return the seconds so far: in total, and in waits."""
         ...
 
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[RankTime]:
-    """Measure the block, in which this thread computes on `device`; what it raises leaves no times."""
+    """Measure the block, in which this thread computes on `device`. A block that raises leaves no times."""
     of_gpu = device.type == "cuda"
     clock: _Clock = _StreamClock() if of_gpu else _HostClock()
     found = RankTime()
@@ -88,16 +89,16 @@ def measured(device: torch.device) -> Iterator[RankTime]:
 
 
 def _of_streams() -> Iterator[tuple[Any, str]]:
-    """Yield what makes a stream wait on its own: for an operation in it, or for another stream."""
+    """Yield the functions that make a stream wait by itself, for an operation in it or for another stream."""
     yield from ((dist.ProcessGroup, name) for name in _OPERATIONS if hasattr(dist.ProcessGroup, name))
     yield torch.cuda.Stream, "wait_event"
 
 
 @contextmanager
 def _hooked(clock: _Clock, calls: list[tuple[Any, str]]) -> Iterator[None]:
-    """Let the clock count these functions, which torch looks up by name each time; it has no hook for them."""
-    # What is put back is what was there: of a method that is not Python's, `getattr` gives a function that would no
-    # longer be bound.
+    """Let the clock count these functions, which torch looks up by name each time. It has no hook for them."""
+    # The original attributes are put back: for a method that is not Python's, `getattr` gives a function that
+    # would no longer be bound.
     real = [(owner, name, vars(owner)[name]) for owner, name in calls]
     try:
         for owner, name, _ in real:
@@ -117,7 +118,7 @@ def _counted(clock: _Clock, function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _HostClock:
-    """Of the thread that made it: the backward pass on a CPU is in it as well."""
+    """The clock of the thread that made it, which also runs the backward pass on a CPU."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -138,7 +139,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Of the stream that is current when it is made, whichever thread fills it."""
+    """The clock of the stream that is current when it is made, whichever thread fills it."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.current_stream()
@@ -157,7 +158,7 @@ class _StreamClock:
 
     def read(self) -> tuple[float, float]:
         ended = self._mark()
-        ended.synchronize()  # the step's metrics have been read, and were the last that the stream computed
+        ended.synchronize()  # the step's metrics have been read, and were the stream's last computation
         waited_ms = sum(before.elapsed_time(after) for before, after in self._waits)
         return self._started.elapsed_time(ended) / 1e3, waited_ms / 1e3
 

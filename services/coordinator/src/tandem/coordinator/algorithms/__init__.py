@@ -1,4 +1,4 @@
-"""The algorithms: what they ask of engines and trainers, and the numbers in between. numpy only."""
+"""The algorithms: prompts for engines, batches for trainers, and the numbers in between. numpy only."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from tandem.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
-"""Keeps a spread that is nothing but rounding from being blown up."""
+"""Keeps a spread that is only rounding from being blown up."""
 
 
 def advantages(
     rewards_GN: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Return the advantage of each sample by the configured estimator; zero for one that does not count.
+    """Return the advantage of each sample by the configured estimator; zero for samples that do not count.
 
-    Of Reinforce++ (Hu et al. 2025, arXiv:2501.03262) it is the reward minus its baseline, the mean of its group or
-    nothing; the rest needs tokens, and is `tandem.trainer.advantages`.
+    For Reinforce++ (Hu et al. 2025, arXiv:2501.03262), this is the reward minus its baseline: the mean of its group, or
+    zero. The rest needs tokens, and is in `tandem.trainer.advantages`.
     """
     if settings.name == "reinforce_plus_plus":
         if not settings.minus_baseline:
@@ -39,11 +39,11 @@ def decoupled_advantages(
 ) -> NDArray[np.float32]:
     """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
 
-    ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight: so that
-    a component whose rewards lie close together counts as much as one whose rewards are far apart. Then A minus its
-    mean over the whole batch, divided by its (unbiased) standard deviation, so that its size does not grow with ``C``.
-    A sample that does not count in `counts_GN` (None: all do), or has nothing to be compared with, is in neither, and
-    has zero.
+    ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight. So a
+    component with rewards close together counts as much as one with rewards far apart. Then ``A`` minus its mean over
+    the whole batch is divided by its (unbiased) standard deviation, so that its size does not grow with ``C``. Samples
+    that do not count in `counts_GN` (None: all do), or have none to be compared with, are left out of both, and have
+    zero.
 
     Returns:
         ``advantages_GN``.
@@ -78,9 +78,9 @@ def clipped(
     settings: AdvEstimator,
     bounds: tuple[float | None, float | None] | None,
 ) -> NDArray[np.float32]:
-    """Return advantages within bounds; of samples that do not count they stay zero.
+    """Clip advantages to the configured bounds. Those of samples that do not count stay zero.
 
-    Those of Reinforce++ are normalised, and then clipped, where all tokens are.
+    Those of Reinforce++ are normalised, and then clipped, by the trainers, which have all tokens.
     """
     if bounds is None or settings.name == "reinforce_plus_plus":
         return advantages_GN
@@ -90,9 +90,9 @@ def clipped(
 def counted_advantages(
     rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_], *, leave_one_out: bool, normalize: bool
 ) -> NDArray[np.float32]:
-    """Return `group_advantages` of the samples that count, each group as if it had only these; zero for the others.
+    """Return `group_advantages` of the samples that count, as if each group had only these; zero for the others.
 
-    A group that others are missing from and that has fewer than two left tells nothing: zero.
+    An incomplete group with fewer than two samples left has zero, too.
     """
     advantages_GN = np.zeros(rewards_GN.shape, dtype=np.float32)
     whole_G = counts_GN.all(axis=1)
@@ -111,11 +111,11 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
     With ``r_i`` the rewards of a group of ``N`` samples, ``A_i = r_i - b_i``. The baseline ``b_i`` is the mean of the
     *other* ``N - 1`` rewards (`leave_one_out`: the RLOO baseline, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)
     or of all ``N`` (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2). `normalize` divides by ``s_i + 1e-6``,
-    where ``s_i`` is the population standard deviation of the same rewards that make the baseline, as NeMo-RL v0.3
-    does; where those do not differ at all, as the others of a lone success do not, the advantage stays as it is.
+    where ``s_i`` is the population standard deviation of the rewards that make the baseline, as NeMo-RL v0.3 does. If
+    these are all equal, as the others of a lone success are, the advantage stays as it is.
 
     Args:
-        rewards_GN: ``G`` groups of ``N`` samples; finite.
+        rewards_GN: finite rewards of ``G`` groups of ``N`` samples.
         leave_one_out: whether a sample's own reward is left out of its baseline. Needs ``N >= 2``.
         normalize: whether to divide by the standard deviation.
 

@@ -1,4 +1,4 @@
-"""What SFT, DPO and reward models have in common: conversations as training batches; nothing generated."""
+"""The common part of SFT, DPO and reward models: conversations as training batches, without generation."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class EncodedSequence(NamedTuple):
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """Which of these count in the loss."""
+    """Whether each token counts in the loss."""
     reward: float = 0.0
-    """What the data set says that it is worth."""
+    """The margin or reward that the data set gives it."""
 
 
 Sequences = tuple[EncodedSequence, ...]
@@ -43,10 +43,11 @@ Sequences = tuple[EncodedSequence, ...]
 
 
 class DataSetAlgorithm:
-    """What the loop asks of an algorithm over a data set (`tandem.coordinator.algorithms.running.RunningAlgorithm`).
+    """An algorithm over a data set, as the loop uses it (`tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
-    A conversation whose tokens are too many is left out where it was read from somewhere; where it was made, so is
-    every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
+    A conversation with too many tokens is left out if it was read from a file or a hub. If it was generated, all others
+    would be too long as well, and that is an error. Held-out conversations are tokenised at once, the others when they
+    are drawn.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -82,12 +83,12 @@ class DataSetAlgorithm:
 
     @property
     def validation_parts(self) -> dict[str, int]:
-        """Sequences of each named validation set, in the order they have in the batch."""
+        """Sequences of each named validation set, in the order of the batch."""
         return {name: sum(map(len, part)) for name, part in self._validation.items() if name}
 
     @property
     def num_steps(self) -> int:
-        """Steps that a whole run takes: the fewer of ``max_num_steps``, unless that is -1, and ``max_num_epochs``."""
+        """Steps of a whole run: the smaller of ``max_num_steps``, unless that is -1, and ``max_num_epochs``."""
         per_epoch = max(1, len(self._train) // self._config.policy.train_global_batch_size)
         of_epochs, most = self._section.max_num_epochs * per_epoch, self._section.max_num_steps
         return of_epochs if most < 0 else min(most, of_epochs)
@@ -135,16 +136,17 @@ class DataSetAlgorithm:
         return None if self._chat.leaves_out(name, complaint) else tuple(sequences)
 
     def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
-        """Return a prompt with one solution, of which the tokens of the assistant count."""
+        """Return a prompt with one solution. The assistant's tokens count."""
         mask = last_turn(solution.loss_mask) if self._only_last else solution.loss_mask
         return EncodedSequence(prompt_ids + solution.token_ids, (False,) * len(prompt_ids) + mask)
 
 
 class RewardModelAlgorithm(DataSetAlgorithm):
-    """The same for a model that gives a sequence one number, by which pairs are compared.
+    """The data of a reward model, which gives each sequence one number, and compares pairs by it.
 
-    Transformers' sequence classifiers read it at the last token that is no padding. What a trainer reads at a token is
-    said before the token that counts: so one token of padding follows each sequence, and nothing else counts.
+    Transformers' sequence classifiers read the number at the last token that is not padding. A trainer reads a model's
+    output one place before the token that counts. So one token of padding follows each sequence, and only that token
+    counts.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -153,7 +155,7 @@ class RewardModelAlgorithm(DataSetAlgorithm):
 
     def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
         token_ids = prompt_ids + solution.token_ids
-        while token_ids[-1:] == (self._pad_id,):  # as the token that ends a sequence is, where there is no other
+        while token_ids[-1:] == (self._pad_id,):  # the token that ends a sequence is the padding of some models
             token_ids = token_ids[:-1]
         return EncodedSequence((*token_ids, self._pad_id), (False,) * len(token_ids) + (True,), margin)
 
@@ -168,7 +170,7 @@ def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def batch_of(conversations: Sequence[Sequences]) -> Batch:
-    """Lay the sequences of conversations end to end, those of one side by side."""
+    """Lay the sequences of conversations end to end, those of one conversation side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
     return Batch(

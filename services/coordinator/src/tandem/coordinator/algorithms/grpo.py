@@ -1,6 +1,6 @@
-"""The data of GRPO and PPO: prompt groups out, advantages in, or for PPO rewards.
+"""The data of GRPO and PPO: prompt groups out, advantages in, or rewards for PPO.
 
-`rewards` and `advantages` have their formulas, `tandem.trainer.losses.policy_gradient` the loss.
+The formulas are in `rewards` and `advantages`, the loss in `tandem.trainer.losses.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tandem.samples.tokenizer import Tokenizer
 
 
 class _Sequence(NamedTuple):
-    """The sizes of a sequence, as `tandem.common.messages.Branch` has them."""
+    """The sizes of a sequence, with the names of `tandem.common.messages.Branch`."""
 
     prompt_length: int
     num_made: int
@@ -60,17 +60,18 @@ class _Drawn(NamedTuple):
 
 
 class GrpoAlgorithm:
-    """What the loop asks of GRPO and PPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
+    """GRPO and PPO, as the loop uses them (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
-    A problem whose prompt is too long is left out where it was read from somewhere; where it was made, so is every
-    other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
+    A problem with too long a prompt is left out if it was read from a file or a hub. If it was generated, all others
+    would be too long as well, and that is an error. Held-out problems are tokenised at once, the others when they are
+    drawn.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         problems = load_problems(config)
         encoder = PromptEncoder(config, tokenizer, problems.all_views)
-        # A run that only validates reads no problem to train on, and wants none.
+        # A run that only validates reads no training problems.
         train = [] if config.evaluates else problems.train_asked(config.data)
         most = config.rollout_section.max_val_samples
         parts = {name: part[:most] for name, part in problems.held_out_asked(config.data).items()}
@@ -83,7 +84,7 @@ class GrpoAlgorithm:
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
         self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
-        """Groups drawn so far, by step, purpose and place, without those of steps before the last batch."""
+        """Groups drawn so far, by step, purpose and number, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
         """Whether prompts say which environment scores their samples."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
@@ -95,7 +96,7 @@ class GrpoAlgorithm:
         capped = steps_capped(config, self.num_steps, len(self._train), size)
         self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), capped)))
         self.validated: Sequence[SampleScored] = ()
-        """The samples of the validation, in a run that does nothing else."""
+        """The samples of the validation, in a run that only validates."""
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
 
     @property
@@ -105,12 +106,12 @@ class GrpoAlgorithm:
 
     @property
     def validation_parts(self) -> dict[str, int]:
-        """Nothing: validation is by generating, on one set."""
+        """Nothing: one set is validated, by generating."""
         return {}
 
     @property
     def num_steps(self) -> int:
-        """Steps that a whole run takes: the fewer of ``max_num_steps`` and ``max_num_epochs``."""
+        """Steps of a whole run: the smaller of ``max_num_steps`` and ``max_num_epochs``."""
         section = self._config.rollout_section
         if section.max_num_epochs is None:
             return section.max_num_steps
@@ -118,7 +119,7 @@ class GrpoAlgorithm:
         return min(section.max_num_steps, section.max_num_epochs * per_epoch)
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
-        """Return how tokens are drawn: validation may have a temperature of its own, and else draws like training."""
+        """Return the sampling parameters. Validation may have its own temperature, and is otherwise like training."""
         generation = self._config.policy.generation
         own = self._config.rollout_section.val_temperature if purpose == "validate" else None
         return SamplingParameters(
@@ -131,12 +132,12 @@ class GrpoAlgorithm:
         )
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
-        """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
+        """Return these groups of `step`. Each sample's seed depends on the step, the group and its place there."""
         return tuple(self._drawn(step, purpose, group).asked for group in groups)
 
     def _drawn(self, step: int, purpose: Purpose, group: int) -> _Drawn:
-        """Return the problem of a group of `step`, and its prompt group, made once until the step has its batch."""
-        # The same draws at every validation, so that two of them differ by the weights alone.
+        """Return the problem of a group of `step` and its prompt group. They are kept until the step has its batch."""
+        # Every validation draws the same, so that two of them differ only by the weights.
         key = (step if purpose == "train" else 0), purpose, group
         if key not in self._groups:
             self._groups[key] = self._draw(*key)
@@ -148,7 +149,8 @@ class GrpoAlgorithm:
             encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
             seed = section.seed if section.val_seed is None else section.val_seed
         else:
-            # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
+            # A step that may draw more has as many places of the stream to itself: its problems depend on no other
+            # step.
             (encoded,) = self._train.draw((step - 1) * section.max_prompts_per_step + group, 1)
             num_samples, seed = section.num_generations_per_prompt, section.seed
         asked = PromptGroup(
@@ -167,7 +169,7 @@ class GrpoAlgorithm:
         assert purpose == "train", "it validates by generating"
         groups = sorted({record.scored.group for record in records})
         drawn = {group: self._drawn(step, "train", group).problem for group in groups}
-        # Those of this step may be asked for again, where samples have been lost.
+        # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
@@ -182,7 +184,7 @@ class GrpoAlgorithm:
         return batch.replace(**{f"{TEACHER}_S": teacher_S})
 
     def _teacher_of(self, environment: str, set_name: str) -> int:
-        """Return which teacher teaches the samples of an environment and a data set. Raises `ConfigError`."""
+        """Return the index of the teacher for an environment and a data set. Raises `ConfigError` if there is none."""
         names = list(filter(None, (environment, set_name or self._config.data.dataset_name)))
         number = self._config.teacher_of(*names)
         if number is None:
@@ -193,7 +195,7 @@ class GrpoAlgorithm:
         return number
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
-        """Describe validation samples: what was asked, what came, what it was worth."""
+        """Describe validation samples by prompt, response and reward."""
         return [
             f"validation: {self._validation[s.group].problem.question!r} -> {s.response!r} (reward {s.reward:g})"
             for s in samples
@@ -221,7 +223,7 @@ class GrpoAlgorithm:
     def _by_origin(
         self, purpose: Purpose, samples: Sequence[SampleScored], drawn: Mapping[int, EncodedProblem]
     ) -> dict[str, float]:
-        """Return the rewards and accuracies of each data set and of each environment, where there are several."""
+        """Return the rewards and accuracies of each data set and each environment, if there are several."""
         of_set, of_environment = ("train", "env") if purpose == "train" else ("val", "val_env")
         found: dict[str, list[SampleScored]] = {}
         for sample in samples:
@@ -243,7 +245,7 @@ class GrpoAlgorithm:
 def batch_of_step(
     config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
 ) -> tuple[Batch, dict[str, float]]:
-    """Return the batch of a step and the metrics of its samples, of their ages too; as `training_batch` does."""
+    """Return the batch of a step, and the metrics of its samples with their ages; see `training_batch`."""
     batch, metrics = training_batch(config, records, prompts)
     return batch, metrics | age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
 
@@ -253,7 +255,7 @@ def training_batch(
 ) -> tuple[Batch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
-    `prompts` has for each group what is equal where prompts are.
+    `prompts` has a key for each group, which is equal for equal prompts.
     """
     grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
     num_samples = grpo.num_generations_per_prompt
@@ -271,7 +273,7 @@ def training_batch(
     if (grpo.reward_scaling.enabled or grpo.reward_shaping.enabled) and counts_S.any():
         metrics["training_reward"] = float(rewards_S[counts_S].mean())
     rewards_GN = rewards_S.reshape(-1, num_samples)
-    if estimator is None or estimator.name == "opd":  # trainers make of them, or of none, what is learned
+    if estimator is None or estimator.name == "opd":  # trainers make the advantages, or learn without any
         advantages_GN = np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
     elif estimator.name == "gdpo":
         components_SC = _components(config, samples)
@@ -302,7 +304,7 @@ def training_batch(
 def _set_aside_note(
     samples: Sequence[SampleScored], rewards_S: NDArray[np.float64], advantages_S: NDArray[np.float32]
 ) -> str:
-    """Name the first sample whose reward or advantage no run can compute with."""
+    """Name the first sample with a reward or advantage that no run can compute with."""
     place = int((~(within(rewards_S) & within(advantages_S))).argmax())
     what, value = ("reward", rewards_S[place]) if not within(rewards_S)[place] else ("advantage", advantages_S[place])
     sample = samples[place]
@@ -323,11 +325,10 @@ def batch_of(
     set_aside: Collection[int] = (),
     notes: Sequence[str] = (),
 ) -> Batch:
-    """Return the batch of these samples, in this order, each branch of an agent's episode a sequence.
+    """Return the batch of these samples, in this order. Each branch of an agent's episode is a sequence.
 
-    No token counts of a sample that was dropped, that is in a place to be set aside or, with `filters_overlong`, that
-    was truncated. Numbers of samples are those of
-    each of their sequences.
+    No token counts if the sample was dropped, is to be set aside or, with `filters_overlong`, was truncated. A sample's
+    values are those of each of its sequences.
     """
     rollouts = tuple(sorted({record.rollout for record in records}))
     rows = [
@@ -338,7 +339,7 @@ def batch_of(
     counted = [
         0
         if record.scored.dropped or place in set_aside or (filters_overlong and is_truncated(record.scored))
-        # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
+        # Nothing predicts the first token of a sequence, so that it does not count even if the policy made it.
         else sequence.num_made - (sequence.prompt_length == 0)
         for place, record, _, sequence in rows
     ]
@@ -372,16 +373,16 @@ def batch_of(
 
 
 def _sequences(sample: SampleScored) -> Sequence[_Sequence]:
-    """Return the sequences of a sample: its branches, or the one that it is."""
+    """Return the sequences of a sample: its branches, or itself."""
     whole = (sample.prompt_length, sample.response_length, sample.num_tokens)
     of_agent = ((branch.prompt_length, branch.num_made, branch.num_tokens) for branch in sample.branches)
     return [_Sequence(*sizes) for sizes in of_agent] or [_Sequence(*whole)]
 
 
 def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return what there is to say about all samples of a step, whether they are trained on or not.
+    """Return the metrics of all samples of a step, whether they are trained on or not.
 
-    Those that were dropped have no reward; where all were, the step has none.
+    Dropped samples have no reward. If all were dropped, the step has none.
     """
     size = config.rollout_section.num_generations_per_prompt
     counted = [sample for sample in samples if not sample.dropped]
@@ -402,10 +403,10 @@ def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str,
 
 
 def age_metrics(step: int, samples: Sequence[SampleScored], oldest_age: int) -> dict[str, float]:
-    """Return how old the weights are that a step's samples were made with, where they may be older than the newest.
+    """Return the ages of the weights that made a step's samples, if they may be older than the newest.
 
-    The age of a weight version is the number of training steps that it lies behind those that the step begins with. A
-    sample is as old as the weights it was begun with (NeMo-RL's ``avg_trajectory_age``); tokens have ages of their own.
+    The age of a weight version is the number of training steps between it and the version that the step begins with. A
+    sample is as old as the weights it was begun with (NeMo-RL's ``avg_trajectory_age``). Tokens have their own ages.
     """
     if not oldest_age:
         return {}
@@ -414,7 +415,7 @@ def age_metrics(step: int, samples: Sequence[SampleScored], oldest_age: int) -> 
     for age, sample in zip(ages_S.tolist(), samples, strict=True):
         for newer, count in enumerate(sample.tokens_by_version):
             num_tokens[age - newer] += count
-    shares = num_tokens / max(1.0, num_tokens.sum())  # agents that failed may have asked for none
+    shares = num_tokens / max(1.0, num_tokens.sum())  # failed agents may have asked for no token
     return {
         "avg_trajectory_age": float(ages_S.mean()),
         "max_trajectory_age": float(ages_S.max()),
@@ -439,13 +440,13 @@ def _reward_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
 
 
 def spent_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return what scoring the samples has cost, by what the environment calls it."""
+    """Return the cost of scoring the samples, under the environment's own names."""
     names = sorted({name for sample in samples for name in sample.spent})
     return {f"spent/{name}": float(sum(sample.spent.get(name, 0.0) for sample in samples)) for name in names}
 
 
 def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return how many samples the environment failed on, if it did on any; those that took too long are among them."""
+    """Return the number of samples that the environment failed on, if any, including those that took too long."""
     failed = [sample for sample in samples if sample.failure]
     return (
         {}
@@ -459,10 +460,10 @@ def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
 
 
 def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
-    """Return the rows of the samples to train on, and how many there were of what, under NeMo-RL's names.
+    """Return the rows of the samples to train on, and the counts of groups, under NeMo-RL's names.
 
-    They are the first `num_prompts_per_step` groups that teach something, in the order in which the step drew them,
-    whatever order they came in.
+    They are those of the first `num_prompts_per_step` informative groups, in the order in which the step drew them,
+    whatever order they finished in.
     """
     size = section.num_generations_per_prompt
     firsts = range(0, len(samples), size)
@@ -477,7 +478,7 @@ def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tupl
 
 
 def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArray[np.float32]]:
-    """Return what environments say of samples to a loss that reads it."""
+    """Return the columns of a custom loss that come from environments."""
     columns = {}
     for name in config.loss_fn.environment_columns:
         column = config.loss_fn.own_columns[name.removesuffix("_S")]
@@ -509,7 +510,7 @@ def _environments(config: Config) -> str:
 
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return how many turns the samples took, where they may take more than one; under NeMo-RL's names."""
+    """Return the numbers of turns of the samples, if they may take more than one, under NeMo-RL's names."""
     if config.agent is not None:
         return {
             "avg_turns_per_sample": float(np.mean([sample.num_turns for sample in samples])),

@@ -1,7 +1,7 @@
-"""Training on the recorded samples of an earlier run: its batches, made again from what was recorded.
+"""Training on the recorded samples of an earlier run: its batches, made again from its rollout log.
 
-`RecordedAlgorithm` makes a step's batch as GRPO does, from rewards and under the configuration of now, and puts the
-tokens into a store of its own, from which trainers fetch them as they do from a rollout's. A thread reads the next step
+`RecordedAlgorithm` makes a step's batch as GRPO does, from the recorded rewards and the present configuration. It puts
+the tokens into a store of its own, and trainers fetch them from it as from a rollout. A thread reads the next step
 meanwhile, so that memory holds two steps: the one that is trained on, and the one after it.
 """
 
@@ -30,11 +30,11 @@ from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 SOURCE = "record"
-"""What trainers call the store."""
+"""The trainers' name for the store."""
 
 
 class RecordedAlgorithm:
-    """What the loop asks of an algorithm (`tandem.coordinator.algorithms.running.RunningAlgorithm`), from a record."""
+    """An algorithm over a rollout log, with the interface `tandem.coordinator.algorithms.running.RunningAlgorithm`."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         assert config.replay is not None, "asked only where samples are recorded"
@@ -46,14 +46,14 @@ class RecordedAlgorithm:
         self._steps: RecordedSteps | None = None
         self._store: SampleStore | None = None
         self._step = 0
-        """Whose samples the store has."""
+        """The step that the store has samples of."""
         self._records: list[SampleRecord] = []
-        """Of that step."""
+        """The records of that step."""
         self._prompts: dict[int, Hashable] = {}
-        """The tokens of the prompt of each of its groups."""
+        """The prompt tokens of each group of that step."""
 
     def serve(self, coordinator: str, run_id: str, first_step: int, trainers: Admitted) -> dict[str, Listener]:
-        """Begin to give out samples, to these trainers of a run, beside its coordinator; return where, by source."""
+        """Begin to serve samples to these trainers, beside the run's coordinator. Return the addresses, by source."""
         self._steps, self._step = RecordedSteps(self._config), 0
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
@@ -61,7 +61,7 @@ class RecordedAlgorithm:
         return {SOURCE: self._store.at}
 
     def close(self) -> None:
-        """Give out no more, and read no more."""
+        """Stop serving and reading."""
         if self._steps is not None:
             self._steps.close()
         if self._store is not None:
@@ -108,7 +108,7 @@ class RecordedAlgorithm:
         return {}
 
     def _put(self, step: int) -> None:
-        """Have the store give out the samples of `step`, and those of no other."""
+        """Let the store serve the samples of `step`, and of no other step."""
         assert self._store is not None, "served before anything is trained on"
         assert self._steps is not None, "likewise"
         self._store.release([self._step])
@@ -125,7 +125,7 @@ class RecordedAlgorithm:
 
 
 class RecordedSteps:
-    """The samples of one step after another, each read by a thread while the one before is trained on."""
+    """The samples of one step after another. A thread reads each while the step before is trained on."""
 
     def __init__(self, config: Config) -> None:
         assert config.replay is not None, "asked only where samples are recorded"
@@ -147,7 +147,7 @@ class RecordedSteps:
         return samples
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def read_ahead(self, step: int) -> None:
@@ -166,7 +166,7 @@ class RecordedSteps:
 
 
 def is_whole(config: Config, keys: Sequence[tuple[int, int]]) -> bool:
-    """Tell whether samples, by group and place, are those of whole groups, and enough of them for a step."""
+    """Tell whether samples, given by group and place, form whole groups, and enough of them for a step."""
     grpo = config.rollout_section
     num_samples = grpo.num_generations_per_prompt
     num_groups, rest = divmod(len(keys), num_samples)
@@ -179,7 +179,7 @@ def is_whole(config: Config, keys: Sequence[tuple[int, int]]) -> bool:
 
 
 def _refuse_too_few(config: Config, step: int, samples: Sequence[RecordedSample]) -> None:
-    """Raise `SamplesError` where dynamic sampling finds fewer informative groups than it did with other rewards."""
+    """Raise `SamplesError` if dynamic sampling finds fewer informative groups than it did with other rewards."""
     grpo = config.rollout_section
     if not grpo.use_dynamic_sampling:
         return

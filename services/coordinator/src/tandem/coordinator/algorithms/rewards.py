@@ -1,4 +1,4 @@
-"""Rewards: what becomes of the environment's before advantages are made of them.
+"""Rewards: the environment's rewards, scaled and shaped for the advantages.
 
 Shapes: ``S`` samples, ``C`` components of a reward.
 """
@@ -17,7 +17,7 @@ Float64s = NDArray[np.float64]
 
 
 def training_rewards(samples: Sequence[SampleScored], section: Rollouts) -> Float64s:
-    """Return ``rewards_S`` as training sees them: the environment's, scaled, then shaped, where that is enabled."""
+    """Return ``rewards_S`` for training: the environment's rewards, scaled and shaped if that is enabled."""
     rewards_S = scaled(np.array([sample.reward for sample in samples], dtype=np.float64), section.reward_scaling)
     return shaped(
         rewards_S,
@@ -28,10 +28,10 @@ def training_rewards(samples: Sequence[SampleScored], section: Rollouts) -> Floa
 
 
 def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
-    """Tell whether the samples of a group differ in what their advantages are made of, before shaping by length.
+    """Tell whether the rewards of a group differ, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
-    alone. Samples that were dropped count in neither.
+    alone. Dropped samples do not count.
     """
     samples = [sample for sample in samples if not sample.dropped]
     if not samples:
@@ -45,18 +45,18 @@ def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
 
 
 def component_names(samples: Sequence[SampleScored]) -> list[str]:
-    """Return the names of the components that any of the samples has, in alphabetical order."""
+    """Return the names of the components that any sample has, in alphabetical order."""
     return sorted({name for sample in samples for name in sample.components})
 
 
 def component_rewards(samples: Sequence[SampleScored], section: Rollouts, names: Sequence[str]) -> Float64s:
-    """Return the scaled components ``[S, C]``; one that a sample does not have, as where a limit ended it, is zero."""
+    """Return the scaled components ``[S, C]``. One that a sample lacks, perhaps because a limit ended it, is zero."""
     values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
     return scaled(values_SC.reshape(len(samples), len(names)), section.reward_scaling)
 
 
 def is_truncated(sample: SampleScored) -> bool:
-    """Tell whether a limit of tokens cut the sample off."""
+    """Tell whether a token limit cut the sample off."""
     return sample.finish_reason == "length"
 
 
@@ -73,11 +73,12 @@ def scaled(rewards: Float64s, settings: RewardScaling) -> Float64s:
 def shaped(
     rewards_S: Float64s, lengths_S: NDArray[np.int64], is_truncated_S: NDArray[np.bool_], settings: RewardShaping
 ) -> Float64s:
-    """Return rewards that depend on the length of the response, too.
+    """Return rewards shaped by the length of the response.
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13): with a longest length L and a
-    buffer of C tokens a response loses nothing up to L - C, and then evenly more, up to the whole penalty at L and
-    beyond. With `stop_properly_penalty_coef` c, instead, the reward of a sample that was cut off is multiplied by c.
+    buffer of C tokens, a response up to L - C loses nothing. From there the penalty grows evenly, up to the whole of it
+    at L and beyond. With `stop_properly_penalty_coef` c, the reward of a sample that was cut off is multiplied by c
+    instead.
     """
     if not settings.enabled:
         return rewards_S

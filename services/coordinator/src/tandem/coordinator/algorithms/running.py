@@ -1,7 +1,7 @@
-"""What the loop asks of an algorithm: prompts for the engines and batches for the trainers.
+"""The interface of an algorithm to the loop: prompts for the engines and batches for the trainers.
 
-It is a pure function of the configuration, the step and the samples, which the scheduler's table of groups keeps:
-a resumed run needs nothing of it but the number of the step.
+An algorithm is a pure function of the configuration, the step and the samples, which the scheduler's table of groups
+keeps. A resumed run needs only the number of the step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tandem.samples.batch import Batch
 
 
 class RunningAlgorithm(Protocol):
-    """One algorithm's data, in and out."""
+    """The data of one algorithm, in and out."""
 
     notices: tuple[str, ...]
-    """What a user should know of the data before the run begins, a line each."""
+    """Notes on the data for the user before the run begins, one a line."""
 
     @property
     def num_validation(self) -> int:
@@ -27,16 +27,16 @@ class RunningAlgorithm(Protocol):
 
     @property
     def validation_parts(self) -> dict[str, int]:
-        """Sequences of each part of the validation batch that is evaluated by itself, in order; empty if none is."""
+        """Sequences of each part of the validation batch that is evaluated separately, in order; empty if none is."""
         ...
 
     @property
     def num_steps(self) -> int:
-        """Steps that a whole run takes."""
+        """Steps of a whole run."""
         ...
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
-        """Return how samples of this purpose are drawn."""
+        """Return the sampling parameters for this purpose."""
         ...
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
@@ -46,11 +46,11 @@ class RunningAlgorithm(Protocol):
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
     ) -> tuple[Batch, dict[str, float]]:
-        """Return the batch of `step`, and the metrics of the samples it is made from: those of `records`, in order."""
+        """Return the batch of `step` and the metrics of its samples, which are those of `records`, in order."""
         ...
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
-        """Describe validation samples, a line each."""
+        """Describe validation samples, one a line."""
         ...
 
     def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
@@ -59,7 +59,7 @@ class RunningAlgorithm(Protocol):
 
 
 def group_sizes(algorithm: RunningAlgorithm, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
-    """Return what each rollout group that is drawn asks of an engine."""
+    """Return the demand of each rollout group that is drawn on an engine."""
     longest = algorithm.sampling(drawn.purpose).max_new_tokens
     groups = algorithm.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
     return tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)

@@ -1,7 +1,7 @@
-"""Make the orders that send a step's batch to trainers: one table, and where its tokens are; pure.
+"""The commands that send a step's batch to trainers: one table, and the sources of its tokens; pure.
 
-Where samples were generated, ranks fetch their tokens from the rollouts, so nothing here grows with tokens. Where they
-come from a data set, each rank is sent those of its own share.
+Ranks fetch the tokens of generated samples from the rollouts, so nothing here grows with tokens. Of a data set, each
+rank is sent the tokens of its own shard.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from tandem.samples.batch import TOKENS, Batch
 
 
 class Batches:
-    """The orders that send a step's batch to the trainers, made once for all of them."""
+    """The commands that send a step's batch to the trainers, made once for all of them."""
 
     def __init__(self, config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener] = {}) -> None:
-        """`sources` are of samples that no rollout has, by the name that the algorithm gives their source."""
+        """Take the configuration, the algorithm, and the addresses of samples outside rollouts, by source name."""
         self._ranks = data_parallel_ranks(config)
-        """Of each trainer that holds the policy, by its index."""
+        """Data-parallel rank of each trainer that holds the policy, by its index."""
         self._config = config
         self._algorithm = algorithm
         self._shares_prompts = False
         self._listeners = dict(sources)
-        """Where the samples of each rollout are."""
+        """Address of each rollout's samples."""
         self._made: tuple[int, str] | None = None
-        """The step and purpose of what follows."""
+        """The step and purpose of the fields below."""
         self._sources: dict[str, Listener] = {}
         self._table: dict[str, NDArray[Any]] = {}
         self._tokens: list[dict[str, NDArray[Any]]] = []
-        """Those of each data-parallel rank."""
+        """Tokens for each data-parallel rank."""
         self._notes: tuple[str, ...] = ()
 
     def take_reply(self, member: str, reply: Reply) -> None:
-        """Take note of what matters here of any reply."""
+        """Take from any reply what matters here."""
         match reply:
             case EngineBuilt(samples_at=listener):
                 self._listeners[member] = listener
             case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(member) < len(self._ranks):
                 self._shares_prompts = shares_prompts
             case SamplesMissing():
-                self._made = None  # of some samples, others will come
+                self._made = None  # other samples will come in the place of some
             case _:
                 pass
 
     def order(
         self, action: DispatchBatch, records: Callable[[], Sequence[SampleRecord]]
     ) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
-        """Return the order for one trainer, its arrays, and the metrics of the samples that the batch is made from.
+        """Return the command for one trainer, its arrays, and the metrics of the samples in the batch.
 
-        `records` returns those samples, in order, none where the algorithm is over a data set. Asked once a batch.
+        `records` returns those samples, in order, or none for an algorithm over a data set. It is called once a batch.
         """
         metrics: dict[str, float] = {}
         if self._made != (action.step, action.purpose):
@@ -71,7 +71,7 @@ class Batches:
         arrays = self._table
         if self._tokens:
             index = _index_of(action.member)
-            # Who does not hold the policy has no share of the batch: its model is sent tokens by those that do.
+            # A trainer without the policy has no shard of the batch: the trainers of the policy send its model tokens.
             none = {name: array[:0] for name, array in self._tokens[0].items()}
             arrays = arrays | (self._tokens[self._ranks[index]] if index < len(self._ranks) else none)
         if action.purpose == "train":
@@ -79,12 +79,12 @@ class Batches:
         return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what is to be known of a batch that was made, once."""
+        """Return the notes on the last batch, once."""
         notes, self._notes = self._notes, ()
         return notes
 
     def advantages(self) -> dict[Place, float]:
-        """Return the advantages of the samples in the batch that was made last."""
+        """Return the advantages of the samples in the last batch."""
         rollouts, table = sorted(self._sources), self._table
         places = (table[name].tolist() for name in ("source_S", "command_S", "group_S", "sample_S", "advantages_S"))
         return {(rollouts[source], *place): advantage for source, *place, advantage in zip(*places, strict=True)}
@@ -102,7 +102,7 @@ class Batches:
 
 
 def shards_of(batch: Batch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
-    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
+    """Return what each data-parallel rank is sent beside the table of a batch: the tokens of its own sequences."""
     shards = [batch.only(TOKENS).take(batch.rows_of(rank)).columns for rank in range(num_ranks)]
     return [{name: array for name, array in shard.items() if name.endswith("_T")} for shard in shards]
 

@@ -1,17 +1,16 @@
 """The agenda: which rules are due, as tables change.
 
-A rule declares the tables that it reads, and is asked again only when one of them has changed: while they are the same,
-so is its answer. It declares them in two parts. Those in `Rule.opens_with` say whether there is anything for it to do
-at all; while there is not, a change of the others does not make it due. So a step in which no process joins, leaves, is
-lost or saves calls none of the rules about these.
+A rule declares the tables that it reads, and is asked again only when one of them has changed. It declares them in two
+parts. Those in `Rule.opens_with` say whether it has anything to do at all. While it has not, a change of the others
+does not make it due. So a step in which no process joins, leaves, is lost or saves calls none of the rules about these.
 
-    a table changes ─▶ rules that read it are due ─▶ the first of them is asked ─▶ fires: it is due again
-                                     ▲                             │           └─▶ does not: it waits for a change
-                                     └─────────────────────────────┘
+    table changes ─▶ its rules are due ─▶ the first of them is asked ─▶ fires: it is due again.
+                          ▲                             │           └─▶ does not: it waits for a change.
+                          └─────────────────────────────┘
 
-A table calls what `Agenda.changes` returns whenever something changes that a rule reads. Two mistakes are possible: a
-rule reads a table that it does not declare, or a table changes and does not say so. `tests/agendas.py` has agendas that
-ask every rule each time, and finds both.
+Whenever something that a rule reads changes, the table calls the function from `Agenda.changes`. Two mistakes are
+possible: a rule reads a table that it does not declare, or a table changes and does not say so. The agendas in
+`tests/agendas.py` ask every rule each time, and so find both.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from tandem.coordinator.scheduler.events import Action
 
 
 class Table(enum.Enum):
-    """What rules read."""
+    """The tables that rules read."""
 
     MEMBERS = "processes that have joined"
-    REQUESTS = "orders that are not answered"
+    REQUESTS = "commands without an answer"
     GROUPS = "rollout groups, and which engine each is at"
     READY = "steps whose groups are all ready"
     WAITING = "groups that wait for an engine, and the room that engines have"
     STORED = "tokens that rollouts keep"
     ENGINES = "engines, and what they hold"
     JOINING = "engines on their way into the table of engines"
-    LEAVING = "engines that were told to leave"
+    LEAVING = "draining engines"
     SUSPECTS = "engines whose samples no longer count"
     WEIGHTS = "the version that trainers hold, and how far it is"
     STEPS = "the step in progress, and how far the run is"
     SAVING = "the checkpoint that is being written"
-    RECORDING = "parts of the record that are not written"
+    RECORDING = "parts of the rollout log that are not written"
 
 
 class Mode(enum.Enum):
-    """Which rules are in force."""
+    """The rules in force."""
 
     SETTING_UP = "setting up"
     GOING_ON = "going on"
@@ -54,15 +53,15 @@ class Mode(enum.Enum):
 
 
 Changed = Callable[[], None]
-"""What a table calls when it has changed."""
+"""The function that a table calls when it has changed."""
 
 
 def no_agenda() -> None:
-    """Take note of a change of a table that no rule reads: it is used by itself."""
+    """Ignore a change of a table that no rule reads, because the table is used by itself."""
 
 
 class Tracked:
-    """A table with few attributes, which are rarely set: it has changed when one of them is."""
+    """A table with few attributes, which are rarely set. Setting one of them counts as a change."""
 
     _changed: Changed
 
@@ -75,11 +74,11 @@ class Tracked:
 
 
 class HasMode(Protocol):
-    """What the agenda has to know of the tables."""
+    """The part of the tables that the agenda reads."""
 
     @property
     def mode(self) -> Mode:
-        """Which rules are in force."""
+        """The rules in force."""
         ...
 
 
@@ -90,11 +89,11 @@ class Rule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
     """One rule, and the tables that it reads."""
 
     fire: Callable[[Tables], list[Action] | None]
-    """Returns None where the rule does not fire, else its actions, which may be none if it has changed the tables."""
+    """Returns None if the rule does not fire, else its actions. These may be none if it has changed the tables."""
     opens_with: tuple[Table, ...]
     """The tables that `is_open` reads."""
     is_open: Callable[[Tables], bool]
-    """Whether there is anything for the rule to do. While there is not, it is not asked."""
+    """Whether the rule has anything to do. It is not asked while it has not."""
     reads: tuple[Table, ...] = ()
     """The other tables that `fire` reads before it returns None."""
 
@@ -110,16 +109,16 @@ class Entry(Generic[Tables]):
     def __init__(self, rule: Rule[Tables], bit: int) -> None:
         self.rule = rule
         self.bit = bit
-        """The bit that stands for the rule in a set of rules. Those of earlier rules are lower."""
+        """The rule's bit in a set of rules. Earlier rules have lower bits."""
         self.is_open = False
-        """Whether it was open when it was last asked."""
+        """Whether the rule was open when it was last asked."""
 
 
 class Agenda(Generic[Tables]):
-    """The rules in their order, and which of them are due. Sets of rules are integers, a bit a rule."""
+    """The rules in their order, and the due ones among them. A set of rules is an integer, with a bit for each rule."""
 
     def __init__(self, rules: Mapping[Mode, tuple[Rule[Tables], ...]]) -> None:
-        """`rules`: those of each mode, in their order; modes may share rules."""
+        """Take the rules of each mode, in their order. Modes may share rules."""
         each = dict.fromkeys(rule for of_mode in rules.values() for rule in of_mode)
         self._entries = {1 << place: Entry(rule, 1 << place) for place, rule in enumerate(each)}
         self._of_mode = {
@@ -135,10 +134,10 @@ class Agenda(Generic[Tables]):
         self._readers = [
             sum(entry.bit for entry in self._entries.values() if table in entry.rule.opens_with) for table in Table
         ]
-        """For each table the rules that its change makes due. A rule that is not open reads only `opens_with`."""
+        """The rules that a change of each table makes due. A rule that is not open reads only `opens_with`."""
 
     def changes(self, table: Table) -> Changed:
-        """Return what a table is to call when it has changed."""
+        """Return the function that a table calls when it has changed."""
         place, readers = self._places[table], self._readers
 
         def changed() -> None:
@@ -147,7 +146,7 @@ class Agenda(Generic[Tables]):
         return changed
 
     def watch(self, *tables: Table) -> Callable[[], bool]:
-        """Return what tells whether one of these tables has changed, or the mode, since it was last called."""
+        """Return a function that tells whether the mode or one of these tables has changed since its last call."""
         bit = 1 << (len(self._entries) + self._watching.bit_count())
         self._watching |= bit
         self._due |= bit
@@ -169,14 +168,14 @@ class Agenda(Generic[Tables]):
         return actions
 
     def _rules_of(self, mode: Mode) -> int:
-        """Return the rules that are in force now. All of them are due when the mode changes."""
+        """Return the rules in force. All of them are due when the mode changes."""
         if mode is not self._mode:
             self._mode, self._in_force = mode, self._of_mode[mode]
             self._due |= self._in_force | self._watching
         return self._in_force
 
     def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
-        """Have a rule fire if it can; return its actions, or None."""
+        """Let a rule fire if it can. Return its actions, or None."""
         rule, bit = entry.rule, entry.bit
         self._due &= ~bit
         is_open = rule.is_open(tables)

@@ -31,11 +31,11 @@ from tandem.common.messages import (
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout group asks of an engine."""
+    """The demand of one rollout group on an engine."""
 
     num_samples: int
     num_tokens: int
-    """Of each sample, at most: the prompt and the longest response."""
+    """The most tokens of each sample: the prompt and the longest response."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
@@ -44,20 +44,20 @@ class SampleRecord(msgspec.Struct, frozen=True):
     scored: SampleScored
     rollout: str
     command_id: int
-    """Of the order to generate that it was made for."""
+    """The id of the `Generate` command it was made for."""
 
 
 Place = tuple[int, int]
-"""Of a group: the step that trains on it, and its number there."""
+"""A group's place in the data: the step that trains on it, and its number there."""
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
-    """Where a kept group lies."""
+    """The location of a restored group."""
 
     file: str
-    """Its path within the folder of the record of samples."""
+    """The file's path within the folder of the rollout log."""
     command_id: int
-    """Of the order that it was made for then."""
+    """The id of the command that it was made for in its attempt."""
     newest_version: int
     """The newest weights that made any of its tokens."""
 
@@ -98,14 +98,14 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
-    """In the place of a process that is lost none is launched: another may be started by hand."""
+    """A lost process is not replaced by the launcher. Another may be started by hand."""
 
     now: float
     member: str
 
 
 class ToldToLeave(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine was told to leave the run, and says so: once, or again and again."""
+    """An engine was told to leave the run. The event may come again and again."""
 
     now: float
     member: str
@@ -118,11 +118,11 @@ class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     purpose: Purpose
     sizes: tuple[GroupSize, ...]
-    """What each group asks of an engine, in order."""
+    """The demand of each group on an engine, in order."""
 
 
 class KeptFound(msgspec.Struct, frozen=True, kw_only=True):
-    """What `FindKept` asked for: the groups that were generated before, and are still to be trained on."""
+    """The result of `FindKept`: groups that were generated before and are yet to be trained on."""
 
     now: float
     groups: Mapping[Place, KeptGroup]
@@ -160,11 +160,11 @@ PlainOrder = (
     | CommitVersion
     | RestoreSamples
 )
-"""Orders that need nothing but what the scheduler knows."""
+"""The commands that need nothing but what the scheduler knows."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this order."""
+    """Send this command."""
 
     member: str
     order: PlainOrder
@@ -179,11 +179,11 @@ class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindKept(msgspec.Struct, frozen=True, kw_only=True):
-    """Find what was generated before, of which no engine writes any more, and answer with `KeptFound`."""
+    """Find the groups generated before that no engine is still writing, and answer with `KeptFound`."""
 
 
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this engine the rollout groups `groups` of `step`, as a `Generate`; none, and it only cancels others."""
+    """Send an engine the rollout groups `groups` of `step` as a `Generate`. With no groups, it only cancels others."""
 
     member: str
     command_id: int
@@ -192,7 +192,7 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     groups: tuple[int, ...]
     cancel_before: int
-    """Orders of the kind with a lower command id are cancelled."""
+    """Commands of this kind with a lower id are cancelled."""
 
 
 class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Have this rollout record what `step` had of a rollout, itself or another, as a `RecordSamples`."""
+    """Have this rollout log the samples of a step, from itself or another rollout, as a `RecordSamples`."""
 
     member: str
     command_id: int
@@ -217,32 +217,32 @@ class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepValidated(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep which samples `step` was validated by: they are to be recorded."""
+    """Keep the samples that validated `step`, which are to be logged."""
 
     step: int
     records: tuple[SampleRecord, ...]
 
 
 class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `step` trained on, or was validated by, is in the record, but for what was said to be missing."""
+    """All samples of `step`, or of its validation, are in the rollout log, except those reported missing."""
 
     step: int
     purpose: Purpose = "train"
     rollouts: tuple[str, ...]
-    """Whose parts are written; not those that were given up."""
+    """The rollouts with written parts, without those that were given up."""
     num_bytes: int
 
 
 class DropKept(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what had been generated before the run was resumed, nothing made with this version or a later one counts."""
+    """Drop the restored groups that were made with this version or a later one."""
 
     version: int
     num_groups: int
-    """That were to be trained on, and are not."""
+    """The number of groups that are dropped."""
 
 
 class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """Forget the samples of these groups: the engine that made them is lost, or did not hold the version it should."""
+    """Forget the samples of these groups: their engine is lost, or did not hold the right version."""
 
     step: int
     purpose: Purpose
@@ -250,53 +250,53 @@ class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True):
-    """Get a new process in the place of an engine that is lost."""
+    """Start a new process in the place of a lost engine."""
 
     member: str
     why: str
 
 
 class LetGo(msgspec.Struct, frozen=True, kw_only=True):
-    """Have an engine go: it was told to leave, or cannot join."""
+    """Let an engine go that is draining, or that cannot join."""
 
     member: str
     why: str
     is_awaited: bool = False
-    """Whether the run cannot go on before another has joined."""
+    """Whether the run must wait for another engine to join."""
 
 
 class RecordRefit(msgspec.Struct, frozen=True, kw_only=True):
-    """A version has reached these engines and is attested: write that to the journal."""
+    """Write to the journal that a version has reached these engines and is verified."""
 
     version: int
     engines: tuple[str, ...]
     seconds: dict[str, float]
     """Wall seconds by phase: ``transfer``, ``attest`` (beside other work), ``commit``."""
     digest: int
-    """Of the whole version; zero if it was not verified."""
+    """Digest of the whole version; zero if it was not verified."""
     predicted_s: float
     bound_s: float
     quarantined: dict[str, str]
-    """Engines that had to be refitted once more, and why."""
+    """The engines that had to be refitted once more, with the reason."""
 
 
 class PublishCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Every rank has written its part: give the checkpoint of `step` its final name."""
+    """Give the checkpoint of `step` its final name, now that every rank has written its part."""
 
     step: int
 
 
 class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Write the step to the journal: now it is done."""
+    """Write to the journal that the step is done."""
 
     step: int
     version: int
     seconds: dict[str, float]
     """Wall seconds by phase of this step, and ``total``."""
     validated: tuple[SampleScored, ...] = ()
-    """The samples of its validation, in order; none if it had none, or evaluates a batch."""
+    """The validation samples of the step, in order; none without validation, or if it evaluates a batch."""
     metrics: dict[str, float] = {}
-    """Of an asynchronous run: how long engines and trainers were idle, and what waited to be trained on."""
+    """Metrics of an asynchronous run: idle time of engines and trainers, and the groups that waited for training."""
 
 
 class Say(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,7 +306,7 @@ class Say(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Outcome = Literal["finished", "interrupted", "failed"]
-"""How a run ends."""
+"""The ways in which a run ends."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +315,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     error: ServiceError | None = None
     is_out_of_time: bool = False
-    """Whether it was interrupted by ``checkpointing.checkpoint_must_save_by``, and by nothing else."""
+    """Whether ``checkpointing.checkpoint_must_save_by`` was the only reason for the interruption."""
 
 
 Action = (

@@ -11,7 +11,7 @@ from tandem.coordinator.scheduler.scheduler import Scheduler
 def validate(scheduler: Scheduler) -> None:
     """Raise `AssertionError` where the tables contradict each other."""
     if scheduler.phase is Phase.FINISHED:
-        assert not len(scheduler.requests), "nobody is waited for when the run is over"
+        assert not len(scheduler.requests), "no process is waited for when the run is over"
         return
     ready: dict[int, int] = {}
     for group in scheduler.groups:
@@ -22,7 +22,7 @@ def validate(scheduler: Scheduler) -> None:
         ready[id(of_step)] = ready.get(id(of_step), 0) + (group.state in (GroupState.READY, GroupState.TAKEN))
         assert ready[id(of_step)] <= of_step.num_ready
     if scheduler.requests.num_for(Phase.COPYING):
-        assert not scheduler.engines.num_having(Status.REFITTING), "nobody reads what is being written"
+        assert not scheduler.engines.num_having(Status.REFITTING), "no engine reads what is being written"
     _validate_engines(scheduler)
     _validate_comings_and_goings(scheduler)
     _validate_step(scheduler)
@@ -68,7 +68,7 @@ def _validate_engines(scheduler: Scheduler) -> None:
             assert not validating, f"{name} validates with weights that change"
         waits = engine.status in (Status.BUILDING, Status.INSTALLING, Status.REFITTING)
         assert waits == bool(engine.awaited), f"{name}, {engine.status.value}, waits for {engine.awaited}"
-        assert all(request in scheduler.requests for request in engine.awaited), f"{name} waits for what nobody owes"
+        assert all(request in scheduler.requests for request in engine.awaited), f"{name} waits for no pending request"
 
 
 def _validate_comings_and_goings(scheduler: Scheduler) -> None:
@@ -101,7 +101,7 @@ def _validate_step(scheduler: Scheduler) -> None:
     if progress.is_training and scheduler.tables.error is None:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
         proves = not scheduler.weights.may_offer
-        assert waiting or proves, "somebody trains, or what came before is being read or proven"
+        assert waiting or proves, "trainers are busy, or the version before is being read or verified"
         assert not scheduler.requests.num_for(Phase.COPYING), "what is being copied does not change"
         assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (
             "trained on are the step's groups"

@@ -1,4 +1,4 @@
-"""Pending requests: commands not answered yet, each with an id of its own and a deadline."""
+"""Pending requests: commands without an answer, each with its own id and deadline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tandem.coordinator.scheduler.phases import Phase
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that was not answered yet."""
+    """A command without an answer."""
 
     command_id: int
     member: str
     phase: Phase
-    """What it is for."""
+    """The phase that it belongs to."""
     deadline: float
     allowed_s: float
 
@@ -31,7 +31,9 @@ class CommandFields(TypedDict):
 
 
 class PendingRequests:
-    """Gives each command its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
+    """Gives each command its id and deadline, and closes it when it is answered. Its owner sets `now`, as it reads no
+    clock.
+    """
 
     def __init__(self, now: float, first_command_id: int = 1, changed: Changed = no_agenda) -> None:
         self._changed = changed
@@ -40,9 +42,11 @@ class PendingRequests:
         self._of_member: dict[str, dict[int, Request]] = {}
         self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._deadlines: list[tuple[float, int]] = []
-        """A heap; those that were answered are still in it."""
+        """A heap, which still has answered requests."""
         self.next_command_id = first_command_id
-        """Commands of an earlier attempt have lower ids, so that no late answer can be taken for another."""
+        """The id of the next command. Commands of an earlier attempt have lower ids, so that no late answer is
+        mistaken.
+        """
 
     def __contains__(self, command_id: int) -> bool:
         return command_id in self._by_id
@@ -51,7 +55,7 @@ class PendingRequests:
         return len(self._by_id)
 
     def open(self, member: str, phase: Phase, allowed_s: float) -> CommandFields:
-        """Open a request to `member`; `phase` is what it is for."""
+        """Open a request to `member`, which belongs to `phase`."""
         fields = self.notice(allowed_s)
         request = Request(
             command_id=fields["command_id"],
@@ -68,13 +72,13 @@ class PendingRequests:
         return fields
 
     def notice(self, allowed_s: float) -> CommandFields:
-        """Give an id to a command whose answer is not awaited."""
+        """Give an id to a command that needs no answer."""
         command_id = self.next_command_id
         self.next_command_id += 1
         return CommandFields(command_id=command_id, deadline_s=allowed_s)
 
     def close(self, command_id: int) -> Request | None:
-        """Take a request as answered, or as given up; None if it was not pending."""
+        """Close a request that is answered or given up, and return it; None if it was not pending."""
         request = self._by_id.pop(command_id, None)
         if request is not None:
             del self._of_member[request.member][command_id]
@@ -83,35 +87,35 @@ class PendingRequests:
         return request
 
     def num_for(self, *phases: Phase) -> int:
-        """Return how many requests are pending that are for these phases."""
+        """Return the number of pending requests in these phases."""
         num = 0
-        for phase in phases:  # this is asked several times an event
+        for phase in phases:  # each event asks this several times
             num += self._num_of_phase[phase]
         return num
 
     def of(self, member: str, *phases: Phase) -> Iterator[Request]:
-        """Return what `member` was asked for: all of it, or what is for some phases; the oldest first."""
+        """Return the pending requests to `member`, oldest first: all of them, or those in some phases."""
         requests = self._of_member.get(member, {}).values()
         return (request for request in requests if not phases or request.phase in phases)
 
     def members(self) -> list[str]:
-        """Return the processes that have not answered a request yet."""
+        """Return the processes with a pending request."""
         return [member for member, requests in self._of_member.items() if requests]
 
     def drop(self, member: str, *phases: Phase) -> None:
-        """Expect no more answers from `member`: to any request, or to those for some phases."""
+        """Drop the requests to `member`: all of them, or those in some phases."""
         self._close_all(list(self.of(member, *phases)))
 
     def drop_all(self, *phases: Phase) -> None:
-        """Expect no more answers to requests for these phases."""
+        """Drop all requests in these phases."""
         self._close_all([request for request in self._by_id.values() if request.phase in phases])
 
     def drop_all_but(self, *phases: Phase) -> None:
-        """Expect no more answers, except to requests for these phases."""
+        """Drop all requests, except those in these phases."""
         self._close_all([request for request in self._by_id.values() if request.phase not in phases])
 
     def overdue(self) -> Request | None:
-        """Return a request whose deadline has passed."""
+        """Return a request that is past its deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._by_id:
             heapq.heappop(self._deadlines)
         if self._deadlines and self.now > self._deadlines[0][0]:

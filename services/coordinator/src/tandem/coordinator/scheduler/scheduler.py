@@ -1,14 +1,14 @@
 """The coordinator's decisions: an event changes the tables, and rules run until none fires. Pure.
 
-`Scheduler.handle` takes one event and returns the actions it leads to: it applies the event to the tables, and then
-has the agenda run the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches
-no file and knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
+`Scheduler.handle` takes one event and returns the actions it leads to. It applies the event to the tables, and then the
+agenda runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no
+file and knows no arrays. So a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.loop.loop` carries the actions out.
 
     event ─▶ applied: `losing`, `generation`, `recovery`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
                                └──────────── `tables` ───────────────┘
 
-An error that is raised on the way ends the run (`ending.fail`).
+An error on the way ends the run (`ending.fail`).
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Scheduler:
         first_command_id: int = 1,
         agenda: Callable[[Mapping[Mode, tuple[Rule[Tables], ...]]], Agenda[Tables]] = Agenda,
     ) -> None:
-        """`is_informative` says whether a group is worth training on, where the run samples dynamically.
+        """Take the run's spec, and for dynamic sampling the function that tells whether a group is worth training on.
 
-        `first_command_id` is above that of any command in an earlier attempt. `agenda` makes the agenda of rules.
+        `first_command_id` is above that of any command in an earlier attempt. `agenda` creates the agenda of rules.
         """
         self.agenda = agenda(RULES)
         self.tables = Tables(spec, now, is_informative, first_command_id, self.agenda.changes)
@@ -78,12 +78,12 @@ class Scheduler:
 
     @property
     def spec(self) -> RunSpec:
-        """What the scheduler was told of the run before it began."""
+        """The run spec that the scheduler was given."""
         return self.tables.spec
 
     @property
     def progress(self) -> StepProgress:
-        """How far the step in progress is."""
+        """The state of the step in progress."""
         return self.tables.progress
 
     @property
@@ -93,12 +93,12 @@ class Scheduler:
 
     @property
     def phase(self) -> Phase:
-        """What the run is doing, for people."""
+        """The phase that the run is in, for people."""
         return self.tables.phase
 
     @property
     def missing(self) -> str:
-        """The processes that are yet to join, for people; empty once all have."""
+        """The processes that have yet to join, for people; empty once all have."""
         return self.tables.members.missing()
 
     def handle(self, event: Event) -> list[Action]:
@@ -121,7 +121,7 @@ class Scheduler:
 
 
 def _apply(tables: Tables, event: Event) -> list[Action]:
-    """Change the tables by what has happened; return what that leads to at once."""
+    """Apply an event to the tables; return the actions that follow at once."""
     match event:
         case Replied(member=member, reply=reply):
             return _apply_reply(tables, member, reply)
@@ -152,7 +152,7 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
 
 def _apply_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
     if reply.command_id not in tables.requests:
-        return []  # a repetition, or the answer to an order that was given up
+        return []  # a repetition, or the answer to a command that was given up
     if isinstance(reply, SamplesFinished):  # a part of an answer
         return generation.take_results(tables, member, reply)
     tables.requests.close(reply.command_id)

@@ -1,4 +1,4 @@
-"""The run spec: what the scheduler is told of a run before it begins, all of it plain data."""
+"""The run spec: what the scheduler knows of a run before it begins, all of it plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.common.messages import RewardServer, ServiceKind
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds each kind of order may take."""
+    """Seconds that each kind of command may take."""
 
     join: float
     build: float
@@ -24,13 +24,13 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """How engines share rollout groups where ``async_engine`` is on (`scheduler.assignment.BalancedAssignment`)."""
 
     width: int
-    """Samples that an engine runs at once."""
+    """The samples that an engine runs at once."""
     timeout_s: float | None
-    """How long an engine without work waits for others before it takes over their groups; None for ever."""
+    """The seconds that an idle engine waits for others before it takes over their groups; None for ever."""
 
 
 class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step goes on generating until enough of its rollout groups are informative.
+    """The limits within which a step generates until enough of its rollout groups are informative.
 
     DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
@@ -38,22 +38,22 @@ class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int
     """Groups generated at once."""
     max_batches: int
-    """How often, at most."""
+    """The most batches of groups."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that its schedule depends on."""
+    """All properties of a run that its schedule depends on."""
 
     has_engines: bool
-    """Whether samples are generated, and weights moved to where that is done."""
+    """Whether samples are generated, and weights brought to engines."""
     expected: dict[ServiceKind, int]
-    """How many processes of each kind make the run complete."""
+    """The number of processes of each kind that make the run complete."""
     without_policy: frozenset[str] = frozenset()
-    """Trainers that hold another model alone, and so have no weights for engines."""
+    """Trainers that hold only another model, and so have no weights for engines."""
     departed: tuple[str, ...] = ()
-    """Which of the engines among them have left in earlier attempts: the run does not wait for these."""
+    """Engines that left in earlier attempts, which the run does not wait for."""
     first_step: int
-    """The step to begin with: 1, or one after the step a resumed run was saved at."""
+    """The first step: 1, or the step after the resumed checkpoint."""
     last_step: int
     num_groups: int
     """Rollout groups that a training step trains on; zero without engines."""
@@ -62,52 +62,55 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between validations; zero for never."""
     validate_at_start: bool
     validate_at_end: bool = False
-    """Whether the last step is validated though none other is."""
+    """Whether the last step is validated even if no other is."""
     save_every: int
     """Steps between checkpoints; zero for never. The last step is always saved unless it is zero."""
     resume_from: str
     """Checkpoint folder to restore; empty for none."""
     checkpoint_folder: str
-    """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
+    """Folder that a checkpoint is written to before it gets its final name, with ``{step}`` for the step."""
     samples_folder: str = ""
-    """Folder of the record of samples; empty where none is kept."""
+    """Folder of the rollout log; empty if none is kept."""
     reward_server: RewardServer | None = None
-    """Where the program that began the run scores samples; None where engines' environments do without it."""
+    """Address of the coordinator's reward server; None if the engines' environments do not need it."""
     engines_first: bool = False
-    """Whether trainers are built once engines are: these look at how much memory of their device is free meanwhile."""
+    """Whether trainers are built after engines, which first measure the free memory of their device."""
     allow_alias: bool
     """Whether engines may read trainers' weights in place, which change while they do."""
     alias_frozen: bool = False
-    """Whether they may read in place those that never change."""
+    """Whether engines may read in place the weights that never change."""
     is_verified: bool
-    """Whether each version is attested by digests before its samples are trained on."""
+    """Whether the digests of each version are verified before its samples are trained on."""
     max_trajectory_age_steps: int = 0
-    """Training steps that the weights a sample was made with may be behind those it is trained on. With 0, generation
-    and training wait for each other: synchronous training."""
+    """The most training steps by which the weights of a sample may be older than those it is trained on. With 0,
+    generation and training wait for each other: synchronous training.
+    """
     updates_in_flight: bool = False
     """Whether engines take a version while they generate. Otherwise they first finish what they have, and get no more
-    until they hold it."""
+    until they hold it.
+    """
     keeps_copy: bool = False
-    """Whether engines read a copy of the trainers' weights, so that trainers step as soon as it is made. Not where they
-    have to send weights themselves: then they wait as they would without it."""
+    """Whether engines read a copy of the trainers' weights, so that trainers step as soon as it is made. Trainers that
+    have to send weights to engines wait nevertheless.
+    """
     max_stored_tokens: int | None = None
     """Tokens that a rollout can keep until they are trained on; None for any number."""
     max_replacements: int
-    """How many processes may be lost and replaced within `replacement_window_s` before the run fails."""
+    """The most processes that may be lost and replaced within `replacement_window_s` before the run fails."""
     replacement_window_s: float
     replaced_at: tuple[float, ...] = ()
-    """When some were, in earlier attempts, by `time.monotonic`."""
+    """Times of the replacements in earlier attempts, by `time.monotonic`."""
     balance: Balance | None = None
-    """None: each group belongs to one engine from the beginning, so that the same run computes the same together."""
+    """None: each group belongs to one engine from the beginning, so that a repeated run has the same batches."""
     dynamic_sampling: DynamicSampling | None = None
     """None: a step trains on all groups that it generates."""
     deadlines: Deadlines
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether nothing is generated for a step before the weights of the one before are published."""
+        """Whether generation for a step waits until the weights of the step before are published."""
         return self.max_trajectory_age_steps == 0
 
     def oldest_version(self, step: int) -> int:
-        """Return the oldest weights that samples to train on in a step may be made with."""
+        """Return the oldest weights that training samples of a step may be made with."""
         return step - 1 - self.max_trajectory_age_steps

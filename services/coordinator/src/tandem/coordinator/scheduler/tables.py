@@ -1,7 +1,7 @@
-"""The tables: all that the scheduler knows of a run, and conditions that several rules read off them.
+"""The tables: all that the scheduler knows of a run, and conditions that several rules use.
 
-Decisions are functions of the tables: `rules.order` has the rules in their order, `scheduler` gives each event to the
-function that it concerns. Nothing here sends a command.
+Decisions are functions of the tables: `rules.order` has the rules in their order, and `scheduler` passes each event to
+its function. Nothing here sends a command.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Tables:
         first_command_id: int,
         changes: Callable[[Table], Changed],
     ) -> None:
-        """`changes` returns what a table calls when it has changed (`Agenda.changes`)."""
+        """Take the run's spec, and `Agenda.changes`."""
         self.spec = spec
         self.is_informative = is_informative
         self.members = Membership(spec.expected, spec.departed, changes(Table.MEMBERS))
         self.engines_to_begin: list[str] = []
-        """Those that everything is set up with; others may join later."""
+        """The engines that everything is set up with. Others may join later."""
         self.told_to_leave: dict[str, None] = {}
         """Engines that were told to leave before everything was set up, or that stay nevertheless."""
         self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
@@ -75,27 +75,27 @@ class Tables:
         self.watch = Stopwatch(now)
         self.idleness = Idleness(now)
         self.stage: Phase | None = Phase.JOINING
-        """How far everything is set up; None once it is."""
+        """The stage of the set-up; None once it is done."""
         self.trainers_meet = False
         """Whether trainers are being built, or have been."""
         self.error: ServiceError | None = None
-        """Why the run has failed, while it only waits for a checkpoint."""
+        """The error of a run that has failed, and now only waits for a checkpoint."""
         self.finish: Finish | None = None
         self.unusable: dict[str, int] = {}
-        """Engines whose samples trainers could not use, and how often in a row."""
+        """The times in a row that trainers could not use an engine's samples."""
         self.failures = Failures()
         self.full: dict[str, None] = {}
-        """Engines whose stores of samples have no room for what waits."""
+        """Engines that have no room to store the samples of waiting groups."""
         self.still_since = math.inf
-        """Since when no request is pending."""
+        """The time since which no request is pending."""
         self.num_too_old = 0
-        """Groups that were dropped since the last step was committed, because what made them was too old."""
+        """Groups dropped since the last step was committed, because their weights were too old."""
         self.num_in_store = 0
         """Groups that were ready for later steps when the step in progress began to train."""
 
     @property
     def mode(self) -> Mode:
-        """Which rules are in force."""
+        """The rules in force."""
         if self.finish is not None:
             return Mode.OVER
         if self.error is not None:
@@ -104,7 +104,7 @@ class Tables:
 
     @property
     def progress(self) -> StepProgress:
-        """How far the step in progress is."""
+        """The state of the step in progress."""
         return self.steps.progress
 
     @property
@@ -114,7 +114,7 @@ class Tables:
 
     @property
     def senders(self) -> list[str]:
-        """The trainers whose weights engines get: those that hold the policy."""
+        """The trainers that engines get weights from: those that hold the policy."""
         return [name for name in self.members.all("trainer") if name not in self.spec.without_policy]
 
     @property
@@ -129,7 +129,7 @@ class Tables:
 
     @property
     def may_commit(self) -> bool:
-        """Whether nothing is left of the step in progress but to save and commit it."""
+        """Whether the step in progress needs only to be saved and committed."""
         progress = self.progress
         return progress.is_trained and (progress.is_committed or (progress.is_validated and not self.is_refitting))
 
@@ -155,7 +155,7 @@ class Tables:
 
     @property
     def may_train(self) -> bool:
-        """Whether the step in progress is yet to be trained on."""
+        """Whether the step in progress has yet to be trained on."""
         progress = self.progress
         is_begun = progress.is_training or progress.is_trained
         return self.steps.has_started and not is_begun and not self.steps.is_interrupted
@@ -170,14 +170,14 @@ class Tables:
 
     @property
     def must_save(self) -> bool:
-        """Whether the step is to be saved, and was not."""
+        """Whether the step is to be saved, and is not saved yet."""
         every, step = self.spec.save_every, self.step
         is_due = every > 0 and (step % every == 0 or self.is_last or self.steps.is_interrupted)
         return is_due and step > self.steps.saved and self.steps.has_started
 
     @property
     def phase(self) -> Phase:
-        """What the run is doing, for people."""
+        """The phase that the run is in, for people."""
         progress, saving = self.progress, self.saving
         if self.finish is not None:
             return Phase.FINISHED
@@ -198,12 +198,12 @@ class Tables:
         return Phase.GENERATING
 
     def is_free(self, engine: str) -> bool:
-        """Tell whether the weights of an engine may change: it has nothing in flight, or what can go on with others."""
+        """Tell whether an engine's weights may change: it has nothing in flight, or only what can go on with others."""
         fixed: tuple[Purpose, ...] = ("validate",) if self.spec.updates_in_flight else ()
         return not self.groups.num_in_flight(engine, *fixed)
 
     def open(self, member: str, phase: Phase, num_batches: int = 1) -> CommandFields:
-        """Open a request to a member, which may take as long as is allowed for so many batches."""
+        """Open a request to a process, with the time that is allowed for this number of batches."""
         deadlines = self.spec.deadlines
         allowed: dict[Phase, float] = {
             Phase.BUILDING: deadlines.build,
@@ -214,12 +214,12 @@ class Tables:
         return self.requests.open(member, phase, num_batches * allowed[phase])
 
     def abandon_step(self) -> None:
-        """Go back to the last step that was done, and save it if it was not saved."""
+        """Go back to the last finished step, and save it if it was not saved."""
         self.groups.remove(self.step, "train")
         self.steps.go_back()
 
     def stop_generating(self) -> None:
-        """Forget what was to be generated, and ask nothing more of engines: the run ends."""
+        """Forget what was to be generated, and ask nothing more of engines, because the run ends."""
         self.groups.clear()
         self.assignment.clear()
         self.joining.stop()

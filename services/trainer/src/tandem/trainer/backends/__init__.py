@@ -12,13 +12,13 @@ from tandem.trainer.backend import Backend
 
 
 def make_backend(config: Config, *, checkpoint: Path | None, world: World | None = None) -> Backend:
-    """Return this rank's backend: Megatron-Core where it is enabled, whatever else is, and otherwise FSDP2.
+    """Return this rank's backend: Megatron-Core if it is enabled, even beside FSDP2, and otherwise FSDP2.
 
-    `world` is that of the default process group; None: it holds all models. Raises what the backend raises.
+    `world` is the model group of the default process group; None if it holds all models. Raises the backend's errors.
     """
     name = "policy" if world is None else world.name
     section = config.settings_of(name)
-    # Imported where it is used: each takes seconds, and Megatron-Core need not be installed.
+    # Imported on use: each takes seconds, and Megatron-Core need not be installed.
     if not section.megatron_cfg.enabled:
         from tandem.trainer.backends.dtensor import DTensorBackend
 

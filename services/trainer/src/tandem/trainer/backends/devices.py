@@ -1,4 +1,4 @@
-"""Choose the device that a trainer computes on."""
+"""The device that a trainer computes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def device_of(index: int) -> torch.device:
-    """Return the device of a trainer: they take a node's GPUs from the first on (`tandem.config.placement`)."""
+    """Return the device of a trainer. Trainers take a node's GPUs from the first on (`tandem.config.placement`)."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())

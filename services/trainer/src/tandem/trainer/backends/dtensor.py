@@ -1,8 +1,8 @@
 """The DTensor backend: FSDP2, with tensor and context parallelism.
 
-Parameters that are trained are float32 whatever the precision of the passes; on the CPU those of the policy lie in
-shared memory for as long as the backend lives, at the same addresses, so that engines can copy straight out of them or
-read them in place.
+Trained parameters are float32, whatever the precision of the passes. On the CPU, the policy's parameters stay in shared
+memory, at the same addresses, as long as the backend lives. So engines can copy straight out of them or read them in
+place.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tandem.trainer.micro_batches import Replicas
 
 
 class DTensorBackend(HoldingBackend[HeldModel]):
-    """One rank of the default process group; obeys `tandem.trainer.backend.Backend`.
+    """One rank of the default process group, as a `tandem.trainer.backend.Backend`.
 
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
 
     def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
-        """`world` is that of the process group; None: it holds all models."""
+        """Build the models of a model group; `world` None: of all."""
         super().__init__(config, world)
         self._ranks = _arranged(config, self._world.models, self.device)
         ranks = self._ranks[self._world.name]
@@ -52,7 +52,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         proof.conclude()
 
     def replicas(self, model: Model) -> Replicas:
-        """Return how a model divides the ranks: by the parallel sizes of its own section."""
+        """Return the division of the ranks by a model, from the parallel sizes of its own section."""
         return self._ranks[model].replicas
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
@@ -60,12 +60,12 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         return self._ranks[self._world.name].sum_over_replicas(values)
 
     def weights(self) -> Weights:
-        """Return the shards of the policy this rank holds: the memory that it trains in."""
+        """Return the shards of the policy that this rank holds, in the memory that it trains in."""
         policy = self._held["policy", 0]
         return shards.weights_of(policy.parameters | policy.buffers, self._config.policy.adapters)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit, on any number of ranks, in the memory the parameters lie in."""
+        """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""
         proof = checkpoints.Proof(checkpoints.files_of(folder))
         for model in self._trained():
             model.load(folder)
@@ -73,7 +73,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
 
 
 def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, Ranks]:
-    """Return the ranks as each model has them, arranged once for all that have the same parallel sizes. Collective."""
+    """Return the ranks of each model, arranged once for models with the same parallel sizes. Collective."""
     by_sizes: dict[tuple[int, int], list[Model]] = {}
     for name in models:
         sizes = config.settings_of(name).dtensor_cfg

@@ -1,7 +1,7 @@
 """One model that a rank of the DTensor backend holds: policy, reference, value model, teacher.
 
-Each is built, sharded, scored with, trained, saved and resumed by the same code. Its section of the configuration says
-how; the algorithm's declaration says which are trained.
+The same code builds, shards, trains, saves and resumes each of them, and scores with it. The model's section of the
+configuration has the settings, and the algorithm's declaration the models to train.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tandem.trainer.scoring import Scores
 
 
 class HeldModel:
-    """A rank's share of one model, what scores with it, and its optimizer if it is trained.
+    """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
     `ModelError`, `ConfigError` or `CheckpointError`.
@@ -59,9 +59,9 @@ class HeldModel:
     def __init__(
         self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None, number: int = 0
     ) -> None:
-        """Load and shard it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective.
+        """Load and shard the model. If it is trained, `start` makes its optimizer. Collective.
 
-        `number`: which it is of several of the name.
+        `number` selects one of several models of the name.
         """
         self.name = name
         self._config, self._ranks = config, ranks
@@ -72,14 +72,14 @@ class HeldModel:
         self._adapters = settings.dtensor_cfg.lora_cfg if name == "policy" and settings.adapters is not None else None
         trains_all = self.is_trained and self._adapters is None
         source = settings.model_name if checkpoint is None or not trains_all else str(checkpoint / name)
-        # What is trained has parameters in float32 whatever the precision of the passes.
+        # Trained parameters are float32, whatever the precision of the passes.
         model = self._load(source, torch.float32 if trains_all else getattr(torch, settings.precision))
         linear_head = self._head == "vocabulary" and has_linear_head(model)
         self.shares_prompts = self._prepare_attention(model)
         if not self.is_trained:
             model.requires_grad_(False)
         self._place: Place | None = None
-        """What masks of dropout are drawn by; None where nothing is dropped."""
+        """The present place in the run for dropout masks; None without dropout."""
         if self._adapters is not None:
             self._described = self._adapt(model, self._adapters, checkpoint)
         recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
@@ -91,11 +91,11 @@ class HeldModel:
             tensor_name(name): parameter for name, parameter in model.named_parameters()
         }
         self.buffers = policy_files.saved_buffers(model)
-        """Whole on every rank, and never trained."""
+        """Buffers, whole on every rank and never trained."""
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer = self._make_scorer(model, group, linear_head=linear_head)
         self.optimizer: torch.optim.Optimizer
-        """Of a model that is trained."""
+        """The optimizer of a trained model."""
         self._num_steps = 0
         self._offloaded: Offloaded | None = None
 
@@ -116,7 +116,7 @@ class HeldModel:
         )
 
     def start(self, checkpoint: Path | None) -> None:
-        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         if checkpoint is None:
             self._start_optimizer(num_steps=0)
         else:
@@ -130,7 +130,7 @@ class HeldModel:
             if self._place is not None:
                 self._place.enter(self._num_steps, index)
             value = loss(batch, self._scorer(batch))
-            # FSDP2 averages gradients over the ranks; the loss is a sum.
+            # FSDP2 averages gradients over the ranks, but the loss is a sum.
             torch.autograd.backward(value * self._ranks.num_shards)
             total += value.detach()
         if self._place is not None:
@@ -153,20 +153,20 @@ class HeldModel:
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
-        """Return what the model says of each micro-batch without gradient, zero where no token counts.
+        """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
 
         Args:
-            micro_batches: to score.
-            as_reference: whether to do so as if its adapters had never been trained; it must have some.
+            micro_batches: micro-batches to score.
+            as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
         """
         with self._without_adapters() if as_reference else nullcontext():
             found = [self._scorer(batch) for batch in micro_batches]
         for module in _fsdp_modules(self.model):
-            module.reshard()  # only a backward pass would do it by itself
+            module.reshard()  # by itself, only a backward pass would do it
         return found
 
     def state(self) -> checkpoints.State:
-        """Return what a checkpoint is made of: the schedule needs only the number of steps."""
+        """Return the contents of a checkpoint. The schedule needs only the number of steps."""
         parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
         if self._adapters is not None:
             trained = self._trained()
@@ -178,7 +178,7 @@ class HeldModel:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore what a checkpoint has of it, bit for bit, in the memory the parameters lie in."""
+        """Restore the model from a checkpoint, bit for bit, in the parameters' own memory."""
         held: dict[str, torch.Tensor] = {**self._trained()}
         if self._adapters is not None:
             shapes = {name: parameter.shape for name, parameter in held.items()}
@@ -191,7 +191,7 @@ class HeldModel:
         self._load_optimizer(folder)
 
     def _whole_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint has of a model that is trained whole. Raises `CheckpointError`."""
+        """Return the tensors of a checkpoint of a model that is trained whole. Raises `CheckpointError`."""
         try:
             loaded = self._load(str(folder / self.name), torch.float32)
         except ModelError as error:
@@ -205,8 +205,8 @@ class HeldModel:
     def offload(self) -> None:
         """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
 
-        The parameters too, unless engines may be reading them. On a CPU that is where all of it already lies: there
-        only the gradients go.
+        Also move the parameters, unless engines may be reading them. On a CPU, all of it is already in host memory, and
+        only the gradients are freed.
         """
         if self.is_trained:
             self.optimizer.zero_grad(set_to_none=True)
@@ -214,13 +214,13 @@ class HeldModel:
             self._offloaded = Offloaded(self.movable())
 
     def movable(self) -> list[torch.Tensor]:
-        """Return what of this rank's share on its device nobody needs who does not train, or score with, the model."""
+        """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
         parameters = () if self.name == "policy" else self.parameters.values()
         here = [shards.local_of(each) for each in parameters if each.device.type == self.device.type]
         return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
 
     def reload(self) -> None:
-        """Move back what was offloaded, to tensors that are the same as before."""
+        """Move back the offloaded tensors, which are the same as before."""
         if self._offloaded is not None:
             self._offloaded.reload()
             self._offloaded = None
@@ -230,12 +230,12 @@ class HeldModel:
             return load_model(source, self._settings, dtype)
         model = load_scalar_model(source, self._settings, dtype, self._head)
         if self._head == "score":
-            # By which whoever loads it tells padding, and so which token has the score.
+            # Loaders tell padding by it, and so find the token with the score.
             model.config.pad_token_id = load_tokenizer(self._config).pad_id
         return model
 
     def _adapt(self, model: Any, adapters: LoraCfg, checkpoint: Path | None) -> adapter_files.Described:
-        """Give a whole model its adapters, as a checkpoint or ``restore_from`` has them or new; describe them."""
+        """Give a whole model adapters, from a checkpoint, from ``restore_from``, or new; describe them."""
         from tandem.trainer import lora  # PEFT takes seconds to import
 
         linear = lora.linear_layers(model)
@@ -264,10 +264,10 @@ class HeldModel:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def _prepare_attention(self, model: Any) -> bool:
-        """Make the model take packed rows, its share of each sequence, or shared prompts, as is wanted.
+        """Make the model take packed rows, its share of each sequence, or shared prompts, as configured.
 
-        Return whether it takes shared prompts; say so if it should and cannot. Raises `ConfigError` if it cannot take
-        packed rows, or its share.
+        Return whether it takes shared prompts, with a notice if it should and cannot. Raises `ConfigError` if it cannot
+        take packed rows, or its share.
         """
         settings, is_shared = self._settings, self._ranks.context.size() > 1
         by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
@@ -295,16 +295,16 @@ class HeldModel:
         return wants_prompts and reason is None
 
     def _replay(self, model: Any) -> RoutingReplay | None:
-        """Have the model's tokens go where an engine sent them, if they are to. Raises `ModelError` if they cannot."""
+        """Send tokens to the experts that an engine chose, if configured. Raises `ModelError` if impossible."""
         if replayed_experts(self._config, self.name) is None:
             return None
         tensor, is_cut = self._ranks.tensor, self._settings.dtensor_cfg.sequence_parallel
         return RoutingReplay(model, (tensor.get_local_rank(), tensor.size()) if is_cut else (0, 1))
 
     def _avoid_masks(self, model: Any, section: str) -> None:
-        """Have a model whose attention slides compute it without a mask of all pairs of tokens, if it can.
+        """Let a model with sliding attention compute it without a mask of all pairs of tokens, if it can.
 
-        Under sequence parallelism it has to: it would make the mask of its share of the row. Raises `ConfigError`.
+        Under sequence parallelism it must, since it would make a mask for its share of the row. Raises `ConfigError`.
         """
         if not any(sliding_windows(model.config.get_text_config())):
             return
@@ -314,7 +314,7 @@ class HeldModel:
             raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
 
     def _communicate(self, *, last: bool) -> None:
-        """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""
+        """Reduce gradients once an optimizer step, if host memory can hold them whole until then."""
         if not isinstance(self.model, FSDPModule):
             return
         if self.device.type == "cpu":
@@ -323,7 +323,7 @@ class HeldModel:
         self.model.set_is_last_backward(last)
 
     def _clip(self) -> float:
-        """Scale the gradients down to ``max_grad_norm``; return the norm they had."""
+        """Scale the gradients down to ``max_grad_norm``; return their norm before."""
         norm = shards.norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
         if self._settings.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._settings.max_grad_norm, norm)
@@ -337,7 +337,7 @@ class HeldModel:
         return {"state": {tensor_name(name): each for name, each in state.items()}}
 
     def _start_optimizer(self, num_steps: int) -> None:
-        """Make a new optimizer, without state, and its schedule as it stands after `num_steps`."""
+        """Make a new optimizer, without state, with its schedule after `num_steps`."""
         settings = self._settings.optimizer
         assert settings is not None, "the configuration's checks require an optimizer"
         self.optimizer = make_optimizer(settings, self._trained().values(), self.name)
@@ -349,7 +349,7 @@ class HeldModel:
     def _load_optimizer(self, folder: Path) -> None:
         self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder, self.name)))
         if self._num_steps:
-            tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, filled with anything
+            tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
 

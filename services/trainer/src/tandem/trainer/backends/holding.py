@@ -1,4 +1,4 @@
-"""What every backend does alike with the models that a rank holds, whatever they are made of."""
+"""The common part of all backends: the models that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tandem.trainer.scoring import Scores
 
 
 class Held(Protocol):
-    """One model that a rank holds, or its share of one."""
+    """One model that a rank holds, or its part of one."""
 
     name: Model
     is_trained: bool
 
     def start(self, checkpoint: Path | None) -> None:
-        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         ...
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
@@ -33,22 +33,22 @@ class Held(Protocol):
         ...
 
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> Sequence[Scores]:
-        """Return what the model says of each micro-batch without gradient, zero where no token counts.
+        """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
 
-        `as_reference`: as if its adapters had never been trained; it must have some.
+        `as_reference` scores as if the model's adapters, which it must have, had never been trained.
         """
         ...
 
     def state(self) -> checkpoints.State:
-        """Return what a checkpoint is made of."""
+        """Return the contents of a checkpoint."""
         ...
 
     def offload(self) -> None:
-        """Give up the device memory that only training needs."""
+        """Free the device memory that only training needs."""
         ...
 
     def reload(self) -> None:
-        """Take it back."""
+        """Take the memory back."""
         ...
 
 
@@ -56,23 +56,23 @@ AnyHeld = TypeVar("AnyHeld", bound=Held)
 
 
 class HoldingBackend(Generic[AnyHeld]):
-    """The part of a backend (`tandem.trainer.backend.Backend`) that hands on to the models what it is asked.
+    """The part of a backend (`tandem.trainer.backend.Backend`) that passes calls on to the models.
 
-    What is trained starts from the ``model_name`` of its section or, where given, from a checkpoint of Tandem. The
-    reference, which exists only if the loss reads it, is always ``policy.model_name``: the policy before any training.
-    Where adapters are trained, that is the policy with its adapters switched off, and nothing else is held.
+    A trained model starts from the ``model_name`` of its section or, if given, from a checkpoint of Tandem. The
+    reference exists only if the loss reads it. It is always ``policy.model_name``: the policy before any training. If
+    adapters are trained, the reference is the policy with its adapters switched off, and needs no model of its own.
     """
 
     def __init__(self, config: Config, world: World | None) -> None:
-        """Begin without models. `world` is that of the process group; None: it holds all that the algorithm names."""
+        """Begin without models. `world` is the model group of the process group; None if it holds all models."""
         self._config = config
         self._world = world or World(models=config.declaration.holds(config), first=0, size=dist.get_world_size())
         self.device = device_of(self._world.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
-        """By name, and number of several of the name."""
+        """The models, by name and number."""
 
     def _to_hold(self) -> Iterator[tuple[Model, int]]:
-        """Go through the models that are to be held here, by name and number."""
+        """Yield the models to hold here, by name and number."""
         adapts = self._config.policy.adapters is not None
         for name in self._world.models:
             if name != "reference" or not adapts:
@@ -83,25 +83,25 @@ class HoldingBackend(Generic[AnyHeld]):
     ) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
 
-        Raises `NotFiniteError`, before anything has changed, if the loss or the gradient is no finite number.
+        Raises `NotFiniteError`, before anything has changed, if the loss or the gradient is not finite.
         """
         return self._held[model, 0].train_step(micro_batches, loss)
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
-        """Return what a model says of each micro-batch without gradient, zero where no token counts."""
-        if (model, number) not in self._held:  # the reference of a policy that trains adapters
+        """Return a model's scores of each micro-batch without gradient, zero for tokens that are not valid."""
+        if (model, number) not in self._held:  # the reference of a policy with trained adapters
             return self._held["policy", 0].scores(micro_batches, as_reference=True)
         return self._held[model, number].scores(micro_batches)
 
     def save(self, folder: Path) -> Writing:
-        """Copy what is trained, and the optimizers' state, and begin to write them.
+        """Copy the trained models and the optimizers' states, and begin to write them.
 
-        Raises `CheckpointError` for an optimizer whose state cannot be saved.
+        Raises `CheckpointError` if an optimizer's state cannot be saved.
         """
         return checkpoints.save(folder, self._states(), self._config, first_writer=self._world.first)
 
     def offload(self) -> None:
-        """Free what only training needs: gradients, optimizers' states, and parameters that no engine reads."""
+        """Free what only training needs: gradients, optimizer states, and parameters that no engine reads."""
         for model in self._held.values():
             model.offload()
 
@@ -111,7 +111,7 @@ class HoldingBackend(Generic[AnyHeld]):
             model.reload()
 
     def close(self) -> None:
-        """Release models and optimizers; the process group belongs to whoever made it."""
+        """Release models and optimizers. The process group belongs to its creator."""
         self._held.clear()
 
     def _trained(self) -> list[AnyHeld]:

@@ -1,7 +1,7 @@
 """The optimizer state of sharded parameters, as boxes of tensors.
 
-Each has its parameter's name between ``state`` and a key: ``state.model.norm.weight.exp_avg``. What a rank writes
-follows from the sharding alone, so ranks need not agree on anything, and any other sharding can read it.
+Each tensor has its parameter's name between ``state`` and a key: ``state.model.norm.weight.exp_avg``. A rank's part
+depends only on the sharding, so ranks need not agree on anything, and any other sharding can read it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tandem.trainer.files.box_files import BoxFiles, Part
 
 
 def parts_of(tensors: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield what this rank writes of nested tensors: of what several ranks hold, one writes it.
+    """Yield this rank's part of nested tensors. A part that several ranks hold is written by one.
 
-    Raises `CheckpointError` for what is no tensor.
+    Raises `CheckpointError` for other values.
     """
     for name, tensor in _flat(tensors).items():
         if _is_written_here(tensor):
@@ -30,7 +30,7 @@ def parts_of(tensors: Mapping[str, Any]) -> Iterator[Part]:
 
 @torch.no_grad()
 def read(tensors: Mapping[str, Any], files: BoxFiles) -> None:
-    """Fill this rank's share of nested tensors, in place. Raises `CheckpointError`."""
+    """Fill this rank's part of nested tensors, in place. Raises `CheckpointError`."""
     for name, tensor in _flat(tensors).items():
         files.read(name, tuple(tensor.shape), shards.box_of(tensor), shards.local_of(tensor))
 
@@ -53,7 +53,7 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
 
 
 def _is_written_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank writes its part: of parts that several ranks hold, the first of them writes one."""
+    """Tell whether this rank writes its part. A part that several ranks hold is written by the first."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     position = tensor.device_mesh.get_coordinate()

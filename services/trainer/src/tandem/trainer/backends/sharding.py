@@ -1,4 +1,4 @@
-"""The ranks of the DTensor backend: how they are arranged for a model, and what of it each holds."""
+"""The ranks of the DTensor backend: their arrangement for a model, and its sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.trainer.models import decoder_layers
 
 
 class Ranks:
-    """The ranks of the default process group as a mesh: data × context × tensor, the last varying fastest."""
+    """The ranks of the default process group as a mesh: data × context × tensor, with the last varying fastest."""
 
     def __init__(self, sections: Sequence[Model], device: torch.device) -> None:
         """Arrange them for models of equal parallel sizes; `device` is this rank's. Collective."""
@@ -37,12 +37,12 @@ class Ranks:
 
     @property
     def num_shards(self) -> int:
-        """Ranks over which FSDP2 shards, and averages gradients."""
+        """Ranks over which FSDP2 shards parameters and averages gradients."""
         return self._shards["shard"].size()
 
     @property
     def replicas(self) -> Replicas:
-        """How they divide a batch."""
+        """The division of a batch among the ranks."""
         return Replicas(
             sizes=(self.data.size(), self.context.size(), self.tensor.size()),
             rank=self.data.get_local_rank(),
@@ -53,12 +53,12 @@ class Ranks:
 
     @property
     def sequences_rank(self) -> int:
-        """Number of this rank among those that see other sequences, or other parts of them."""
+        """Index of this rank among those that see other sequences, or other parts of them."""
         return self.data.get_local_rank() * self.context.size() + self.context.get_local_rank()
 
     @property
     def sequence_divisor(self) -> int:
-        """What the length of a sequence must be a multiple of, so that its shares are equal."""
+        """Divisor of the length of a sequence, so that its shares are equal."""
         divisor = 1 if self.context.size() == 1 else 2 * self.context.size()
         return divisor * (self.tensor.size() if self._splits_sequences else 1)
 
@@ -69,12 +69,12 @@ class Ranks:
         return total
 
     def shard(self, model: torch.nn.Module, settings: Model) -> None:
-        """Cut a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
+        """Split a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
 
         It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded
-        layers between forward and backward pass; GPU memory gathers them again. A single rank that computes in the
-        precision of the parameters has nothing to shard, to gather or to cast. Raises `ConfigError` where the model
-        cannot be cut.
+        layers between forward and backward pass, while GPU memory gathers them again. A single rank that computes in
+        the precision of the parameters has nothing to shard, gather or cast. Raises `ConfigError` if the model cannot
+        be split.
         """
         device_type, dtype = self._shards.device_type, getattr(torch, settings.precision)
         offloads = settings.dtensor_cfg.cpu_offload or settings.fsdp_offload_enabled
@@ -92,7 +92,7 @@ class Ranks:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         if dtype == torch.float32:
             policy = MixedPrecisionPolicy()
-        # Engines read the parameters' memory, and what is shared with them is not pinned.
+        # Engines read the parameters' memory, and shared memory is not pinned.
         offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
         gather_again = device_type != "cpu"
         mesh = self._shards["shard"]

@@ -1,8 +1,8 @@
-"""Tensor-parallel plans for known architectures of Transformers, or the user's own.
+"""Tensor-parallel plans for known architectures of Transformers, or custom ones.
 
-A plan says for each module how it takes its input, keeps its parameters and gives its output (`ParallelStyle`, as in
-Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053, section 3). Afterwards every parameter is a DTensor on one mesh.
-What a plan does not name is whole on every rank.
+A plan has a style for each module, for its input, parameters and output (`ParallelStyle`, as in Megatron-LM, Shoeybi et
+al. 2019, arXiv:1909.08053, section 3). Afterwards every parameter is a DTensor on one mesh. Modules that a plan does
+not name are whole on every rank.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _NORMS = (
     "norm",
 )
 _FEED_FORWARDS = ("mlp", "shared_experts")
-"""Where they are no mixture of experts, whose parts see plain tensors."""
+"""Names of feed-forward modules, unless they are a mixture of experts, where the parts see plain tensors."""
 _CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
 
 
 class Plain(ParallelStyle):
-    """Keeps a module's own parameters whole, or cut, and runs it on plain tensors."""
+    """Keeps a module's own parameters whole, or split, and runs it on plain tensors."""
 
     def __init__(self, placement: Placement, gradient: Placement) -> None:
-        """Begin. `placement` of the parameters, and `gradient`: how theirs lies on the ranks."""
+        """Take the placement of the parameters, and of their gradients on the ranks."""
         super().__init__()
         self._placement, self._gradient = placement, gradient
 
     @classmethod
     def whole(cls, *, sums: bool) -> Plain:
-        """Return one that keeps them whole on every rank.
+        """Return a style that keeps parameters whole on every rank.
 
-        `sums`: ranks see other tokens or heads, so that their gradients add up; they are equal otherwise.
+        With `sums`, ranks see different tokens or heads, so that their gradients are summed. Otherwise they are equal.
         """
         return cls(Replicate(), Partial() if sums else Replicate())
 
@@ -85,32 +85,32 @@ class Plain(ParallelStyle):
 
 
 class VocabularyRows(ParallelStyle):
-    """Cuts the output layer by rows, and gives it the hidden states whole and plain.
+    """Splits the output layer by rows, and gives it the hidden states whole and plain.
 
-    Whoever computes with its weight knows that it is a share, and gives back the whole gradient of the hidden states.
+    Code that computes with its weight knows that it is a part, and returns the whole gradient of the hidden states.
     """
 
     def __init__(self, hidden: Placement) -> None:
-        """Begin. `hidden`: how the hidden states arrive."""
+        """Take the placement of the arriving hidden states."""
         super().__init__()
         self._hidden = hidden
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):  # it is one where it is tied to the embedding
+            if not isinstance(parameter, DTensor):  # it is one if it is tied to the embedding
                 _distribute(module, name, device_mesh, Shard(0))
         _gather_inputs(module, device_mesh, self._hidden)
         return module
 
 
 class Adapted(ParallelStyle):
-    """Applies a style to a layer or, where the layer has an adapter, to it and as fits to the adapter's two matrices.
+    """Applies a style to a layer and, if it has an adapter, matching styles to the adapter's two matrices.
 
-    The side of the adapter that the layer's ranks have whole is whole, the other is cut as the layer is.
+    The side of the adapter that the layer's ranks have whole is whole. The other is split like the layer.
     """
 
     def __init__(self, style: ParallelStyle) -> None:
-        """Begin, with the style of the layer."""
+        """Take the style of the layer."""
         super().__init__()
         self._style = style
 
@@ -149,7 +149,7 @@ class Adapted(ParallelStyle):
 
 
 def _shares(style: ParallelStyle) -> tuple[bool, bool]:
-    """Say whether a layer of this style is given, and gives, another share on each rank."""
+    """Tell whether the input, and the output, of a layer of this style differ between ranks."""
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         arrives, leaves = style.input_layouts[0], style.output_layouts[0]
         return not arrives.is_replicate(), not leaves.is_replicate()
@@ -159,11 +159,11 @@ def _shares(style: ParallelStyle) -> tuple[bool, bool]:
 def cut(
     model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None, adapts: bool = False
 ) -> None:
-    """Cut a whole model over the ranks of a mesh of one dimension, in place. It must be the same on all of them.
+    """Split a whole model over the ranks of a mesh of one dimension, in place. It must be the same on all ranks.
 
-    `adapts`: layers may have adapters.
+    `adapts` says whether layers may have adapters.
 
-    Raises `ConfigError` where there is no plan for the model, or the custom one does not exist or does not fit.
+    Raises `ConfigError` if there is no plan for the model, or the custom one does not exist or does not fit.
     """
     plan: Plan
     if custom_plan is None:
@@ -174,7 +174,7 @@ def cut(
     head = scalar_head(model) if layer is None else layer
     is_tied = head.weight is embedding.weight
     head_name = next(name for name, module in model.named_modules() if module is head)
-    # The output layer is cut by rows whatever a plan says; what it says is how the hidden states arrive.
+    # The output layer is split by rows whatever a plan says. The plan only says how the hidden states arrive.
     of_head = [style for path, style in plan.items() if _matches(head_name, path)]
     inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
     if adapts:
@@ -185,7 +185,7 @@ def cut(
         head.weight = embedding.weight
     layouts = [getattr(style, "input_layouts", None) for style in of_head]
     arrives = layouts[0][0] if layouts and layouts[0] else Replicate()
-    if layer is None:  # and the head too small to be cut
+    if layer is None:  # and the head is too small to be split
         _gather_inputs(head, mesh, arrives)
     else:
         VocabularyRows(arrives)._apply(head, mesh)
@@ -197,10 +197,10 @@ def cut(
 def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     """Return the plan for a model of a known architecture on `size` ranks. Raises `ConfigError` for any other.
 
-    With `sequence_parallel`, activations outside of attention and feed-forward layers are cut along the sequence
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank: with it, each computes
-    its own tokens. Where one layer makes queries, keys and values, it is cut by rows, whichever those are, and what it
-    makes is gathered: every rank attends with all heads.
+    With `sequence_parallel`, activations outside of attention and feed-forward layers are split along the sequence
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank, and each rank then
+    computes its own tokens. If one layer makes queries, keys and values, it is split by rows in any order, and its
+    output is gathered: every rank attends with all heads.
     """
     config, key = model.config, "policy.dtensor_cfg.tensor_parallel_size"
     if config.model_type not in TENSOR_PLANS:
@@ -242,7 +242,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
 def load_plan(path: str, model: torch.nn.Module) -> Plan:
     """Return the plan at a dotted path: a dict of module paths and styles, or a function that returns one.
 
-    Raises `ConfigError` if there is none, or it names a module that the model has not.
+    Raises `ConfigError` if there is none, or if it names a module that the model lacks.
     """
     module_name, _, name = path.rpartition(".")
     try:
@@ -266,20 +266,20 @@ def load_plan(path: str, model: torch.nn.Module) -> Plan:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match as `parallelize_module` does: part by part."""
+    """Match as `parallelize_module` does, part by part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
 
 
 def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
-    """Return the style of a module with parameters that no plan has cut."""
+    """Return the style of a module with parameters that no plan has split."""
     if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
         return Plain(Shard(0), Shard(0))
     return Plain.whole(sums=_sees_some_heads(model, name))
 
 
 def _sees_some_heads(model: torch.nn.Module, name: str) -> bool:
-    """Say whether a module normalises queries or keys that a plan has cut by heads."""
+    """Tell whether a module normalises queries or keys that a plan has split by heads."""
     parent, _, end = name.rpartition(".")
     if end not in ("q_norm", "k_norm"):
         return False
@@ -292,9 +292,9 @@ def _is_cut_by_rows(module: torch.nn.Module, projection: str) -> bool:
 
 
 def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Cut an embedding that is the output layer too, unless a plan has done it.
+    """Split an embedding that is also the output layer, unless a plan has done it.
 
-    Raises `ConfigError` if it was cut otherwise.
+    Raises `ConfigError` if it was split differently.
     """
     weight = embedding.weight
     if not isinstance(weight, DTensor):
@@ -304,7 +304,7 @@ def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement) -> None:
-    """Give a module the hidden states whole and plain; their gradient comes back whole from every rank."""
+    """Give a module the hidden states whole and plain. Their gradient comes back whole from every rank."""
 
     def gather(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor]:
         hidden = inputs[0]

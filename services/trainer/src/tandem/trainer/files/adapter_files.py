@@ -1,7 +1,7 @@
-"""Adapters as PEFT's files: ``adapter_model.safetensors`` beside ``adapter_config.json``.
+"""Adapters in PEFT's files: ``adapter_model.safetensors`` beside ``adapter_config.json``.
 
-``PeftModel.from_pretrained(base, folder)`` reads them. The tensors are those of `tandem.config.models.lora`, after a
-prefix.
+``PeftModel.from_pretrained(base, folder)`` reads them. The tensors have the names of `tandem.config.models.lora`, after
+a prefix.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 
 _RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Last parts of names that PEFT takes for those of routed experts, in whatever layer of a model that has some."""
+"""Last parts of names that PEFT takes for those of routed experts, in any layer of a model that has experts."""
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What PEFT is told of adapters."""
+    """The description of adapters for PEFT."""
 
     base: str
     """Folder or Hub name of the model that they belong to."""
     adapters: Adapters
     layers: Sequence[str]
-    """Names of the layers that have one."""
+    """Names of the layers with an adapter."""
     linear: Sequence[str]
-    """Names of all layers that could have one."""
+    """Names of all layers that could have an adapter."""
     has_experts: bool
     """Whether the model has routed experts."""
 
     @property
     def target_modules(self) -> list[str]:
-        """The shortest names that fit these layers and no other: other programs expect the last parts."""
+        """The shortest names that fit these layers and no others. Other programs expect the last parts."""
         layers = set(self.layers) - set(self._renamed)
         last = {name.rpartition(".")[2] for name in layers}
         fitting = {name for name in self.linear if name.rpartition(".")[2] in last}
@@ -61,7 +61,7 @@ class Described(msgspec.Struct, frozen=True):
 
     @property
     def target_parameters(self) -> list[str]:
-        """The weights of the other layers, which PEFT finds by those names alone; an adapter is the same either way."""
+        """The weights of layers that PEFT finds only by these names. An adapter is the same either way."""
         return [f"{layer}.weight" for layer in self._renamed]
 
     @property
@@ -70,7 +70,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, seed: int) -> torch.Tensor:
-    """Return the first values of a tensor of an adapter: the same wherever it is made."""
+    """Return the first values of an adapter's tensor, which are the same on every rank."""
     how = adapters.initial[0] if name.endswith(A) else adapters.initial[1]
     told = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(told))
@@ -88,7 +88,7 @@ def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, se
 
 
 def settings_of(adapters: Adapters, layers: Sequence[str], **about: Any) -> LoraConfig:
-    """Return what PEFT is told of adapters of these layers; `about`: its other arguments."""
+    """Return PEFT's description of adapters of these layers; `about` has its other arguments."""
     from peft import LoraConfig  # takes seconds
 
     alpha: Any = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
@@ -96,25 +96,25 @@ def settings_of(adapters: Adapters, layers: Sequence[str], **about: Any) -> Lora
 
 
 def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the whole tensors at once: on rank 0, else nothing. Collective where parameters are sharded."""
+    """Yield the whole tensors at once on rank 0, and nothing elsewhere. Collective for sharded parameters."""
     wholes = {name: whole_of(parameter) for name, parameter in parameters.items()}
     is_first = dist.get_rank() == 0
     yield {name: whole.to("cpu", copy=True) for name, whole in wholes.items()} if is_first else {}
 
 
 class Writer:
-    """Writes adapters, which one file holds. The model's base is not read."""
+    """Writes adapters to one file. The base model is not read."""
 
     def __init__(self, folder: Path, described: Described) -> None:
         self._folder, self._described = folder, described
         self._tensors: dict[str, torch.Tensor] = {}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors by their names everywhere."""
+        """Take whole tensors by the names that they have everywhere."""
         self._tensors |= {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
     def finish(self) -> dict[Path, dict[str, str]]:
-        """Write both files; return that of tensors with the digests of what is in it. Raises what the libraries do."""
+        """Write both files; return the file of tensors with their digests. Raises the libraries' errors."""
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, self._folder / TENSORS, metadata={"format": "pt"})
         described = self._described
@@ -124,7 +124,7 @@ class Writer:
             described.adapters,
             described.target_modules,
             target_parameters=parameters or None,
-            lora_dropout=0.0 if parameters else described.adapters.dropout,  # PEFT has none for parameters
+            lora_dropout=0.0 if parameters else described.adapters.dropout,  # PEFT has no dropout for parameters
             task_type="CAUSAL_LM",
             base_model_name_or_path=described.base if on_hub is None else on_hub.repo,
             revision=None if on_hub is None else on_hub.revision,
@@ -143,7 +143,7 @@ def base_of(folder: Path) -> str:
 
 
 def read(folder: Path, adapters: Adapters, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder that was written for adapters like these, which have tensors of these shapes.
+    """Return the tensors in a folder, which must be of adapters like these, with these shapes.
 
     Raises `CheckpointError`.
     """

@@ -1,8 +1,8 @@
-"""Boxes of tensors in safetensors files: ranks write what they hold, and read what they need.
+"""Slices (boxes) of tensors in safetensors files: ranks write what they hold, and read what they need.
 
 A file has the boxes that one process wrote, each under the name of its tensor and the index of its first element, as
-``name@0,128``; the file's header says what shape the whole tensors have. Readers look the headers of all files up and
-read, of the boxes that overlap what they want, just that. Nothing is pickled, and nobody gathers anything.
+``name@0,128``. The file's header has the shapes of the whole tensors. Readers look up the headers of all files, and
+read only the overlap of each box with what they want. Nothing is pickled or gathered.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Part(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     elements: torch.Tensor
 
 
 def snapshot(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield the parts with elements of their own, on the CPU, so that they can be written while training goes on."""
+    """Yield the parts with copied elements, on the CPU, so that they can be written while training goes on."""
     for part in parts:
         yield part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous())
 
 
 def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> dict[Path, dict[str, str]]:
-    """Write the parts to files of about this size that only process `writer` writes.
+    """Write the parts to files of about this size, which only process `writer` writes.
 
-    Return the files, not yet synced, with the digests of what is in them.
+    Return the files, not yet synced, with the digests of their contents.
 
-    The parts are those of a `snapshot`; of one that is still being taken, memory holds a file's worth. Raises what the
-    file system raises.
+    The parts come from a `snapshot`. If it is still being taken, memory holds the parts of one file. Raises the file
+    system's errors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     digests: dict[Path, dict[str, str]] = {}
@@ -62,21 +62,21 @@ def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int)
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the digest of each contiguous tensor in CPU memory, as a manifest has it."""
+    """Return the digest of each contiguous tensor in CPU memory, as in a manifest."""
     flat = {name: tensor.detach().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
     return {name: manifest.digest_of(tensor.numpy().data) for name, tensor in flat.items()}
 
 
 def boxes_of_range(shape: Sequence[int], strides: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of an array that have its elements at offsets from `first` up to `stop`, in elements.
+    """Yield the boxes of an array with its elements at offsets from `first` up to `stop`.
 
     Args:
-        shape: of the array, whose first element has offset 0.
-        strides: of the array, which has no element twice; a later dimension may have a larger one.
-        first: offset, which may lie before the array.
-        stop: offset, which may lie behind it.
+        shape: shape of the array. Its first element has offset 0.
+        strides: strides of the array, which has no element twice. A later dimension may have a larger stride.
+        first: first offset, which may lie before the array.
+        stop: end offset, which may lie behind it.
     """
-    # Where there is one element, the stride says nothing.
+    # With one element, the stride has no meaning.
     steps = [stride if n > 1 else sys.maxsize for n, stride in zip(shape, strides, strict=True)]
     order = sorted(range(len(shape)), key=lambda dim: -steps[dim])
     back = sorted(range(len(shape)), key=order.__getitem__)
@@ -86,9 +86,9 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], first: int, sto
 
 
 def _num_below(limit: int, dims: Sequence[tuple[int, int]]) -> int:
-    """Return how many elements of an array lie at an offset below `limit`.
+    """Return the number of elements of an array at an offset below `limit`.
 
-    `dims` has the size and the stride of each dimension, from the largest stride; they do not overlap.
+    `dims` has the size and the stride of each dimension, the largest stride first. They do not overlap.
     """
     if limit <= 0 or not dims:
         return int(limit > 0)
@@ -99,7 +99,7 @@ def _num_below(limit: int, dims: Sequence[tuple[int, int]]) -> int:
 
 
 def _boxes_in_order(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that are, together, a range of the elements of a row-major array."""
+    """Yield boxes that together form a range of the elements of a row-major array."""
     if first >= stop:
         return
     if not shape:
@@ -123,7 +123,7 @@ class BoxFiles:
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of the whole tensors of which there are boxes."""
+        """Shapes of the whole tensors that have boxes here."""
         self._boxes: dict[str, list[tuple[Box, Any, str]]] = {}
         paths = sorted(folder.glob(_FILES))
         if not paths:
@@ -139,7 +139,7 @@ class BoxFiles:
                 self._boxes.setdefault(name, []).append((box, file, key))
 
     def read(self, name: str, shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
-        """Fill `into`, of the shape of a box of a tensor, with its elements. Raises `CheckpointError`."""
+        """Fill `into` with the elements of a box of a tensor. Both have the same shape. Raises `CheckpointError`."""
         if name not in self._boxes:
             raise CheckpointError(f"{name} is in none of its files: one is missing, or another optimizer wrote them")
         if self.shapes[name] != shape:
@@ -160,7 +160,7 @@ class BoxFiles:
 
 
 def _region(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return where one box lies in an array that is the other."""
+    """Return the position of one box in an array that is the other."""
     steps = zip(inner.start, inner.shape, outer.start, strict=True)
     return tuple(slice(start - first, start - first + n) for start, n, first in steps)
 

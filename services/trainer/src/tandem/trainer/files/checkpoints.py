@@ -1,9 +1,9 @@
 """Checkpoints on disk: ``policy/`` in Hugging Face's format, ``optimizer/`` in boxes of tensors.
 
-Of another model that is trained, such as ``value``, they are ``value/`` and ``value_optimizer/``. All are safetensors
-files and JSON: nothing in a checkpoint is ever unpickled. Each rank copies what it has to write and hands the copies to
-a thread, which writes and syncs them while training goes on. There no rank waits for another: that all have written
-their part, and that the folder then counts as whole, is the coordinator's business.
+Another trained model, such as ``value``, has ``value/`` and ``value_optimizer/``. All are safetensors files and JSON:
+nothing in a checkpoint is ever unpickled. Each rank copies its part and hands the copy to a thread, which writes and
+syncs it while training goes on. No rank waits for another there: the coordinator waits until all have written their
+parts, and then declares the folder whole.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ from tandem.trainer.files import adapter_files, box_files, policy_files
 from tandem.trainer.files.box_files import BoxFiles, Part
 
 POLICY: Final = "policy"
-"""A model's folder has the name of the model."""
+"""Folder of the policy. Each model's folder has the name of the model."""
 OPTIMIZER = "optimizer"
 MAX_FILE_BYTES = 5 * 10**9
-"""Of one file."""
+"""The largest size of one file."""
 _COUNTS = "optimizer.json"
 _NUM_STEPS = "num_optimizer_steps"
 _SPARE = 2
-"""How many times the copies of a host's ranks must fit in its memory: training goes on beside them."""
+"""How many times the copies of a host's ranks must fit in its memory, because training goes on beside them."""
 _MESSAGE_BYTES = 512
 
 Result = TypeVar("Result")
 Files = tuple[Path, Mapping[str, FileRecord]]
-"""What was written, by path within a folder."""
+"""The files written, by path within a folder."""
 
 
 class State(NamedTuple):
-    """What a checkpoint is made of, of one model: as it is now, in the memory that training changes."""
+    """One model's contents of a checkpoint, as it is now, in the memory that training changes."""
 
     model: Any
-    """Whose configuration is written, and by whose names the tensors go; it need have no weights."""
+    """The model, for its configuration and the names of its tensors. It need have no weights."""
     tensors: Iterable[Mapping[str, torch.Tensor]]
-    """Whole, in CPU memory of their own, a batch at a time. Other ranks than 0 get empty batches, and go through all of
-    them too: making one may be collective."""
+    """Whole tensors in CPU memory of their own, a batch at a time. Ranks other than 0 get empty batches, but must go
+    through all of them: making a batch may be collective.
+    """
     num_bytes: int
-    """Of all its tensors."""
+    """Bytes of all its tensors."""
     optimizer: Callable[[], Iterator[Part]]
-    """What this rank writes of the optimizer's state."""
+    """Makes this rank's part of the optimizer's state."""
     num_steps: int
-    """That the optimizer has taken."""
+    """Steps that the optimizer has taken."""
     adapters: adapter_files.Described | None = None
     """If not None, the tensors are adapters, and the model's own weights are not written."""
 
 
 def step_of(folder: Path) -> int:
-    """Return the training step after which a checkpoint ``step_<n>`` was written. Raises `CheckpointError`."""
+    """Return the training step of a checkpoint ``step_<n>``. Raises `CheckpointError`."""
     name = folder.resolve().name
     prefix, _, number = name.partition("_")
     if prefix != "step" or not number.isdecimal():
@@ -78,18 +79,18 @@ def step_of(folder: Path) -> int:
 
 
 class _Copy(NamedTuple):
-    """What this rank writes of one model."""
+    """This rank's part of one model's checkpoint."""
 
     name: Model
     writer: policy_files.Writer | adapter_files.Writer | None
-    """None on other ranks than 0."""
+    """The writer of the model's weights; None on ranks other than 0."""
     tensors: Iterable[Mapping[str, torch.Tensor]]
     optimizer: Iterable[Part]
     num_steps: int
 
 
 def optimizer_folder(model: Model) -> str:
-    """Return the name of the folder of a model's optimizer, beside the one that has the model's own."""
+    """Return the name of the folder of a model's optimizer, beside that of the model."""
     return OPTIMIZER if model == POLICY else f"{model}_{OPTIMIZER}"
 
 
@@ -101,13 +102,13 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     first_writer: int = 0,
 ) -> Writing:
-    """Copy the states and begin to write the copies under `folder`; from then on the states may change.
+    """Copy the states and begin to write the copies under `folder`. From then on the states may change.
 
-    Processes of another group may write other models there: `first_writer` is the number of this group's first.
+    Processes of another group may write other models there. `first_writer` is the number of this group's first process.
 
-    Where the copies have no room in the memory of some host, all is written before this returns, and memory holds a
-    file's worth. Collective. Raises `CheckpointError` for an optimizer whose state cannot be saved; what cannot be
-    written, the result says on the rank that could not.
+    If the memory of some host has no room for the copies, everything is written before this returns, one file's
+    contents at a time. Collective. Raises `CheckpointError` if an optimizer's state cannot be saved. The result has an
+    error on a rank that could not write.
     """
     is_first = dist.get_rank() == 0
     writers = {
@@ -137,7 +138,7 @@ def _writer(folder: Path, state: State, max_file_bytes: int) -> policy_files.Wri
 def _copy(
     name: Model, state: State, writer: policy_files.Writer | adapter_files.Writer | None, *, is_lazy: bool
 ) -> _Copy:
-    """Copy a state; if it `is_lazy`, as it is written, a part at a time."""
+    """Copy a state. If `is_lazy`, copy it a part at a time while it is written."""
     tensors = state.tensors
     if state.adapters is None:
         tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in tensors)
@@ -156,9 +157,9 @@ def _run(work: Callable[[], Result], result: Future[Result]) -> None:
 
 
 def _shortage(num_bytes: int) -> str:
-    """Say why the ranks of a host cannot copy what they write, of which this one has so much; empty if all can.
+    """Return why the ranks of a host have no memory to copy what they write; empty if they have.
 
-    Collective; the same on every rank.
+    `num_bytes` is this rank's part. Collective, with the same result on every rank.
     """
     mine = torch.tensor([zlib.crc32(host_name().encode()), num_bytes, available_bytes()])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -176,22 +177,22 @@ def _shortage(num_bytes: int) -> str:
 
 
 def _write(folder: Path, copies: Iterable[_Copy], config: Config, max_file_bytes: int, writer: int) -> int:
-    """Write what this rank has to write, and sync it; return the bytes. Raises `CheckpointError`."""
+    """Write and sync this rank's part; return its bytes. Raises `CheckpointError`."""
     files: dict[str, FileRecord] = {}
     for copy in copies:
         files |= _write_model(folder, copy, config)
         files |= _write_optimizer(folder, copy, max_file_bytes)
     with as_checkpoint_error(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)  # who trains nothing has made nothing in it
+        folder.mkdir(parents=True, exist_ok=True)  # ranks that train no model have not created it
         num_bytes = sync([manifest.write_part(folder, writer, files)])
         sync_folder(folder)
     return num_bytes + sum(record.size for record in files.values())
 
 
 def _write_model(folder: Path, copy: _Copy, config: Config) -> dict[str, FileRecord]:
-    """Write weights, configuration and tokenizer where there is a writer; return what was written.
+    """Write weights, configuration and tokenizer if there is a writer; return the files.
 
-    Raises `CheckpointError` on the rank that could not write, once all has been gathered.
+    Raises `CheckpointError` on a rank that could not write, after all has been gathered.
     """
     target, writer = folder / copy.name, copy.writer
     failure: CheckpointError | None = None
@@ -201,7 +202,7 @@ def _write_model(folder: Path, copy: _Copy, config: Config) -> dict[str, FileRec
                 with as_checkpoint_error(f"cannot write {target}"):
                     writer.add(tensors)
             except CheckpointError as error:
-                failure = error  # and gather on: the others may be waiting for this rank
+                failure = error  # and gather on, because the others may be waiting for this rank
     if failure is not None:
         raise failure
     if writer is None:
@@ -226,7 +227,7 @@ def _write_optimizer(folder: Path, copy: _Copy, max_file_bytes: int) -> dict[str
 def _synced(
     folder: Path, target: Path, paths: Iterable[Path], digests: Mapping[Path, Mapping[str, str]]
 ) -> dict[str, FileRecord]:
-    """Have files of a folder of the checkpoint on the disk; return what was written, by path in the checkpoint."""
+    """Sync files of a checkpoint's folder to disk; return them by path in the checkpoint."""
     files = {str(path.relative_to(folder)): manifest.describe(path, digests.get(path)) for path in sorted(paths)}
     sync(folder / name for name in files)
     sync_folder(target)
@@ -235,13 +236,13 @@ def _synced(
 
 
 def files_of(checkpoint: Path) -> list[Files]:
-    """Return what was written to a checkpoint; nothing if it has no manifest. Raises `DamagedCheckpoint`."""
+    """Return the files of a checkpoint; none if it has no manifest. Raises `DamagedCheckpoint`."""
     found = manifest.read(checkpoint)
     return [] if found is None else [(checkpoint, found.files)]
 
 
 def files_of_model(source: str) -> list[Files]:
-    """Return what was written to a model's folder; nothing unless it is the ``policy/`` of a checkpoint.
+    """Return the files of a model's folder; none unless it is the ``policy/`` of a checkpoint.
 
     Raises `DamagedCheckpoint`.
     """
@@ -250,12 +251,13 @@ def files_of_model(source: str) -> list[Files]:
 
 
 def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Model]) -> list[Files]:
-    """Return what was written to all that a backend loads at its start, which holds these models.
+    """Return the files that a backend with these models loads at its start.
 
-    With the policy, that is all of the checkpoint but what others hold. Raises `DamagedCheckpoint`.
+    With the policy, these are all files of the checkpoint except those of models held elsewhere. Raises
+    `DamagedCheckpoint`.
     """
     trained = config.declaration.trains
-    # A model that is trained comes from the checkpoint, if there is one; what adapters belong to never does.
+    # A trained model comes from the checkpoint, if there is one. The base of adapters never does.
     kept = [model for model in trained if config.settings_of(model).adapters is None]
     read = [model for model in held if checkpoint is None or model not in kept]
     sources = dict.fromkeys(
@@ -271,14 +273,14 @@ def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Mode
 
 
 class Proof:
-    """That files are what was written: found out by all ranks together, while they load what is in them.
+    """The proof that files are as they were written, found by all ranks together while they load them.
 
-    Each rank looks at all names, sizes and headers before it loads anything, and a thread reads its share of the
-    tensors meanwhile.
+    Each rank checks all names, sizes and headers before it loads anything. A thread reads its part of the tensors
+    meanwhile.
     """
 
     def __init__(self, parts: Iterable[Files]) -> None:
-        """Begin. Raises `DamagedCheckpoint`."""
+        """Begin to check. Raises `DamagedCheckpoint`."""
         self._parts = list(parts)
         for folder, files in self._parts:
             manifest.check_files(folder, files)
@@ -299,7 +301,7 @@ class Proof:
 
 
 def read_num_steps(folder: Path, model: Model = POLICY) -> int:
-    """Return the number of steps that a model's optimizer had taken. Raises `CheckpointError`."""
+    """Return the number of steps that a model's optimizer has taken. Raises `CheckpointError`."""
     source = folder / optimizer_folder(model)
     with as_checkpoint_error(f"cannot read {source}"):
         if not (source / _COUNTS).exists():
@@ -308,7 +310,7 @@ def read_num_steps(folder: Path, model: Model = POLICY) -> int:
 
 
 def read_optimizer(folder: Path, read: Callable[[BoxFiles], None], model: Model = POLICY) -> None:
-    """Have `read` take from the files of a model's optimizer, which any number of ranks wrote.
+    """Read a model's optimizer with `read`, from files that any number of ranks wrote.
 
     Raises `CheckpointError`.
     """
@@ -331,7 +333,7 @@ def agree(action: Callable[[], Result]) -> Result:
 
 
 def _tell(error: str) -> list[str]:
-    """Exchange error messages, empty where there is none, and return those of all ranks."""
+    """Exchange error messages, empty without an error, and return those of all ranks."""
     mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     text = torch.frombuffer(bytearray(error.encode()[:_MESSAGE_BYTES] + b"\0"), dtype=torch.uint8)[:_MESSAGE_BYTES]
     mine[: len(text)] = text
@@ -342,10 +344,10 @@ def _tell(error: str) -> list[str]:
 
 @contextmanager
 def as_checkpoint_error(what: str) -> Iterator[None]:
-    """Turn what the libraries raise when a disk is full or a file is broken into `CheckpointError`."""
+    """Turn the libraries' errors for full disks and broken files into `CheckpointError`."""
     try:
         yield
-    except Exception as error:  # tokenizers raises bare `Exception` on a full disk, the others what they like
+    except Exception as error:  # tokenizers raises bare `Exception` on a full disk, and others their own
         raise CheckpointError(f"{what}: {_line(error)}") from error
 
 
@@ -356,7 +358,7 @@ def _line(error: BaseException) -> str:
 
 
 def sync(paths: Iterable[Path]) -> int:
-    """Have files on the disk; return their bytes."""
+    """Sync files to disk; return their bytes."""
     num_bytes = 0
     for path in paths:
         with path.open("rb+") as file:
@@ -366,7 +368,7 @@ def sync(paths: Iterable[Path]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Make a plain Hugging Face model of adapters and their base: what ``coordinator merge`` runs."""
+"""The merging of adapters into their base as a plain Hugging Face model, for ``coordinator merge``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}
 
 
 def merge(adapters: Path, target: Path, base: str | None) -> None:
-    """Write to `target` the model whose layers compute what the base's and the adapters do together.
+    """Write a model to `target` that computes the same as the base with the adapters.
 
-    It has the base's element types, and the tokenizer that was saved with the adapters. Raises `TandemError`.
+    It has the base's dtypes, and the tokenizer that was saved with the adapters. Raises `TandemError`.
 
     Args:
         adapters: folder in PEFT's format.
-        target: folder that does not exist; it appears whole or not at all.
-        base: folder or Hub name of the model that they belong to; None: the one that they name.
+        target: folder that does not exist yet. It appears whole or not at all.
+        base: folder or Hub name of the base model; None for the one that the adapters name.
     """
     if target.exists():
         raise ModelError(f"{target} exists: name another folder")
@@ -49,7 +49,7 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for names that transformers will drop
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype="auto", trust_remote_code=False, use_safetensors=True
             )
@@ -59,14 +59,14 @@ def _write(adapters: Path, target: Path, base: str) -> None:
             if path.name not in _NOT_COPIED:
                 shutil.copy2(path, temporary)
         temporary.rename(target)
-    except Exception as error:  # the libraries raise whatever their readers raise
+    except Exception as error:  # the libraries pass on any error of their readers
         raise ModelError(f"{adapters} cannot be merged into {base}: {error}".split("\n")[0]) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge the adapters in a first folder into a second; a third word names the base. Return the exit code."""
+    """Merge the adapters in a folder into a second folder. A third word names the base. Return the exit code."""
     adapters, target, *base = argv
     try:
         merge(Path(adapters), Path(target), base[0] if base else None)

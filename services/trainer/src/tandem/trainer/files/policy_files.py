@@ -22,10 +22,10 @@ _INDEX = "model.safetensors.index.json"
 
 
 def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the whole tensors of each decoder layer, and of what is outside of them: on rank 0, else nothing.
+    """Yield on rank 0 the whole tensors of each decoder layer, and of the rest; nothing elsewhere.
 
-    They are on the CPU, in memory of their own. Beside `parameters` these are the model's persistent buffers.
-    Collective where parameters are sharded: every rank must go through all of it.
+    They are on the CPU, in memory of their own, and include the model's persistent buffers. Collective for sharded
+    parameters: every rank must go through all of it.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     layers = {id(layer) for layer in decoder_layers(model)}
@@ -45,26 +45,27 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint has beside the parameters, such as what routers add to their scores."""
+    """Return the buffers that a checkpoint has beside the parameters, such as the biases of routers."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole tensors as Hugging Face's checkpoints have them; they may be views.
+    """Return whole tensors as in Hugging Face's checkpoints; they may be views.
 
     Args:
-        model: whose own names the tensors have.
-        tensors: all those together that a checkpoint may hold as one, or one that it may hold as several.
+        model: model that gives the tensors their names.
+        tensors: the tensors. Those that a checkpoint may join into one must be together, and one that it may split
+            whole.
     """
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 class Writer:
-    """Writes one model, file after file, and then the index of what is where, unless one file holds it all.
+    """Writes one model, file after file, and then an index, unless one file holds it all.
 
-    Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger. The model is read when
-    the writer is made, and no more then: it may train while another thread writes.
+    Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger. The model is only read
+    when the writer is made, so it may train while another thread writes.
     """
 
     def __init__(self, folder: Path, model: Any, max_file_bytes: int) -> None:
@@ -77,7 +78,7 @@ class Writer:
         self._waiting: dict[str, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._files: list[dict[str, str]] = []
-        """Digests of the tensors of each file that is written."""
+        """Digests of the tensors of each written file."""
         self._total_bytes = 0
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -91,7 +92,7 @@ class Writer:
     def finish(self) -> dict[Path, dict[str, str]]:
         """Write the last file, the index, and the model's configuration. Raises what the libraries raise.
 
-        Return the files of tensors with the digests of what is in them.
+        Return the files of tensors with their digests.
         """
         self._write()
         names = [_WHOLE]
@@ -120,5 +121,5 @@ class Writer:
         return range(1, len(self._files) + 1)
 
     def _path(self, number: int) -> Path:
-        """Return where a file lies until it is known how many there are."""
+        """Return a file's path until the number of files is known."""
         return self._folder / f"part-{number:05d}"

@@ -1,4 +1,4 @@
-"""The losses, one module a family, and `make_loss`, which makes the one that a run names."""
+"""The losses, one module for each family, and `make_loss`, which makes a run's configured loss."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What all losses share: means over the global batch, and sums to report.
+"""The common parts of losses: means over the global batch, and sums to report.
 
-Every mean is over the whole global batch: the counts it divides by come from the batch before it was split over ranks
-and micro-batches. So the sum of the micro-batches' losses is the loss, however the batch was split, and so is its
-gradient.
+Every mean is over the whole global batch: its divisor is counted before the batch is split over ranks and
+micro-batches. So the loss is the sum of the micro-batches' losses, however the batch was split, and the same holds for
+the gradient.
 
 Shapes: ``B`` rows, ``T`` padded positions.
 """
@@ -18,21 +18,21 @@ from tandem.trainer.micro_batches import MicroBatch
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What the means of a global batch divide by."""
+    """The divisors of means over a global batch."""
 
     tokens: int
-    """Tokens that count in the loss."""
+    """Valid tokens: those that count in the loss."""
     sequences: int
-    """Sequences with at least one such token."""
+    """Sequences with at least one valid token."""
     positive_tokens: int = 0
-    """Such tokens of sequences whose reward is above zero."""
+    """Valid tokens of sequences with a reward above zero."""
 
 
 def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *, token_level: bool) -> torch.Tensor:
-    """Return what this micro-batch adds to the mean over the global batch.
+    """Return this micro-batch's part of the mean over the global batch.
 
-    Token level: the mean over all counted tokens (DAPO, arXiv:2503.14476, equation 8). Sequence level: the mean over
-    sequences of each one's mean over its tokens (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3).
+    Token level: the mean over all valid tokens (DAPO, arXiv:2503.14476, equation 8). Sequence level: the mean over
+    sequences of the mean over each sequence's tokens (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3).
     """
     masked_BT = torch.where(mask_BT, values_BT, 0.0)
     if token_level:
@@ -41,51 +41,51 @@ def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *,
 
 
 class Report:
-    """Sums over what this rank has, from which step makes means over the global batch."""
+    """Sums over this rank's tokens, from which the step makes means over the global batch."""
 
     def __init__(self, names: tuple[str, ...], count: int, device: torch.device) -> None:
         self.names = names
         self.count = count
-        """What the means divide by: as many tokens, or pairs, as count in the global batch."""
+        """The divisor of the means: the tokens, or pairs, of the global batch."""
         self.sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        """In the order of `names`."""
+        """The sums, in the order of `names`."""
 
     def add(self, mask: torch.Tensor, *values: torch.Tensor) -> None:
-        """Add what counts of one micro-batch by `mask`: one tensor a name, of the mask's shape."""
+        """Add the valid values of one micro-batch by `mask`: one tensor for each name, of the mask's shape."""
         counted = [value.detach()[mask].sum(dtype=torch.float64) for value in values]
         assert len(counted) == len(self.names), "one tensor for each name"
         self.sums += torch.stack(counted)
 
 
 class Loss(Protocol):
-    """What a backend minimises: one object an optimizer step.
+    """The function that a backend minimises, with one object for each optimizer step.
 
-    Its class is called with what `LossClass` takes. The algorithm's declaration or ``loss_fn.class`` names it.
+    Its class is called with the arguments of `LossClass`. The algorithm's declaration or ``loss_fn.class`` names it.
     """
 
     report: Report
-    """Means to report beside the loss. A loss of the user's may have none."""
+    """Means to report beside the loss. A custom loss may have none."""
 
     def __call__(self, batch: MicroBatch, scores_BT: Any, /) -> torch.Tensor:
-        """Return the micro-batch's share of the loss, a scalar.
+        """Return the micro-batch's part of the loss, a scalar.
 
-        `scores_BT` are what the model in training says of its tokens, not read where `MicroBatch.loss_mask_BT` is
-        False: `TokenScores` of the policy, `TokenValues` of a value model (`tandem.trainer.scoring`).
+        `scores_BT` are the trained model's scores of the tokens, which are not read where `MicroBatch.loss_mask_BT` is
+        False. They are `TokenScores` of the policy or `TokenValues` of a value model (`tandem.trainer.scoring`).
         """
         ...
 
 
 class LossClass(Protocol):
-    """What makes losses."""
+    """A factory of losses."""
 
     def __call__(self, settings: Any, counts: Counts, device: torch.device, **kwargs: Any) -> Loss:
         """Return the loss of one optimizer step.
 
         Args:
-            settings: the section of the configuration that the algorithm's declaration names.
-            counts: what the means of the step's global batch divide by.
-            device: where the sums of the report belong.
-            kwargs: ``loss_fn.kwargs``; none of the losses here takes any.
+            settings: section of the configuration that the algorithm's declaration names.
+            counts: divisors of the means over the step's global batch.
+            device: device of the report's sums.
+            kwargs: ``loss_fn.kwargs``. The built-in losses take none.
 
         """
         ...

@@ -1,7 +1,7 @@
-"""The loss of distillation: how far the policy's distribution of each token is from a teacher's.
+"""The loss of distillation: the divergence of the policy's distribution of each token from a teacher's.
 
-Generalised knowledge distillation (Agarwal et al. 2023, arXiv:2306.13649, section 3), on the teacher's likeliest tokens
-alone, as NeMo-RL has it.
+This is generalised knowledge distillation (Agarwal et al. 2023, arXiv:2306.13649, section 3), on the teacher's
+likeliest tokens alone, as in NeMo-RL.
 
 Shapes: ``B`` rows, ``T`` padded positions; ``N`` likeliest tokens of the teacher.
 """
@@ -18,15 +18,15 @@ from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import StudentScores
 
 LOG_NOTHING = -100.0
-"""The teacher's log-probability of a token that it takes as impossible."""
+"""The teacher's log-probability of a token that it treats as impossible."""
 
 
 def divergence(teacher_BTN: torch.Tensor, student_BTN: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    """Return what tokens with these log-probabilities add to the divergence in each place.
+    """Return the part of the divergence at each position that comes from tokens with these log-probabilities.
 
-    With P the teacher's distribution, Q the student's and b ``mixed_kl_weight``: forward KL(P|Q), reverse KL(Q|P),
-    mixed ``b KL(P|Q) + (1 - b) KL(Q|P)``, jsd the generalised divergence of Jensen and Shannon,
-    ``b KL(P|M) + (1 - b) KL(Q|M)`` with ``M = b P + (1 - b) Q`` (arXiv:2306.13649, equation 1).
+    Let P be the teacher's distribution, Q the student's, and b ``mixed_kl_weight``. Forward is KL(P|Q), reverse
+    KL(Q|P), and mixed ``b KL(P|Q) + (1 - b) KL(Q|P)``. The jsd is the generalised divergence of Jensen and Shannon, ``b
+    KL(P|M) + (1 - b) KL(Q|M)`` with ``M = b P + (1 - b) Q`` (arXiv:2306.13649, equation 1).
     """
     weight = settings.mixed_kl_weight
     match settings.kl_type:
@@ -42,10 +42,10 @@ def divergence(teacher_BTN: torch.Tensor, student_BTN: torch.Tensor, settings: L
 
 
 def of_the_rest(student_BTN: torch.Tensor, entropy_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    """Return what all other tokens add, which the teacher takes as impossible.
+    """Return the part of all other tokens, which the teacher treats as impossible.
 
-    Its log-probability of them is `LOG_NOTHING` where the student's is compared with it; in the jsd it is only half of
-    what that is compared with.
+    Its log-probability of them is `LOG_NOTHING` where it is compared with the student's. In the jsd it only contributes
+    to the mixture.
     """
     probability_BTN = student_BTN.exp()
     rest_BT = 1 - probability_BTN.sum(dim=-1)
@@ -58,11 +58,12 @@ def of_the_rest(student_BTN: torch.Tensor, entropy_BT: torch.Tensor, settings: L
 
 
 class DistillationLoss:
-    """The mean divergence over the counted tokens of the global batch, and of the loss of the tokens themselves.
+    """The mean over the valid tokens of the global batch of the divergence, and of the tokens' own loss.
 
-    It is ``kl_loss_weight`` times the one, and ``ce_loss_scale`` times minus the log-probability of each token. Teacher
-    and student are distributions over the teacher's likeliest tokens, normalised; with ``zero_outside_topk`` the
-    student's is over all tokens. ``topk_probability`` is the student's of these tokens.
+    The loss is ``kl_loss_weight`` times the divergence, minus ``ce_loss_scale`` times the log-probability of each
+    token. Teacher and student are normalised distributions over the teacher's likeliest tokens. With
+    ``zero_outside_topk``, the student's distribution is over all tokens. ``topk_probability`` is the student's
+    probability of these tokens.
     """
 
     NAMES = ("entropy", "teacher_entropy", "topk_probability")
@@ -73,7 +74,7 @@ class DistillationLoss:
         self.report = Report(self.NAMES, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: StudentScores) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
+        """Return the micro-batch's part of the loss."""
         teacher_BTN, student_BTN = batch.teacher_topk_logits_BTN.log_softmax(dim=-1), scores_BT.others
         probability_BT = student_BTN.detach().exp().sum(dim=-1)
         if self._settings.zero_outside_topk:

@@ -15,7 +15,7 @@ from tandem.config.schema.loss import KlType
 
 
 def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: KlType) -> torch.Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled, from two tensors of one shape.
+    """Estimate KL(policy || reference) at each token that the policy sampled, from two tensors of the same shape.
 
     With r = reference probability / policy probability (Schulman 2020, joschu.net/blog/kl-approx.html), ``k1`` is
     -log r (unbiased, high variance), ``k2`` is (log r)^2 / 2 (biased, low variance), ``k3`` is r - 1 - log r (unbiased,
@@ -25,7 +25,7 @@ def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind
 
 
 def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    """Return the configured estimate at each token, within its clamps, as a reward takes it."""
+    """Return the configured estimate at each token, within its clamps, for use in a reward."""
     log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
     return _clamped(_of_log_ratio(log_ratio, settings.reference_policy_kl_type), settings.kl_output_clamp_value)
 
@@ -36,27 +36,26 @@ def weighted_kl_penalty(
     sampler_logprobs_BT: torch.Tensor,
     settings: LossFn,
 ) -> torch.Tensor:
-    """Return the same as a loss takes it: weighted by the token's probability over that in sampling, with gradient.
+    """Return the same for use in a loss: weighted by the token's probability over that in sampling, with gradient.
 
     Over tokens that a policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its gradient is
-    that of the divergence. The gradient of k1 or k3 alone misses the part that comes from where the samples are drawn;
-    for k1 its mean is zero (Tang and Munos 2025, arXiv:2506.09477). So `sampler_logprobs_BT` are those in training
-    itself, without gradient, where the two policies count as one: all weights are 1 then. The output clamp is over the
-    product.
+    that of the divergence. The gradient of k1 or k3 alone misses the part from the sampling distribution; for k1 its
+    mean is zero (Tang and Munos 2025, arXiv:2506.09477). If the two policies count as one, `sampler_logprobs_BT` are
+    those in training, without gradient, and all weights are 1. The output clamp applies to the product.
     """
     weights_BT = finite_ratio(logprobs_BT - sampler_logprobs_BT)
     log_ratios_BT = reference_logprobs_BT - logprobs_BT
     bounded_BT = _clamped(log_ratios_BT, settings.kl_input_clamp_value)
-    # Past the bound nothing pulls the policy back, nor does it push it away from where it samples.
+    # Past the bound, nothing pulls the policy back, and nothing pushes it away from where it samples.
     weights_BT = torch.where(bounded_BT == log_ratios_BT, weights_BT, weights_BT.detach())
     estimate_BT = weights_BT * _of_log_ratio(bounded_BT, settings.reference_policy_kl_type)
     return _clamped(estimate_BT, settings.kl_output_clamp_value)
 
 
 def finite_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the ratio, and zero without gradient where that is no finite number.
+    """Return the ratio, or zero without gradient where the ratio is not finite.
 
-    So it is where the engine gave a token no probability: such a token teaches nothing.
+    That happens where the engine gave a token no probability. Such a token teaches nothing.
     """
     is_finite = log_ratio.detach().exp().isfinite()
     return torch.where(is_finite, log_ratio, -math.inf).exp()

@@ -1,7 +1,7 @@
-"""A loss of the user's: found by its dotted path, and held to what a loss promises.
+"""A custom loss: found by its dotted path, and checked to behave like a loss.
 
-Whatever it does wrong is one line that names it, at the latest in the first step; most of it before any model is
-loaded, because `try_out` shows it a micro-batch then.
+Every mistake is reported in one line that names the loss, at the latest in the first step. Most are found before any
+model is loaded, because `try_out` calls it with a micro-batch then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = "loss_fn.class"
 
 
 class OwnLoss:
-    """The loss that ``loss_fn.class`` names; obeys `tandem.trainer.losses.Loss`. Raises `ConfigError`."""
+    """The loss that ``loss_fn.class`` names, as a `tandem.trainer.losses.Loss`. Raises `ConfigError`."""
 
     report: Report
 
@@ -34,7 +34,7 @@ class OwnLoss:
         settings = getattr(config, config.declaration.loss_section)
         try:
             self._loss = make(settings, counts, device, **config.loss_fn.kwargs)
-        except Exception as error:  # the class may be anyone's
+        except Exception as error:  # custom classes raise anything
             raise ConfigError(f"{self._name}: {_said(error)}") from error
         if not callable(self._loss):
             raise ConfigError(f"{self._name}: it has no method __call__(batch, scores)")
@@ -44,7 +44,7 @@ class OwnLoss:
         self.report = report or Report((), counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
-        """Return the micro-batch's share of the loss. Raises `TrainingError` unless it is a scalar with gradient."""
+        """Return the micro-batch's part of the loss. Raises `TrainingError` unless it is a scalar with gradient."""
         try:
             value = self._loss(batch, scores_BT)
         except TandemError:
@@ -59,9 +59,9 @@ class OwnLoss:
 
 
 def try_out(config: Config) -> None:
-    """Show a loss of the user's a micro-batch of two sequences (of DPO pairs) as it will see them, and look at it.
+    """Check a custom loss with a micro-batch of two sequences (of pairs for DPO), as in the run.
 
-    Raises `ConfigError` if it cannot be made, or fails, or if loss or gradient is no finite number.
+    Raises `ConfigError` if it cannot be made, or fails, or if its loss or gradient is not finite.
     """
     if config.loss_fn.class_path is None:
         return
@@ -85,7 +85,7 @@ def try_out(config: Config) -> None:
 
 @contextmanager
 def blamed(config: Config) -> Iterator[None]:
-    """Have a `TrainingError` name the loss where that is the user's."""
+    """Let a `TrainingError` name the loss if it is a custom one."""
     try:
         yield
     except TrainingError as error:
@@ -96,7 +96,7 @@ def blamed(config: Config) -> Iterator[None]:
 
 
 def _trial(config: Config) -> tuple[MicroBatch, Scores]:
-    """Return a micro-batch with what the configured run gives a loss, and scores of it."""
+    """Return a micro-batch with the configured loss inputs, and scores of it."""
     shape = (2 * config.sequences_per_sample, 4)
     mask_BT = torch.tensor([[False, False, True, True]]).expand(shape).clone()
     logprobs_BT = torch.where(mask_BT, torch.linspace(-2.0, -0.5, mask_BT.numel()).view(shape), 0.0)
@@ -121,7 +121,7 @@ def _trial(config: Config) -> tuple[MicroBatch, Scores]:
 
 
 def _tried(config: Config, column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """Return a column as its source might have it: ones, or where it has log-probabilities other ones."""
+    """Return a plausible column: ones, or other log-probabilities than those given."""
     if column.num_each is not None:
         num = column.num_each(config)
         return torch.arange(num, dtype=getattr(torch, column.dtype)).expand(*mask_BT.shape, num)

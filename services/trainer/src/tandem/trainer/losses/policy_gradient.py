@@ -20,8 +20,8 @@ def probability_ratios(
 ) -> torch.Tensor:
     """Return the ratio of each token's probability to that under the policy before the step.
 
-    With `sequence_level_importance_ratios` it is the geometric mean over the counted tokens of its sequence: GSPO
-    (Zheng et al. 2025, arXiv:2507.18071, equation 7).
+    With `sequence_level_importance_ratios` it is the geometric mean over the valid tokens of the sequence: GSPO (Zheng
+    et al. 2025, arXiv:2507.18071, equation 7).
     """
     log_ratios_BT = logprobs_BT - previous_logprobs_BT
     if settings.sequence_level_importance_ratios:
@@ -32,15 +32,15 @@ def probability_ratios(
 def surrogate(
     logprobs_BT: torch.Tensor, ratios_BT: torch.Tensor, advantages_BT: torch.Tensor, settings: LossFn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token, before KL penalty and correction for the sampler, and where a clip decided it.
+    """Return the loss of each token, before KL penalty and sampler correction, and a mask of tokens that were clipped.
 
     * `disable_ppo_ratio`: -A log p, the policy gradient itself: REINFORCE (Williams 1992), RLOO with its baseline
       (Ahmadian et al. 2024, arXiv:2402.14740, section 2.2).
     * `use_cispo`: -A sg(clip(r, 1 - low, 1 + high)) log p, with sg for "no gradient" (MiniMax 2025, arXiv:2506.13585,
       equations 4 and 5).
     * Else max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) with
-      separate lower and upper bounds (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 10). Where the advantage is
-      negative that is unbounded in r; the dual clip (Ye et al. 2020, arXiv:1912.09729, equation 5) bounds it by -A c.
+    separate lower and upper bounds (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 10). For negative advantages this
+    is unbounded in r. The dual clip (Ye et al. 2020, arXiv:1912.09729, equation 5) bounds it by -A c.
     """
     if settings.disable_ppo_ratio:
         return -advantages_BT * logprobs_BT, torch.zeros_like(ratios_BT, dtype=torch.bool)
@@ -56,7 +56,7 @@ def surrogate(
 
 
 def sequence_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the counted tokens of each row, ``[B, 1]``; zero where none counts."""
+    """Return the mean over the valid tokens of each row, ``[B, 1]``; zero for rows without valid tokens."""
     masked_BT = torch.where(mask_BT, values_BT, 0.0)
     return masked_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
 
@@ -67,18 +67,18 @@ def importance_weights(
     mask_BT: torch.Tensor,
     settings: LossFn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weight w of each token, and where it was out of bounds: the correction for the sampler.
+    """Return the weight w of each token, which corrects for the sampler, and a mask of weights out of bounds.
 
     Even with the same weights, engine and trainer give a token slightly different probabilities, and with older weights
-    very different ones. w is its probability in training over its probability in generation; with
-    `sequence_level_importance_ratios` the product of those of its sequence. A weight that is no finite number becomes
-    zero. Out of the bounds ``[low, high]`` of `truncated_importance_sampling_ratio_min` and
-    `truncated_importance_sampling_ratio`
+    very different ones. The weight w is a token's probability in training over its probability in generation. With
+    `sequence_level_importance_ratios`, it is the product of these over the sequence. A weight that is not finite
+    becomes zero. Outside the bounds ``[low, high]`` of `truncated_importance_sampling_ratio_min` and
+    `truncated_importance_sampling_ratio`,
 
     * ``tis`` makes it the bound: min(w, high) (Yao et al. 2025, fengyao.notion.site/off-policy-rl);
     * ``icepop`` makes it zero (Ling team 2025, arXiv:2510.18855);
-    * ``seq-mask-tis`` makes all weights of a sequence zero if their geometric mean is out of bounds, and leaves others
-      as they are (Liu et al. 2025, yingru.notion.site).
+    * ``seq-mask-tis`` makes all weights of a sequence zero if their geometric mean is out of bounds, and leaves other
+    sequences unchanged (Liu et al. 2025, yingru.notion.site).
     """
     log_weights_BT = previous_logprobs_BT - generation_logprobs_BT
     if settings.sequence_level_importance_ratios:
@@ -107,11 +107,11 @@ def clip(ratios_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
 class PolicyGradientLoss:
     """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
-    With `positive_example_nll_weight` mu, plus mu times the mean of -log p over the tokens of the global batch whose
-    sample has a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10).
+    With `positive_example_nll_weight` mu, the loss also has mu times the mean of -log p over the tokens of the global
+    batch from samples with a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10).
 
-    An object serves one optimizer step. Called with a micro-batch and the scores of its tokens under the policy in
-    training, it returns a scalar.
+    An object is for one optimizer step. Called with a micro-batch and its scores under the policy in training, it
+    returns a scalar.
     """
 
     NAMES = (
@@ -133,10 +133,10 @@ class PolicyGradientLoss:
         self.report = Report(names, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
+        """Return the micro-batch's part of the loss."""
         settings, mask_BT, logprobs_BT = self._settings, batch.loss_mask_BT, scores_BT.logprobs
         current_BT = logprobs_BT.detach()
-        # Before the first optimizer step on a rollout batch the previous policy is the current one, to the bit.
+        # Before the first optimizer step on a rollout batch, the previous policy is the current one, to the bit.
         is_current = batch.previous_logprobs_BT is None or settings.force_on_policy_ratio
         previous_BT = current_BT if is_current else batch.previous_logprobs_BT
         assert previous_BT is not None
@@ -152,7 +152,7 @@ class PolicyGradientLoss:
         self.report.add(
             mask_BT,
             kl_BT,
-            # What is reported stays finite however far the policies are apart.
+            # Reported values stay finite however far the policies are apart.
             kl_divergence(previous_BT, torch.minimum(current_BT, previous_BT + LARGEST_LOG_RATIO), "k3"),
             scores_BT.entropy,
             is_clipped_BT,
@@ -181,7 +181,7 @@ class PolicyGradientLoss:
         return weighted_kl_penalty(logprobs_BT, reference_BT, sampler_BT, settings)
 
     def _positive_nll(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
-        """Return -log p where the sample's reward is above zero, scaled so that the mean over all tokens is theirs."""
+        """Return -log p for samples with a reward above zero, scaled so that the mean over all tokens is theirs."""
         scale = self._counts.tokens / max(1, self._counts.positive_tokens)
         assert batch.is_positive_BT is not None, "the algorithm declares that it reads rewards"
         return torch.where(batch.is_positive_BT, -logprobs_BT * scale, 0.0)

@@ -1,4 +1,4 @@
-"""The losses of pairs: direct preference optimisation, and that of reward models.
+"""The losses of pairs: those of direct preference optimisation, and of reward models.
 
 Shapes: ``B`` rows, ``T`` padded positions; ``P`` pairs: rows ``2 p`` and ``2 p + 1`` are the chosen and the rejected
 response to one prompt.
@@ -20,8 +20,8 @@ class PreferenceLoss:
     The reward of a response is ``log pi(response) - log pi_reference(response)``, summed over its tokens or, with
     ``preference_average_log_probs``, averaged. The loss is the mean over the pairs of the global batch of
     ``preference_loss_weight * -log sigmoid(beta * (reward of chosen - reward of rejected))`` plus
-    ``sft_loss_weight * -log pi(chosen)``, where beta is ``reference_policy_kl_penalty``. The rewards that are reported
-    are without beta, as NeMo-RL's are.
+    ``sft_loss_weight * -log pi(chosen)``, where beta is ``reference_policy_kl_penalty``. Reported rewards are without
+    beta, as in NeMo-RL.
     """
 
     NAMES = ("preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
@@ -32,7 +32,7 @@ class PreferenceLoss:
         self.report = Report(self.NAMES, self._num_pairs, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
+        """Return the micro-batch's part of the loss."""
         settings = self._settings
         assert batch.reference_logprobs_BT is not None, "DPO needs the reference's log-probabilities"
         rewards_B = _of_responses(
@@ -53,10 +53,10 @@ class PreferenceLoss:
 class BradleyTerryLoss:
     """The negative log-likelihood of preferences under scores of responses (Bradley and Terry 1952).
 
-    With r the score of a response, the mean over the pairs of the global batch of
-    ``-log sigmoid(r(chosen) - r(rejected))`` (Ouyang et al. 2022, arXiv:2203.02155, equation 1); where the data say by
-    how much, of ``-log sigmoid(r(chosen) - r(rejected) - margin)`` (Touvron et al. 2023, arXiv:2307.09288, equation 2).
-    ``accuracy`` is the share of pairs whose chosen response has the higher score, margin or not.
+    With r the score of a response, this is the mean over the pairs of the global batch of ``-log sigmoid(r(chosen) -
+    r(rejected))`` (Ouyang et al. 2022, arXiv:2203.02155, equation 1). If the data give margins, it is the mean of
+    ``-log sigmoid(r(chosen) - r(rejected) - margin)`` (Touvron et al. 2023, arXiv:2307.09288, equation 2). ``accuracy``
+    is the share of pairs in which the chosen response has the higher score, without regard to margins.
     """
 
     NAMES = ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
@@ -66,8 +66,8 @@ class BradleyTerryLoss:
         self.report = Report(self.NAMES, self._num_pairs, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenValues) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
-        mask_BT = batch.loss_mask_BT  # of one position a row
+        """Return the micro-batch's part of the loss."""
+        mask_BT = batch.loss_mask_BT  # one position in each row
         scores_B, margins_B = (
             _of_responses(each_BT, mask_BT, average=False) for each_BT in (scores_BT.values, batch.rewards_BT)
         )
@@ -79,6 +79,6 @@ class BradleyTerryLoss:
 
 
 def _of_responses(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, average: bool) -> torch.Tensor:
-    """Add up the counted tokens of each row, or average them."""
+    """Sum the valid tokens of each row, or average them."""
     sums_B = torch.where(mask_BT, values_BT, 0.0).sum(dim=1)
     return sums_B / mask_BT.sum(dim=1).clamp(min=1) if average else sums_B

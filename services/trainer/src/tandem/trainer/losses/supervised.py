@@ -11,9 +11,9 @@ from tandem.trainer.scoring import TokenScores
 
 
 class NegativeLogLikelihood:
-    """Supervised fine-tuning: the mean negative log-probability of the counted tokens of the global batch.
+    """The mean negative log-probability of the valid tokens of the global batch.
 
-    ``token_accuracy`` is the share of these tokens that are the likeliest given what comes before them.
+    ``token_accuracy`` is the share of these tokens that are the likeliest ones given the tokens before them.
     """
 
     NAMES = ("entropy", "token_accuracy")
@@ -23,6 +23,6 @@ class NegativeLogLikelihood:
         self.report = Report(self.NAMES, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
+        """Return the micro-batch's part of the loss."""
         self.report.add(batch.loss_mask_BT, scores_BT.entropy, scores_BT.is_likeliest)
         return aggregate(-scores_BT.logprobs, batch.loss_mask_BT, self._counts, token_level=True)

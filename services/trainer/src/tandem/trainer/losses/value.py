@@ -1,4 +1,4 @@
-"""The loss of a value model: how far what it expects is from what came.
+"""The loss of a value model: the distance of its values from the returns.
 
 Shapes: ``B`` rows, ``T`` padded positions.
 """
@@ -14,12 +14,12 @@ from tandem.trainer.scoring import TokenValues
 
 
 class ValueLoss:
-    """Half the mean squared distance of values to returns over the counted tokens of the global batch, scaled.
+    """Half the mean squared distance of values to returns over the valid tokens of the global batch, scaled.
 
-    With ``cliprange`` c, of each token the larger of its squared distance and of that of ``clip(V, V' - c, V' + c)``,
-    where ``V'`` is its value before the first optimizer step on the rollout batch: the clip that goes with PPO's
-    (OpenAI's baselines; Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", 9).
-    ``clip_fraction`` is the share of tokens where the clip decides.
+    Let ``V'`` be a token's value before the first optimizer step on the rollout batch. With ``cliprange`` c, each token
+    has the larger of its squared distance and that of ``clip(V, V' - c, V' + c)``. This is the clip that goes with
+    PPO's (OpenAI's baselines; Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization", 9).
+    ``clip_fraction`` is the share of tokens that the clip decides.
     """
 
     NAMES = ("values", "returns", "clip_fraction")
@@ -30,7 +30,7 @@ class ValueLoss:
         self.report = Report(self.NAMES, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenValues) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
+        """Return the micro-batch's part of the loss."""
         values_BT, returns_BT, bound = scores_BT.values, batch.returns_BT, self._settings.cliprange
         losses_BT = (values_BT - returns_BT).square()
         is_clipped_BT = torch.zeros_like(losses_BT, dtype=torch.bool)

@@ -1,1 +1,1 @@
-"""The room of engines: how they are built, join, come back and leave, and what they are connected with."""
+"""Engines: how they are built, join, come back and leave, and how they are connected."""

@@ -1,16 +1,16 @@
 """Engines on their way into the table of engines: new ones, and those that come back.
 
-    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted like any other
-                             └─────────── cannot: it is let go, and the run goes on without it
+    joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted as any other.
+                             └─────────── cannot: it is let go, and the run goes on without it.
 
-Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. One
-that weights would have to be streamed to is let go, since the processes of a transfer group are fixed when the run
-begins, unless it comes in the place of an engine that has left.
+Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. The
+processes of a transfer group are fixed when the run begins. So an engine that needs streamed weights can only take the
+place of an engine that has left; otherwise it is let go.
 
-    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other
+    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
     torn ──────────────────────────────────────────────────▲
 
-An engine comes back a bounded number of times; then the error that this leads to ends the run.
+An engine comes back a bounded number of times. After that, its error ends the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 _STREAMED = (
-    "weights would have to be streamed to it, and who streams to whom is fixed when a run begins: start it on a host "
+    "weights would have to be streamed to it, and the senders are fixed when a run begins: start it on a host "
     "of trainers, or interrupt the run and go on with --resume and more cluster.rollouts"
 )
 
@@ -44,7 +44,7 @@ class Stage(enum.Enum):
 
 
 class Joining:
-    """The engines on their way."""
+    """The engines that are joining."""
 
     def __init__(self, requests: PendingRequests, transfers: Transfers, changed: Changed) -> None:
         self._changed = changed
@@ -52,11 +52,11 @@ class Joining:
         self._transfers = transfers
         self._stages: dict[str, Stage] = {}
         self._plan_request = 0
-        """The order to plan for those whose transfers are being planned."""
+        """The command to plan transfers for the engines in `PLANNING`."""
         self.refused: dict[str, str] = {}
-        """Those that cannot join, and why, until they are let go."""
+        """The engines that cannot join, with the reason, until they are let go."""
         self.entered: list[str] = []
-        """Engines that are in the table now; its reader empties it."""
+        """The engines that have entered the table. The reader empties it."""
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -66,35 +66,35 @@ class Joining:
 
     @property
     def is_any(self) -> bool:
-        """Whether an engine has joined, and there is something to do for that."""
+        """Whether an engine has joined and needs something done."""
         return bool(self._stages) or bool(self.entered)
 
     def stages(self) -> dict[str, Stage]:
-        """Return how far each is."""
+        """Return the stage of each engine."""
         return dict(self._stages)
 
     def is_planned_by(self, command_id: int) -> bool:
-        """Tell whether an order is the newest one to plan for some of them."""
+        """Tell whether a command is the newest one that plans for some of these engines."""
         return command_id == self._plan_request
 
     def planned(self) -> list[str]:
-        """Return the engines whose layouts the refit service knows already."""
+        """Return the engines with layouts that the refit service already knows."""
         return self._having(Stage.INSTALLING)
 
     def add(self, name: str) -> None:
-        """Take an engine that has joined."""
+        """Add an engine that has joined."""
         self._stages[name] = Stage.WAITING
         self._changed()
 
     def remove(self, name: str) -> None:
-        """Wait for one no longer: it is let go, or lost."""
+        """Stop waiting for an engine that is let go or lost."""
         del self._stages[name]
         self.refused.pop(name, None)
         self._requests.drop(name)
         self._changed()
 
     def go_on(self, trainers: Sequence[str], engines: Sequence[str], *, is_service_able: bool) -> list[Action]:
-        """Have those built that have joined, and transfers planned for those that are built."""
+        """Build the engines that have joined, and plan transfers for those that are built."""
         joined = self._having(Stage.WAITING)
         self._stages |= dict.fromkeys(joined, Stage.BUILDING)
         actions: list[Action] = [self._transfers.order_build(name) for name in joined]
@@ -107,7 +107,7 @@ class Joining:
         return actions
 
     def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
-        """Take what one of them has answered, or the plan for some; return also those that can enter the table."""
+        """Take an engine's reply, or the plan for some. Return also the engines that can now enter the table."""
         self._changed()
         match reply:
             case TransfersPlanned():
@@ -121,29 +121,29 @@ class Joining:
                 return [], [member]
 
     def enter(self, name: str) -> None:
-        """Take note that an engine is in the table."""
+        """Note that an engine is in the table."""
         self.entered.append(name)
         self._changed()
 
     def refuse_planned(self, why: str) -> None:
-        """Take note that transfers cannot be planned for those that they were to be planned for."""
+        """Note that transfers cannot be planned for the engines in `PLANNING`."""
         self.refused |= dict.fromkeys(self._having(Stage.PLANNING), why)
         self._changed()
 
     def plan_again(self) -> None:
-        """Take note that the refit service is lost: it plans nothing any more."""
+        """Note that the refit service is lost, and its plan with it."""
         self._stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
         self._changed()
 
     def stop(self) -> None:
-        """Wait for none any more: the run ends."""
+        """Stop waiting for any engine: the run ends."""
         if self._having(Stage.PLANNING):
             self._requests.close(self._plan_request)
         for name in [*self._stages]:
             self.remove(name)
 
     def _take_plan(self, plan: TransfersPlanned) -> list[Action]:
-        """Have engines install their programs that need no other process for it."""
+        """Have engines install those of their programs that need no other process."""
         actions: list[Action] = []
         for name in self._having(Stage.PLANNING):
             if self._transfers.extend(name, plan):
@@ -158,11 +158,11 @@ class Joining:
 
 
 MOST_FAILURES = 2
-"""Attempts at one version that may fail before the run does."""
+"""The attempts at one version that may fail before the run does."""
 
 
 class Recovery:
-    """How often engines were lost or torn, and how far those are that come back."""
+    """How often engines were lost or invalidated, and how far those are that come back."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class Recovery:
         self._groups = groups
 
     def count_failure(self, engine: Engine, doing: str, why: str) -> None:
-        """Raise `CommandFailed` if an engine that is torn has had its second attempt."""
+        """Raise `CommandFailed` if an invalidated engine has had its second attempt."""
         engine.num_failures += 1
         if engine.num_failures >= MOST_FAILURES:
             raise CommandFailed(engine.name, doing, why)
 
     def replace(self, engine: Engine, why: str) -> list[Action]:
-        """Ask for a process in the place of an engine that is lost."""
+        """Ask for a process in the place of a lost engine."""
         self.vacate(engine)
         return [Replace(member=engine.name, why=why)]
 
@@ -199,18 +199,18 @@ class Recovery:
         self._groups.stop_connecting(engine.name)
 
     def refit_again(self, engine: Engine) -> None:
-        """Have an engine that is torn refitted once more."""
+        """Refit an invalidated engine once more."""
         self._engines.move(engine, Status.CONNECTING, version=-1)
         engine.awaited = set()
 
     def rebuild(self, name: str) -> list[Action]:
-        """Begin to bring a new process to where the others are."""
+        """Begin to bring a new process to the state of the others."""
         engine = self._engines[name]
         self._engines.move(engine, Status.BUILDING)
         return self._await(engine, [self._transfers.order_build(name)])
 
     def go_on(self, engine: Engine) -> list[Action]:
-        """Take an engine one status further: all its requests were answered."""
+        """Advance an engine by one status, now that all its requests were answered."""
         match engine.status:
             case Status.BUILDING:
                 self._engines.move(engine, Status.INSTALLING)
@@ -222,11 +222,11 @@ class Recovery:
                 raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
 
     def is_overdue(self, engine: Engine) -> bool:
-        """Tell whether no process has come in the place of an engine in time."""
+        """Tell whether the replacement of an engine is overdue."""
         return engine.status is Status.ABSENT and self._requests.now > engine.replace_by
 
     def overdue(self) -> DeadlineExceeded | None:
-        """Return the error of a replacement that did not come in time."""
+        """Return the error for an overdue replacement."""
         for name in self._engines.having(Status.ABSENT):
             if self.is_overdue(self._engines[name]):
                 what = f"no process has taken its place within {self._spec.deadlines.join:g} s"
@@ -234,6 +234,6 @@ class Recovery:
         return None
 
     def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
-        """Have an engine wait for the answers to these orders."""
+        """Make an engine wait for the answers to these commands."""
         engine.awaited = {action.order.command_id for action in actions if isinstance(action, Dispatch)}
         return actions

@@ -1,4 +1,4 @@
-"""Members: the processes that a run expects, those that have joined, and replacements left.
+"""Members: the processes that a run expects, those that have joined, and the replacements left.
 
 A run of weeks may lose a process now and then; one that loses them one after the other makes no progress.
 """
@@ -19,7 +19,7 @@ class Membership:
     def __init__(
         self, expected: Mapping[ServiceKind, int], departed: Collection[str] = (), changed: Changed = no_agenda
     ) -> None:
-        """`departed` have left for good, of those that are counted."""
+        """Take the expected processes. Those in `departed` are among them, and have left for good."""
         self._changed = changed
         self._expected: dict[ServiceKind, list[str]] = {
             kind: [name for name in (f"{kind}-{index}" for index in range(count)) if name not in departed]
@@ -28,17 +28,17 @@ class Membership:
         self._kinds: dict[str, ServiceKind] = {}
 
     def add(self, member: str, kind: ServiceKind) -> None:
-        """Take note of a process that has joined, also in the place of one of the same name."""
+        """Note a process that has joined, perhaps in the place of one of the same name."""
         self._kinds[member] = kind
         self._changed()
 
     def remove(self, member: str) -> None:
-        """Take note of a process that has left."""
+        """Note a process that has left."""
         self._kinds.pop(member, None)
         self._changed()
 
     def kind(self, member: str) -> ServiceKind | None:
-        """Return what a process is, None if it has not joined."""
+        """Return the kind of a process; None if it has not joined."""
         return self._kinds.get(member)
 
     def all(self, kind: ServiceKind) -> list[str]:
@@ -51,48 +51,48 @@ class Membership:
         return not any(self._num_missing(kind) for kind in self._expected)
 
     def missing(self) -> str:
-        """Return how many of which kinds have not joined; nothing if all have."""
+        """Return how many processes of each kind have not joined; an empty text if all have."""
         absent = {kind: self._num_missing(kind) for kind in self._expected}
         return " and ".join(f"{n} {kind}" for kind, n in absent.items() if n > 0)
 
     def _num_missing(self, kind: ServiceKind) -> int:
         num = sum(name not in self._kinds for name in self._expected[kind])
-        return num if num or kind in self._kinds.values() else 1  # whichever they are, one has to be there
+        return num if num or kind in self._kinds.values() else 1  # one of the kind must be there, whichever it is
 
 
 class Failures:
-    """What processes have failed with that were replaced for it."""
+    """The errors of processes that were replaced because of them."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, int, str]] = set()
 
     def is_new(self, member: str, step: int, error: str) -> bool:
-        """Note an error; return whether the process, and that which it has replaced, has not failed so in the step."""
+        """Note an error; return whether it is the first such error of the process and its predecessor in the step."""
         seen = (member, step, error) in self._seen
         self._seen.add((member, step, error))
         return not seen
 
 
 class Replacements:
-    """The losses that count, and when they were."""
+    """The losses that count toward the limit, and their times."""
 
     def __init__(self, most: int, window_s: float, at: Iterable[float] = ()) -> None:
-        """At most `most` are replaced within `window_s`; `at` says when some were already."""
+        """Allow at most `most` replacements within `window_s`. `at` has the times of earlier ones."""
         self._most = most
         self._window_s = window_s
         self._at = [*at]
 
     def are_left(self, now: float) -> bool:
-        """Tell whether one more may be replaced."""
+        """Tell whether one more process may be replaced."""
         self._at = within(self._window_s, now, self._at)
         return len(self._at) < self._most
 
     def count(self, now: float, member: str, doing: str, why: str) -> None:
-        """Count the loss of a process that is to be replaced. Raises `ServiceLost` if it must not be any more."""
+        """Count the loss of a process that is to be replaced. Raises `ServiceLost` at the limit."""
         if not self.are_left(now):
             raise ServiceLost(member, doing, why + self.spent())
         self._at.append(now)
 
     def spent(self) -> str:
-        """Return what to add to an error, to say that processes were replaced before."""
+        """Return a suffix for error messages which says that processes were replaced before."""
         return f"; processes were replaced {self._most} times before" if self._most else ""

@@ -25,56 +25,56 @@ class Status(enum.Enum):
     REFITTING = "refitting"
     HOLDING = "holding a version"
 
-    __hash__ = object.__hash__  # as members are equal, and in C: tables are asked for a status at every event
+    __hash__ = object.__hash__  # as members are equal, but in C: each event asks tables for a status
 
 
 COMING_BACK = (Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
-"""What an engine that was lost or torn goes through before it can be refitted."""
+"""The statuses of a lost or invalidated engine, before it can be refitted."""
 
 
 class Engine:
-    """What is known of one engine."""
+    """The state of one engine."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.status = Status.READY
         self.version = -1
-        """What it holds, or is being refitted to; -1 if that is nothing whole."""
+        """The version it holds, or is being refitted to; -1 if it holds no whole version."""
         self.is_attested = False
-        """Whether its digests of that version were equal to the trainers'."""
+        """Whether the version is verified: its digests were equal to the trainers'."""
         self.has_frozen = False
-        """Whether it has the weights that never change, which it got with an earlier version."""
+        """Whether it has the weights that never change, which came with an earlier version."""
         self.awaited: set[int] = set()
         """Requests that must be answered before its status changes."""
         self.num_failures = 0
-        """To bring it to the current version."""
+        """Failed attempts to bring it to the current version."""
         self.replace_by = 0.0
-        """When it must have been replaced; while it is absent."""
+        """The time by which an absent engine must be replaced."""
         self.is_awaited_by_hand = False
-        """Whether its replacement is to be started by hand; while it is absent."""
+        """Whether the replacement of an absent engine is to be started by hand."""
         self.leave_by: float | None = None
-        """When it must have left, if it was told to: it gets nothing more to generate."""
+        """The time by which a draining engine must have left; None if it is not draining. It gets no more groups."""
         self.is_vacant = False
-        """Whether it has left, as the last of all: its place is there until another engine joins."""
+        """Whether it has left as the last engine. Its place is kept until another engine joins."""
 
 
 class EngineTable:
-    """All engines of the run, and which of them have which status."""
+    """All engines of the run, by status."""
 
     def __init__(self, departed: Iterable[str], changes: Callable[[Table], Changed]) -> None:
-        """`departed` have left before. `changes` returns what to call when a table has changed."""
+        """Take the engines that left earlier, and `Agenda.changes`."""
         self._changed = changes(Table.ENGINES)
         self._changed_leaving = changes(Table.LEAVING)
         self._changed_suspects = changes(Table.SUSPECTS)
         self.suspects: list[str] = []
-        """Engines whose samples no longer count; its reader empties it."""
+        """The engines with samples that no longer count. The reader empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
         self._leaving: dict[str, None] = {}
         self.departed = {*departed}
-        """Engines that have left and were not replaced."""
+        """The engines that have left and were not replaced."""
         self.num_attested = 0
-        """Engines whose version is attested."""
+        """The number of engines with a verified version."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._engines)
@@ -104,7 +104,7 @@ class EngineTable:
         self._changed_leaving()
 
     def add(self, name: str) -> None:
-        """Enter one more engine, which may have to be connected; or take a place that is vacant."""
+        """Enter one more engine, which may have to be connected, or fill a vacant place."""
         if name in self._engines:
             self.remove(name)
         self.departed.discard(name)
@@ -116,7 +116,7 @@ class EngineTable:
         self._changed_leaving()
 
     def remove(self, name: str) -> None:
-        """Take an engine out that has left."""
+        """Remove an engine that has left."""
         engine = self._engines.pop(name)
         self.departed.add(name)
         self.attest(engine, is_attested=False)
@@ -126,30 +126,30 @@ class EngineTable:
         self._changed_leaving()
 
     def suspect(self, name: str) -> None:
-        """Take note that the samples of an engine no longer count: what it held is not what it should have been."""
+        """Note that an engine's samples no longer count, because it did not hold the right weights."""
         self.suspects.append(name)
         self._changed_suspects()
 
     def trust(self, name: str) -> None:
-        """Take note that nothing is left to discard of what an engine made."""
+        """Note that none of an engine's samples are left to discard."""
         self.suspects = [suspect for suspect in self.suspects if suspect != name]
         self._changed_suspects()
 
     def await_by_hand(self, name: str) -> None:
-        """Take note that no process is launched in the place of an engine that is lost."""
+        """Note that no process is launched in the place of a lost engine."""
         engine = self.get(name)
         if engine is not None and engine.status is Status.ABSENT:
             engine.is_awaited_by_hand = True
 
     def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
-        """Take note that an engine was told to leave."""
+        """Note that an engine is draining."""
         engine.leave_by = leave_by
         self._leaving[engine.name] = None
         self._changed()
         self._changed_leaving()
 
     def stay(self, engine: Engine) -> None:
-        """Take note that the process in the place of an engine is not to leave."""
+        """Note that the process in the place of an engine is not draining."""
         engine.leave_by = None
         self._leaving.pop(engine.name, None)
         self._changed()
@@ -164,11 +164,11 @@ class EngineTable:
 
     @property
     def is_any_leaving(self) -> bool:
-        """Whether an engine was told to leave, or a place is vacant."""
+        """Whether an engine is draining, or a place is vacant."""
         return bool(self._leaving)
 
     def leaving(self) -> list[str]:
-        """Return the engines that were told to leave, and a place that is vacant."""
+        """Return the draining engines, and the vacant place if there is one."""
         return list(self._leaving)
 
     def staying(self) -> list[str]:
@@ -188,12 +188,12 @@ class EngineTable:
     def num_having(self, *statuses: Status) -> int:
         """Return how many engines have one of these statuses."""
         num = 0
-        for status in statuses:  # this is asked several times an event
+        for status in statuses:  # each event asks this several times
             num += len(self._by_status[status])
         return num
 
     def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
-        """Give an engine another status, and say which version it is about, if any; no version of it is attested."""
+        """Set an engine's status, and its version if one is given. The version is not verified yet."""
         del self._by_status[engine.status][engine.name]
         engine.status = status
         self._by_status[status][engine.name] = None
@@ -202,7 +202,7 @@ class EngineTable:
         self.attest(engine, is_attested=False)
 
     def attest(self, engine: Engine, *, is_attested: bool) -> None:
-        """Note whether the version that an engine holds is attested."""
+        """Note whether the version that an engine holds is verified."""
         self.num_attested += is_attested - engine.is_attested
         engine.is_attested = is_attested
         self._changed()

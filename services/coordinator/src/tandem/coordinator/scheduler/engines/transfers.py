@@ -1,8 +1,8 @@
 """Planned transfers: the commands that set engines up with layouts, programs and transfer groups.
 
-Weights are streamed over a transfer group (a mesh, in the protocol). Engines that pass weights on to each other share
-one. Those of them that come back wait for each other, and then the group is connected anew and they are refitted
-together: no engine passes on what is torn.
+Weights are streamed over a transfer group (called a mesh in the protocol). Engines that pass weights on to each other
+share one. Engines that come back to it wait for each other. Then the group is connected anew and they are refitted
+together, so that no engine passes on partial weights.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class Transfers:
         self._requests = requests
         self._rendezvous = ("", 0)
         self._layouts: dict[str, dict[str, bytes]] = {}
-        """Of each process, by part."""
+        """The layouts of each process, by part."""
         self._planned: TransfersPlanned | None = None
         self._programmed: dict[str, dict[str, bytes]] = {}
         """The layouts that the plan's programs are for."""
         self._epochs: dict[str, int] = {}
-        """How often each mesh was connected."""
+        """How often each transfer group was connected."""
         self._newcomers: dict[int, tuple[str, ...]] = {}
-        """By the order of a refit that is yet to be answered: engines that get what never changes, too."""
+        """The engines that also get the weights that never change, by the id of the pending refit command."""
 
     @property
     def plan(self) -> TransfersPlanned:
-        """The plan, once there is one."""
+        """The plan, once it exists."""
         assert self._planned is not None, "transfers are planned before anything else"
         return self._planned
 
     def take(self, member: str, reply: Reply) -> None:
-        """Take what a reply says of layouts, the plan, or bytes that were counted."""
+        """Take the layouts, the plan or the byte counts in a reply."""
         match reply:
             case RendezvousOpened(host=host, port=port):
                 self._rendezvous = (host, port)
@@ -72,18 +72,18 @@ class Transfers:
             case TransfersPlanned() if self._planned is None:
                 self._planned, self._programmed = reply, dict(self._layouts)
             case TransfersPlanned():
-                pass  # of a service in the place of one that is lost: what is installed stays
+                pass  # from a replaced refit service: the installed programs stay
             case Refitted():
                 self._check_bytes(member, reply)
             case _:
                 pass
 
     def note_refit(self, command_id: int, newcomers: tuple[str, ...]) -> None:
-        """Take note of which engines get what never changes with a refit, too."""
+        """Note the engines that also get the weights that never change with this refit."""
         self._newcomers[command_id] = newcomers
 
     def order_build(self, engine: str) -> Dispatch:
-        """Have an engine built, which answers with its layout."""
+        """Build an engine, which answers with its layout."""
         order = BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
@@ -93,11 +93,11 @@ class Transfers:
 
     @property
     def is_planning(self) -> bool:
-        """Whether the refit service is yet to answer that it knows all layouts."""
+        """Whether the refit service has yet to answer that it knows all layouts."""
         return self._requests.num_for(Phase.PLANNING) > 0
 
     def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
-        """Have all transfers planned from the layouts that trainers and engines sent."""
+        """Plan all transfers from the layouts of trainers and engines."""
         order = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
@@ -108,14 +108,15 @@ class Transfers:
         return Dispatch(member=SERVICE, order=order)
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
-        """Take the layouts of an engine that joins, for which nothing is planned yet."""
+        """Take the layouts of a joining engine, for which nothing is planned yet."""
         self._layouts[engine] = by_part(engine, layouts)
 
     def extend(self, engine: str, plan: TransfersPlanned) -> bool:
-        """Take the programs of an engine that joins from a plan for all; False if others would have to take part.
+        """Take a joining engine's programs from a plan for all. Return False if others would have to take part.
 
-        Those of others stay what they are, also where the new plan has changed them. So does that of an engine that
-        has left, for one in its place that wants the same: all that others need for it is installed.
+        The programs of others stay as they are, even where the new plan has changed them. An engine that takes a vacant
+        place and wants the same weights also keeps the old program, because the other processes have installed their
+        side.
         """
         parts = self._layouts[engine]
         if self._programmed.get(engine) == parts:
@@ -138,7 +139,7 @@ class Transfers:
         return True
 
     def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
-        """Have programs bound: those of all processes, or of these."""
+        """Install the programs of all processes, or of the given ones."""
         programs = self.plan.programs
         every_process = dict.fromkeys(map(process_of, programs))
         return [
@@ -153,7 +154,7 @@ class Transfers:
         ]
 
     def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
-        """Have a mesh connected, anew if it was before."""
+        """Connect a transfer group, anew if it was connected before."""
         epoch = self._epochs[mesh.name] = self._epochs.get(mesh.name, -1) + 1
         host, port = self._rendezvous
         return [
@@ -173,7 +174,7 @@ class Transfers:
         ]
 
     def mesh_of(self, engine: str) -> PlannedMesh | None:
-        """Return the mesh over which weights stream to an engine, if any do."""
+        """Return the transfer group that streams weights to an engine, if there is one."""
         return next((mesh for mesh in self.plan.meshes if engine in processes_in(mesh)), None)
 
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
@@ -183,7 +184,7 @@ class Transfers:
         self._layouts[engine] = layouts
 
     def _check_bytes(self, member: str, reply: Refitted) -> None:
-        """Raise `CommandFailed` if a link carried more or less than planned: then the plan was not what was done."""
+        """Raise `CommandFailed` if a link carried more or fewer bytes than planned."""
         newcomers = self._newcomers.pop(reply.command_id, ())
         for link, counted in reply.num_bytes.items():
             planned = self._planned_bytes(link, newcomers)
@@ -201,21 +202,21 @@ class Transfers:
 
 
 def processes_in(mesh: PlannedMesh) -> list[str]:
-    """Return the processes that have parts in a mesh."""
+    """Return the processes that have parts in a transfer group."""
     return list(dict.fromkeys(map(process_of, mesh.members)))
 
 
 def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
-    """Return what a process sent for each of its parts, by their names."""
+    """Return the parts that a process sent, by their names."""
     return dict(zip(worker_shard_names(member, len(sent)), sent, strict=True))
 
 
 _NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
-"""A mesh with such an engine is not connected: it is not there, or is busy with what is torn already."""
+"""The statuses that keep an engine's transfer group unconnected: it is absent, or busy with partial weights."""
 
 
 class TransferGroups:
-    """The transfer groups of the plan. Their first connection, as a run is set up, is not seen here."""
+    """The transfer groups of the plan. Their first connection, while the run is set up, happens elsewhere."""
 
     def __init__(self, transfers: Transfers, engines: EngineTable, requests: PendingRequests, changed: Changed) -> None:
         self._changed = changed
@@ -223,12 +224,12 @@ class TransferGroups:
         self._engines = engines
         self._requests = requests
         self._connecting: dict[str, set[int]] = {}
-        """Requests that must be answered before a mesh is connected again."""
+        """The requests that must be answered before a transfer group is connected again."""
 
     def connect(self, *, may_join: bool) -> list[Action]:
-        """Connect engines anew that have all they need but a mesh, once those that they share it with have, too.
+        """Reconnect each transfer group when all of its engines are ready for it.
 
-        `may_join` says whether trainers can take part: a trainer in a step joins nothing before its end.
+        `may_join` says whether trainers can take part. A trainer in a step cannot until the step ends.
         """
         actions: list[Action] = []
         for name in self._engines.having(Status.CONNECTING):
@@ -245,7 +246,7 @@ class TransferGroups:
         return actions
 
     def take_reply(self, command_id: int) -> bool:
-        """Take what a member of a mesh answers; return whether the request was to connect one."""
+        """Take the answer of a process in a transfer group. Return whether the request was to connect the group."""
         for name, awaited in self._connecting.items():
             if command_id in awaited:
                 awaited.discard(command_id)
@@ -255,23 +256,23 @@ class TransferGroups:
         return False
 
     def stop_connecting(self, engine: str) -> None:
-        """Wait no longer for the mesh of an engine, which is lost: it is connected when there is another."""
+        """Stop waiting for the transfer group of a lost engine. It is connected when a replacement is there."""
         mesh = self._transfers.mesh_of(engine)
         if mesh is not None:
             self._stop_connecting(mesh.name)
 
     def stop(self) -> None:
-        """Wait for no mesh any more."""
+        """Stop waiting for all transfer groups."""
         for mesh in [*self._connecting]:
             self._stop_connecting(mesh)
 
     def has_others(self, engine: str) -> bool:
-        """Tell whether an engine is in a mesh with others: which engine gets weights from which is fixed there."""
+        """Tell whether an engine shares a transfer group with others, which fixes the sender of its weights."""
         mesh = self._transfers.mesh_of(engine)
         return mesh is not None and len(self._engines_in(mesh)) > 1
 
     def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
-        """Leave out engines to which another of their mesh would pass on what is older, or torn, or nothing."""
+        """Leave out engines that would get older or partial weights, or none, from another engine of their group."""
         if not self._transfers.plan.meshes:
             return able
         takers, chosen = [], set(able)
@@ -291,7 +292,7 @@ class TransferGroups:
                 self._engines.move(self._engines[engine], Status.READY)
 
     def _stop_connecting(self, mesh: str) -> None:
-        """Wait for a mesh no longer; its members do so in vain, until they are told of the next attempt."""
+        """Stop waiting for a transfer group. Its processes wait in vain until the next attempt."""
         for command_id in self._connecting.pop(mesh, ()):
             self._requests.close(command_id)
         self._changed()

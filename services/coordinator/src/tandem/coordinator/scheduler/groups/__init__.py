@@ -1,1 +1,1 @@
-"""The room of rollout groups: how far they are, which engine makes which, and what was made before."""
+"""Rollout groups: how far they are, which engine generates which, and what was generated before."""

@@ -1,11 +1,11 @@
 """Assignment: which engine generates which rollout groups.
 
-`PinnedAssignment` is the plain way: a group belongs to one engine from the beginning, and waits for it, whatever
-becomes of that engine, so that the same run computes the same things together. `BalancedAssignment` stands beside it
-for ``async_engine``: an engine gets the next group when it has room and the fewest outstanding tokens, and what it
-holds too long, or loses, moves on.
+`PinnedAssignment` is the plain way. A group belongs to one engine from the beginning and waits for it, whatever becomes
+of that engine, so that the same run batches the same groups together. `BalancedAssignment` is the way of
+``async_engine``. The next group goes to the engine with room that has the fewest outstanding tokens. Groups that an
+engine holds too long, or loses, move to another.
 
-Either way all samples of a group that count come from one engine: a group that moves is generated again as a whole.
+Either way, all samples of a group that count come from one engine: a group that moves is generated again as a whole.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tandem.coordinator.scheduler.groups.table import Group
 from tandem.coordinator.scheduler.spec import Balance
 
 CanGenerate = Callable[[str, Group], bool]
-"""Whether an engine may generate a group, which it then is given: it holds young weights, and can keep the samples."""
+"""Whether an engine may generate a group: its weights are young enough, and it can keep the samples."""
 Assigned = dict[str, list[Group]]
-"""What each engine is to generate now."""
+"""The groups that each engine is to generate now."""
 
 
 class Assignment(Protocol):
-    """Decides which engine generates what. It is told all that changes, and asks whether an engine can."""
+    """Decides which engine generates which group. It is told of all changes, and asks whether an engine can."""
 
     @property
     def is_waiting(self) -> bool:
@@ -36,35 +36,35 @@ class Assignment(Protocol):
         ...
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
-        """Take groups that have just begun to wait."""
+        """Add groups that have just begun to wait."""
         ...
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Take groups that wait again; they still say which engine they had."""
+        """Add groups that wait again. They still name the engine they had."""
         ...
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
-        """Assign as many of the waiting groups as can be generated now; those wait no longer."""
+        """Assign as many waiting groups as can be generated now, and return them."""
         ...
 
     def finished(self, engine: str, group: Group, num_samples: int) -> None:
-        """Take note that an engine has finished so many samples of a group."""
+        """Note that an engine has finished this number of samples of a group."""
         ...
 
     def withdraw(self, engine: str) -> None:
-        """Take note that an engine has nothing to generate any more, and is as good as new when it can generate."""
+        """Note that an engine has nothing left to generate, and starts afresh when it can generate again."""
         ...
 
     def move(self, engine: str, others: Sequence[str]) -> bool:
-        """Have what waits for an engine that leaves wait for others; return whether anything did."""
+        """Reassign the groups that wait for a draining engine. Return whether there were any."""
         ...
 
     def forget(self, engine: str) -> None:
-        """Take note that an engine has left, and has nothing in flight."""
+        """Note that an engine has left, and has nothing in flight."""
         ...
 
     def overstayed(self, now: float) -> list[str]:
-        """Return the engines whose groups are to move on, each once; call `withdraw_slow` for each."""
+        """Return each engine with groups that are to move on, once; call `withdraw_slow` for each."""
         ...
 
     def clear(self) -> None:
@@ -73,7 +73,7 @@ class Assignment(Protocol):
 
 
 class PinnedAssignment:
-    """Every group has its engine: of groups that come together, one each in turn."""
+    """Pins every group to an engine; groups that come together go to the engines in turn."""
 
     def __init__(self, changed: Changed = no_agenda) -> None:
         self._changed = changed
@@ -91,14 +91,14 @@ class PinnedAssignment:
         self.put_back(groups)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Have groups wait for their engine."""
+        """Let groups wait for their engine again."""
         for group in groups:
             assert group.engine is not None, "every group has been pinned"
             _queue(self._waiting.setdefault(group.engine, []), group)
         self._changed()
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
-        """Give every engine what waits for it, as far as it can generate that."""
+        """Give every engine the groups that wait for it, as far as it can generate them."""
         assigned: Assigned = {}
         for engine, groups in [*self._waiting.items()]:
             able = [*itertools.takewhile(functools.partial(can_generate, engine), groups)]
@@ -110,13 +110,13 @@ class PinnedAssignment:
         return assigned
 
     def finished(self, engine: str, group: Group, num_samples: int) -> None:
-        """Nothing follows from a part of what an engine was given."""
+        """Do nothing: finished samples make no room for other groups."""
 
     def withdraw(self, engine: str) -> None:
-        """Nothing is known of an engine but what waits for it."""
+        """Do nothing: only the waiting groups of an engine are known here."""
 
     def move(self, engine: str, others: Sequence[str]) -> bool:
-        """Pin what waits for an engine to others, one each in turn."""
+        """Pin the groups that wait for an engine to others, in turn."""
         groups = self._waiting.pop(engine, [])
         if groups:
             self._changed()
@@ -124,35 +124,37 @@ class PinnedAssignment:
         return bool(groups)
 
     def forget(self, engine: str) -> None:
-        """Nothing is known of an engine but what waits for it."""
+        """Do nothing: only the waiting groups of an engine are known here."""
 
     def overstayed(self, now: float) -> list[str]:
         """Return none: no engine is ever too slow."""
         return []
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Forget the waiting groups."""
         self._waiting.clear()
         self._changed()
 
 
 class _Load:
-    """What one engine has to do."""
+    """The work of one engine."""
 
     def __init__(self, place: int) -> None:
         self.place = place
-        """Among the engines: the first of those that have the same to do gets the next group."""
+        """The engine's place among the engines, which breaks ties: the first of equally loaded ones gets the next
+        group.
+        """
         self.num_samples = 0
-        """That are in flight."""
+        """Samples in flight."""
         self.num_tokens = 0
-        """Outstanding: what these samples may take, at most."""
+        """Outstanding tokens: the most that these samples may take."""
         self.busy_since = 0.0
-        """When it last was given something and had nothing."""
+        """The time when it last got work while it had none."""
         self.is_open = True
-        """Whether it gets more: not after it was too slow, until new groups come, or a faster one leaves."""
+        """Whether it gets more. After it was too slow, it gets none until new groups come or a faster engine leaves."""
 
     def clear(self) -> None:
-        """Forget what there was to do."""
+        """Forget the work."""
         self.num_samples = self.num_tokens = 0
 
 
@@ -160,20 +162,20 @@ class BalancedAssignment:
     """Keeps the outstanding tokens of engines alike, as far as they have room."""
 
     def __init__(self, *, width: int, timeout_s: float | None, changed: Changed = no_agenda) -> None:
-        """`width`: samples that an engine runs at once. `timeout_s`: how long an idle engine waits for others."""
+        """Take the samples that an engine runs at once, and the seconds that an idle engine waits for others."""
         self._changed = changed
         self._width = width
         self._timeout_s = timeout_s
         self._waiting: deque[Group] = deque()
         self._loads: dict[str, _Load] = {}
         self._leaving: set[str] = set()
-        """Engines that get nothing more."""
+        """Draining engines, which get nothing more."""
         self._num_loads = 0
-        """Engines that there ever were."""
+        """The number of engines that there ever were."""
         self._least: list[tuple[int, int, str]] = []
-        """A heap of outstanding tokens, place and name; an entry that is not as the engine is now is stale."""
+        """A heap of outstanding tokens, place and name. An entry other than the engine's present load is stale."""
         self._idle_since: float | None = None
-        """Since when an engine has had nothing to do while others have."""
+        """The time since which an engine has been idle while others are busy."""
 
     @property
     def is_waiting(self) -> bool:
@@ -181,13 +183,13 @@ class BalancedAssignment:
         return bool(self._waiting)
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
-        """Have groups wait for any engine with room; every engine gets a new chance."""
+        """Let groups wait for any engine with room. Every engine gets a new chance."""
         self.put_back(groups)
         self._idle_since = None
         self._reopen(engines)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Have groups wait for any engine with room, after those of their step that wait already."""
+        """Let groups wait for any engine with room, after the groups of their step that already wait."""
         for group in groups:
             _queue(self._waiting, group)
         self._changed()
@@ -218,7 +220,7 @@ class BalancedAssignment:
         return assigned
 
     def finished(self, engine: str, group: Group, num_samples: int) -> None:
-        """Make room for further groups in the place of samples that are done."""
+        """Make room for further groups in the place of finished samples."""
         load = self._load(engine)
         load.num_samples -= num_samples
         load.num_tokens -= num_samples * group.size.num_tokens
@@ -227,7 +229,7 @@ class BalancedAssignment:
             self._changed()
 
     def withdraw(self, engine: str) -> None:
-        """Forget what an engine has to do."""
+        """Forget the work of an engine."""
         self._leaving.discard(engine)
         load = self._load(engine)
         load.clear()
@@ -236,19 +238,19 @@ class BalancedAssignment:
         self._changed()
 
     def move(self, engine: str, others: Sequence[str]) -> bool:
-        """Nothing waits for one engine; but it is not idle when it has nothing to do, and others get a new chance."""
+        """Return False: no group waits for one engine. Stop counting it as idle, and give others a new chance."""
         if engine not in self._leaving:
             self._leaving.add(engine)
             self._reopen(others)
         return False
 
     def forget(self, engine: str) -> None:
-        """Give the engine nothing more; what it has in the heap is stale."""
+        """Give the engine nothing more. Its entries in the heap are stale."""
         self._loads.pop(engine, None)
         self._leaving.discard(engine)
 
     def overstayed(self, now: float) -> list[str]:
-        """Return engines that have held groups too long while another had nothing to do; they get no more."""
+        """Return the engines that have held groups too long while another was idle. They get no more."""
         busy = [engine for engine, load in self._loads.items() if load.num_samples]
         staying = [load for engine, load in self._loads.items() if engine not in self._leaving]
         is_idle = any(load.is_open and not load.num_samples for load in staying)
@@ -263,7 +265,7 @@ class BalancedAssignment:
         return late
 
     def clear(self) -> None:
-        """Forget what waits, and what engines have to do."""
+        """Forget the waiting groups and the work of engines."""
         self._waiting.clear()
         self._changed()
         for engine, load in self._loads.items():
@@ -271,7 +273,7 @@ class BalancedAssignment:
             self._update(engine)
 
     def _reopen(self, engines: Sequence[str]) -> None:
-        """Give engines more, also those that were too slow."""
+        """Let engines get more groups, including those that were too slow."""
         for engine in engines:
             self._load(engine).is_open = True
             self._update(engine)
@@ -287,14 +289,14 @@ class BalancedAssignment:
         return load.is_open and load.num_samples < self._width
 
     def _update(self, engine: str) -> None:
-        """Enter an engine as it is now."""
+        """Enter an engine's present load in the heap."""
         load = self._loads[engine]
         if self._has_room(load):
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
 
 
 def assignment_for(balance: Balance | None, changed: Changed = no_agenda) -> Assignment:
-    """Return how groups are assigned to engines: balanced if it says how, else pinned."""
+    """Return the assignment of groups to engines: balanced if `balance` is given, else pinned."""
     if balance is None:
         return PinnedAssignment(changed)
     return BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s, changed=changed)
@@ -309,6 +311,7 @@ def _queue(waiting: MutableSequence[Group], group: Group) -> None:
 
 
 def _turn(group: Group) -> tuple[bool, int]:
-    """Return what groups are sorted by: a step waits for its validation, of which nothing is stored, and then for the
-    step before it."""
+    """Return the sort key of a group. A step waits for its validation, which stores nothing, and then for the step
+    before it.
+    """
     return group.purpose != "validate", group.step

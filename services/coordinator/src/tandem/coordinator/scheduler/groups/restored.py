@@ -1,8 +1,8 @@
-"""The table of kept groups: what had been generated for the steps to come when the run was interrupted.
+"""The table of restored groups: those generated for later steps before the run was interrupted.
 
-A kept group is trained on again as it is, without generating it, as long as the weights that made it are those that the
-run has. They are while every step since the checkpoint trains on what it had trained on before. Once a group of a step
-is generated again, its weights may be others: then what was made with them, or with later ones, is dropped.
+A restored group is trained on without generating it again, as long as the run has the weights that made it. It has them
+while every step since the checkpoint trains on the same groups as before. Once a group of a step is generated again,
+the step's weights may differ. Then groups that were made with these or later weights are dropped.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from tandem.coordinator.scheduler.groups.table import Group
 
 
 class RestoredGroups:
-    """The groups that are kept, until their step has trained."""
+    """The restored groups, until their step has trained."""
 
     def __init__(self, groups: Mapping[Place, KeptGroup]) -> None:
         self._groups = dict(groups)
         self._restored: set[int] = set()
-        """The orders that groups were taken from disk with."""
+        """The ids of the commands that restored groups from disk."""
 
     def has(self, group: Group) -> bool:
-        """Tell whether a group need not be generated."""
+        """Tell whether a group is restored, and need not be generated."""
         return group.purpose == "train" and (group.step, group.number) in self._groups
 
     def is_restored(self, request: int) -> bool:
-        """Tell whether an order is one to take groups from disk."""
+        """Tell whether a command restores groups from disk."""
         return request in self._restored
 
     def files(self, groups: Sequence[Group], request: int) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return where these groups lie, which are taken from there with an order."""
+        """Return the locations of these groups, which a command restores."""
         self._restored.add(request)
         found: dict[str, list[tuple[int, int]]] = {}
         for group in groups:
@@ -39,18 +39,18 @@ class RestoredGroups:
         return {file: tuple(keys) for file, keys in found.items()}
 
     def lose(self, groups: Sequence[Group]) -> None:
-        """Take note that groups cannot be read."""
+        """Note that groups cannot be read."""
         for group in groups:
             self._groups.pop((group.step, group.number), None)
 
     def drop_from(self, version: int) -> set[Place]:
-        """Take note that this version of the weights, and later ones, are others than they were; return what went."""
+        """Drop and return the groups made with this version of the weights, which differs now, or with a later one."""
         dropped = {place for place, kept in self._groups.items() if kept.newest_version >= version}
         for place in dropped:
             del self._groups[place]
         return dropped
 
     def forget(self, step: int) -> None:
-        """Take note that a step is done."""
+        """Forget the groups of a step that is done."""
         for place in [place for place in self._groups if place[0] == step]:
             del self._groups[place]

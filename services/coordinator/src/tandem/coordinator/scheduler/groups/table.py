@@ -1,4 +1,4 @@
-"""The table of rollout groups: one prompt and its samples each, and how far they are.
+"""The table of rollout groups, each a prompt and its samples, and how far each is.
 
     WAITING ── assigned to an engine ──▶ IN_FLIGHT ── every sample is there ──▶ READY ── a step trains on it ──▶ TAKEN
        ▲                                     │                                   │
@@ -6,7 +6,7 @@
        └── trainers cannot fetch its samples ─────────────────────────────────────────────────────┘
 
 A group's identity is its place in the data order: the step that trains on it, and its number there. So a group that is
-made again is the same group. Here, and nowhere else, a result that comes twice is told from one that comes first.
+generated again is the same group. Only this module tells a repeated result from a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
 
 
 class GroupState(enum.Enum):
-    """How far a group is."""
+    """The states of a group."""
 
     WAITING = "waiting for an engine"
     IN_FLIGHT = "being generated"
@@ -37,17 +37,17 @@ class Group:
         self.step = step
         self.purpose = purpose
         self.number = number
-        """Among the groups of its step."""
+        """The group's number within its step."""
         self.size = size
         self.state = GroupState.WAITING
         self.engine: str | None = None
-        """Which generates it, or has; while it waits, the only one that may, if there is such."""
+        """The engine that generates it, or did. While it waits, the only engine that may, if there is one."""
         self.request = 0
-        """The `Generate` whose samples count."""
+        """The id of the `Generate` with the samples that count."""
         self.unfinished: set[int] = set()
-        """Samples that are in flight."""
+        """The numbers of the samples in flight."""
         self.results: dict[int, SampleScored] = {}
-        """By the sample's place in the group."""
+        """The results, by the sample's place in the group."""
 
     @property
     def oldest_version(self) -> int:
@@ -60,7 +60,7 @@ class Group:
         return max(sample.newest_version for sample in self.results.values())
 
     def records(self) -> list[SampleRecord]:
-        """Return what is known of the samples that are there, in order."""
+        """Return the records of the finished samples, in order."""
         assert self.engine is not None, "a result comes from an engine"
         return [SampleRecord(self.results[sample], self.engine, self.request) for sample in sorted(self.results)]
 
@@ -71,14 +71,14 @@ class StepGroups:
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.num_batches = 0
-        """How often prompts were drawn."""
+        """The number of times that prompts were drawn."""
         self.num_drawn = 0
-        """Groups that were asked for of the data, those included that are still to come."""
+        """The groups requested from the data, including those still to come."""
         self.num_ready = 0
         self.num_requests = 0
-        """`Generate` orders that are not answered."""
+        """The `Generate` commands without an answer."""
         self.newest_versions: dict[str, int] = {}
-        """The newest weights that each engine has made any of the groups with that are ready."""
+        """The newest weights with which each engine has made any of the ready groups."""
 
     @property
     def is_ready(self) -> bool:
@@ -86,12 +86,12 @@ class StepGroups:
         return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
 
     def records(self) -> list[SampleRecord]:
-        """Return what is known of every sample that is there, in the order of groups and samples."""
+        """Return the records of all finished samples, in the order of groups and samples."""
         return [record for group in self.groups for record in group.records()]
 
 
 class GroupTable:
-    """All groups that are not done."""
+    """All groups of steps that are not done."""
 
     def __init__(
         self,
@@ -100,21 +100,23 @@ class GroupTable:
         changed_stored: Changed = no_agenda,
     ) -> None:
         self._changed = changed
-        """To be called when a group is in another state, not when one more of its samples is there."""
+        """To be called when a group changes its state, not when it gets one more sample."""
         self._changed_ready = changed_ready
-        """To be called when all groups of a step are ready. That some are not any more has no rule fire."""
+        """To be called when all groups of a step are ready. No rule needs to know when they no longer are."""
         self._changed_stored = changed_stored
         self._steps: dict[tuple[int, Purpose], StepGroups] = {}
         self._of_request: dict[int, StepGroups] = {}
-        """By the command id of a `Generate` that is not answered."""
+        """The step's groups by the id of a `Generate` without an answer."""
         self._of_engine: dict[str, dict[Group, None]] = {}
-        """In flight or ready, in the order in which they were assigned."""
+        """Each engine's groups in flight or ready, in the order of their assignment."""
         self._stored: dict[str, dict[int, int]] = {}
-        """Tokens that each rollout keeps of each training step; what no longer counts is released with the step."""
+        """Tokens that each rollout keeps of each training step. Samples that no longer count are released with the
+        step.
+        """
         self._awaited: dict[str, int] = {}
-        """Tokens that each rollout may have to keep of what it is generating."""
+        """Tokens that each rollout may have to keep of the groups that it is generating."""
         self._num_in_flight: dict[Purpose, dict[str, int]] = {"train": {}, "validate": {}}
-        """Groups that each engine is generating; engines that generate none are not there."""
+        """The number of groups that each engine is generating, without engines that generate none."""
 
     def __iter__(self) -> Iterator[Group]:
         return (group for step in self._steps.values() for group in step.groups)
@@ -132,7 +134,7 @@ class GroupTable:
         return range(first, first + count)
 
     def add(self, step: int, purpose: Purpose, sizes: Sequence[GroupSize]) -> list[Group]:
-        """Add the groups that were drawn, which wait from now on; none if the step is not wanted any more."""
+        """Add the groups that were drawn, which wait from now on; none if the step is no longer wanted."""
         of_step = self._steps.get((step, purpose))
         if of_step is None:
             return []
@@ -144,7 +146,7 @@ class GroupTable:
         return groups
 
     def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
-        """Note that an engine was asked for groups that have waited; all are of one step."""
+        """Note that an engine was asked for groups that have waited, all of one step."""
         for group in groups:
             if request not in self._of_request:
                 self._of_request[request] = self._steps[group.step, group.purpose]
@@ -158,7 +160,7 @@ class GroupTable:
         self._changed_stored()
 
     def close_request(self, request: int) -> None:
-        """Note that a `Generate` is answered, or given up; nothing if the request was another."""
+        """Note that a `Generate` is answered or given up. Do nothing for another request."""
         of_step = self._of_request.pop(request, None)
         if of_step is not None:
             of_step.num_requests -= 1
@@ -166,7 +168,9 @@ class GroupTable:
                 self._changed_ready()
 
     def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
-        """Keep results; return of each group how many were new. What comes twice, or was given up, is no result."""
+        """Keep results; return how many of each group were new. Repeated results, and those of groups given up, do not
+        count.
+        """
         of_step = self._steps.get((finished.step, finished.purpose))
         if of_step is None:
             return []
@@ -199,7 +203,7 @@ class GroupTable:
         return [group for group in self._of_engine.get(engine, {}) if group.state in states]
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """Have groups wait again: what was made of them does not count."""
+        """Let groups wait again, without what was made of them."""
         changed: dict[str, None] = {}
         for group in groups:
             of_step = self._steps[group.step, group.purpose]
@@ -235,23 +239,23 @@ class GroupTable:
         )
 
     def num_tokens(self, engine: str) -> int:
-        """Return how many tokens a rollout keeps, or may have to, until the steps they are for are done."""
+        """Return the tokens that a rollout keeps, or may have to keep, until their steps are done."""
         return sum(self._stored.get(engine, {}).values()) + self._awaited.get(engine, 0)
 
     def forget_stored(self, engine: str) -> None:
-        """Note that a rollout is lost, and all that it kept."""
+        """Note that a rollout is lost, with all that it kept."""
         self._stored.pop(engine, None)
         self._changed_stored()
 
     def take(self, step: int, purpose: Purpose) -> None:
-        """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
+        """Note that a step's groups are trained on or evaluated. No engine is asked for them again."""
         for group in self._steps[step, purpose].groups:
             group.state = GroupState.TAKEN
             self._forget_engine(group)
         self._changed()
 
     def untake(self, step: int, purpose: Purpose) -> list[Group]:
-        """Note that a step's groups are yet to be trained on, after all; return them."""
+        """Note that a step's groups have yet to be trained on after all, and return them."""
         groups = self._steps[step, purpose].groups
         for group in groups:
             group.state = GroupState.READY
@@ -272,7 +276,7 @@ class GroupTable:
         self._changed_stored()
 
     def clear(self) -> None:
-        """Forget all groups but those that are trained on, or counted: the run ends."""
+        """Forget all groups, except those trained on or evaluated, because the run ends."""
         self._of_request.clear()
         self._changed()
         for step, purpose in [*self._steps]:

@@ -1,1 +1,1 @@
-"""The rules: what is decided, room by room."""
+"""The rules of the scheduler, by subject."""

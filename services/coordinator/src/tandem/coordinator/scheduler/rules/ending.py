@@ -1,4 +1,4 @@
-"""How a run ends: it is finished, was interrupted, or has failed."""
+"""The end of a run: it is finished, was interrupted, or has failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def finish(tables: Tables) -> list[Action] | None:
-    """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
+    """End the run once nothing is pending, such as a last version to verify or a checkpoint to write."""
     if tables.error is not None:
         return None if tables.saving.is_out else _end(tables, "failed", tables.error)
     if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.weights.is_settled:
@@ -18,7 +18,7 @@ def finish(tables: Tables) -> list[Action] | None:
 
 
 def interrupt(tables: Tables) -> list[Action]:
-    """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
+    """Finish a step that trains, or abandon one that generates, then save and end. On a second call, end now."""
     if tables.error is not None:
         return _end(tables, "failed", tables.error)
     if tables.steps.is_interrupted or tables.stage is not None:
@@ -26,7 +26,7 @@ def interrupt(tables: Tables) -> list[Action]:
     tables.steps.is_interrupted = True
     if tables.phase in GENERATION:
         tables.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
-    tables.requests.drop_all(*GENERATION)  # also beside training
+    tables.requests.drop_all(*GENERATION)  # while training goes on, too
     tables.stop_generating()
     tables.progress.is_validated |= tables.progress.is_validating
     tables.progress.is_validating = False
@@ -36,7 +36,7 @@ def interrupt(tables: Tables) -> list[Action]:
 
 
 def fail(tables: Tables, error: ServiceError) -> list[Action]:
-    """End the run, at once unless a checkpoint is being written that can still be whole."""
+    """End the run; if a checkpoint that can still become whole is being written, after that, else at once."""
     if tables.error is None and tables.saving.is_out:
         tables.error = error
         tables.requests.drop_all_but(Phase.WRITING)

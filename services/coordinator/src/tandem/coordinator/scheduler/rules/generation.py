@@ -1,4 +1,4 @@
-"""Generation: groups are drawn for the steps to come, and assigned to engines that may make them."""
+"""Generation: draw the groups of later steps, and assign them to engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def draw(tables: Tables) -> list[Action] | None:
-    """Draw the groups of the next step that may be generated for; or more, where too few are informative."""
+    """Draw the groups of the next step that may be generated for, or more groups if too few are informative."""
     spec = tables.spec
     num_groups = spec.num_groups if spec.dynamic_sampling is None else spec.dynamic_sampling.num_groups
     if tables.steps.drawn < tables.newest_step:
@@ -37,7 +37,7 @@ def draw(tables: Tables) -> list[Action] | None:
 
 
 def assign(tables: Tables) -> list[Action] | None:
-    """Have engines generate what waits, as far as they hold weights that are young enough, and have room."""
+    """Assign waiting groups to engines with young enough weights and with room."""
     full: dict[str, None] = {}
     chosen: dict[str, int] = {}
 
@@ -68,14 +68,14 @@ def assign(tables: Tables) -> list[Action] | None:
 
 
 def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
-    """Take the groups that were drawn: they wait for an engine."""
+    """Add the groups that were drawn, which wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
     engines = tables.engines
     tables.assignment.add(groups, engines.staying() or engines.names())
 
 
 def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list[Action]:
-    """Take samples that are finished; have groups made again that came with weights too old for their step."""
+    """Take finished samples. Regenerate groups made with weights too old for their step."""
     news = tables.groups.take_results(member, finished)
     for group, num_samples in news:
         tables.assignment.finished(member, group, num_samples)
@@ -87,17 +87,17 @@ def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list
 
 
 def draw_groups(tables: Tables, purpose: Purpose, step: int, count: int) -> list[Action]:
-    """Ask for so many more groups of a step."""
+    """Ask for `count` more groups of a step."""
     return [DrawPrompts(step=step, purpose=purpose, groups=tables.groups.draw(step, purpose, count))]
 
 
 def is_complete(tables: Tables, of_step: StepGroups) -> bool:
-    """Tell whether all groups that were drawn are ready, and every version in them is attested."""
+    """Tell whether all groups that were drawn are ready, and every version in them is verified."""
     return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
 
 
 def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
-    """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` if it must not go on."""
+    """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` at the limit."""
     dynamic, needed = tables.spec.dynamic_sampling, tables.spec.num_groups
     if dynamic is None:
         return False
@@ -119,7 +119,7 @@ def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
 
 
 def _holds_young_weights(tables: Tables, engine: str, group: Group) -> bool:
-    """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
+    """Tell whether an engine holds weights young enough for a group. Validation needs the weights of its step."""
     if group.purpose == "validate":
         return tables.weights.can_generate(engine, group.step, group.step)
     return tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1)
@@ -132,7 +132,7 @@ def _has_room(tables: Tables, engine: str, group: Group, num_chosen: int) -> boo
 
 
 def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
-    """Say of each engine once a step that its samples hold up new ones."""
+    """Report each engine that has no room for new samples, once a step."""
     new = [engine for engine in full if engine not in tables.full]
     tables.full = full
     most = tables.spec.max_stored_tokens
@@ -146,7 +146,7 @@ def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
 
 
 def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
-    """Have an engine generate groups of one step, and take those that were before from disk."""
+    """Ask an engine for groups of one step, and to restore those of them that are on disk."""
     kept = [group for group in groups if tables.restored.has(group)]
     made = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, made)] if made else []
@@ -164,7 +164,7 @@ def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> li
 
 
 def _dispatch_prompts(tables: Tables, engine: str, groups: Sequence[Group]) -> Action:
-    """Ask an engine for groups of one step, beside what it was asked for before."""
+    """Ask an engine for groups of one step, beside those it is already generating."""
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
     num_ahead = step - tables.step if purpose == "train" else tables.spec.max_trajectory_age_steps

@@ -1,11 +1,11 @@
-"""Engines that were told to leave: each gets nothing more, and goes once nothing of its is needed.
+"""Draining engines: each gets nothing more, and goes once nothing of its own is needed.
 
-    told ─▶ it finishes what it generates ─▶ its samples are trained on, and in the record ─▶ it is let go
-       └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
+    draining ─▶ finishes its groups ─▶ its samples are trained on, and logged ─▶ let go.
+       └─ `leave` seconds later, or lost meanwhile ─▶ others generate again what is not trained on ─▶ let go.
 
-It counts as no loss, and is not replaced. One that was lost, and was not replaced in time, has left as
-well, where others are there to go on; at once if it was started by hand, and there are enough others. After the last
-engine the run waits for another to join: the place of the one that has left is vacant until then.
+It does not count as lost, and is not replaced. A lost engine that was not replaced in time has left as well, if there
+are others to go on. If it was started by hand, and there are enough others, it has left at once. After the last engine
+has left, the run waits for another to join. Its place is vacant until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STAYS = "was told to leave, and stays for what is left of the last step: there 
 
 
 def take_leaving(tables: Tables, member: str) -> list[Action]:
-    """Give an engine nothing more that was told to leave. One that is not in the table yet goes at once."""
+    """Stop giving groups to an engine that was told to leave. Let one go at once that is not yet in the table."""
     engines = tables.engines
     if tables.error is not None or tables.steps.is_interrupted:
         return []  # it is let go at the end, which is near
@@ -46,7 +46,7 @@ def take_leaving(tables: Tables, member: str) -> list[Action]:
 
 
 def let_go(tables: Tables) -> list[Action] | None:
-    """Let an engine go that was told to leave, once it can; have what waits for it wait for others."""
+    """Let draining engines go that can, and reassign the groups that wait for them."""
     engines = tables.engines
     for name in engines.leaving():
         actions = _go_on(tables, engines[name])
@@ -56,19 +56,19 @@ def let_go(tables: Tables) -> list[Action] | None:
 
 
 def check(tables: Tables) -> list[Action]:
-    """Let engines go that were told to leave long enough ago, and do without those that were not replaced in time."""
+    """Let draining engines go when their time is up, and do without those that were not replaced in time."""
     engines, actions = tables.engines, list[Action]()
     for name in engines.leaving():
         engine = engines[name]
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
-            actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
+            actions += depart(tables, engine, f"it did not leave within {tables.spec.deadlines.leave:g} s")
     while (lost := recovery.dispensable(tables)) is not None:
         actions += depart(tables, *lost)
     return actions
 
 
 def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
-    """Let an engine go now; what of its has not been trained on is made again."""
+    """Let an engine go now. Its groups that were not trained on are generated again."""
     name, engines = engine.name, tables.engines
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
     regeneration.drop_generation(tables, name)
@@ -89,7 +89,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
 
 
 def welcome(tables: Tables) -> list[Action] | None:
-    """Have engines built, and planned for, that have joined later than the others; turn away those that cannot join."""
+    """Build, and plan for, engines that joined later than the others. Turn away those that cannot join."""
     joining = tables.joining
     while joining.entered:
         tables.assignment.withdraw(joining.entered.pop())
@@ -133,7 +133,7 @@ def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
 
 
 def _stay(tables: Tables, engine: Engine) -> list[Action]:
-    """Have the last engine validate what the last step has trained, and prove it: the run is about to end."""
+    """Keep the last engine to validate and verify the last step, because the run is about to end."""
     tables.engines.stay(engine)
     tables.assignment.withdraw(engine.name)
     tables.told_to_leave[engine.name] = None
@@ -141,19 +141,19 @@ def _stay(tables: Tables, engine: Engine) -> list[Action]:
 
 
 def _others(tables: Tables, name: str) -> list[str]:
-    """Return the engines beside one, also those that leave."""
+    """Return the other engines, including draining ones."""
     engines = tables.engines
     return [other for other in engines if other != name and not engines[other].is_vacant]
 
 
 def _may_go(tables: Tables, engine: Engine) -> bool:
-    """Tell whether nothing is needed of an engine any more: no sample, no part of the record, no weights."""
+    """Tell whether nothing of an engine is needed any more: no sample, no part of the rollout log, no weights."""
     is_busy = engine.status is Status.REFITTING or tables.recording.is_awaited_from(engine.name)
     return not is_busy and not _needed(tables, engine.name)
 
 
 def _needed(tables: Tables, name: str) -> list[Group]:
-    """Return the groups of an engine that are generated, or ready, or that trainers may be fetching."""
+    """Return the groups that an engine is generating, or that are ready or may be being fetched by trainers."""
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
     if tables.progress.is_training:
         of_step = tables.groups.of_step(tables.step, "train")
@@ -171,7 +171,7 @@ def _cannot_be_trained(tables: Tables, name: str) -> list[Group]:
 
 
 def _hand_back(tables: Tables, name: str, groups: Sequence[Group]) -> list[Action]:
-    """Have groups of an engine wait again; it gives up all that it generates."""
+    """Let groups of an engine wait again. It gives up all that it generates."""
     in_flight = tables.groups.of_engine(name, GroupState.IN_FLIGHT)
     actions = [regeneration.stop(tables, name)] if in_flight else []
     regeneration.drop_generation(tables, name)

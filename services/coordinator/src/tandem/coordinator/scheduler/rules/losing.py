@@ -1,26 +1,26 @@
-"""Processes that join, are lost, fail, or are late: what becomes of the run then.
+"""Processes that join, are lost, fail, or are late, and how the run goes on.
 
-`Membership` (`engines.members`) says which are there. Here is decided, for each kind of process, what its loss means:
+`Membership` (`engines.members`) knows the processes that are there. This module decides what follows from a loss:
 
 | lost | then |
 |---|---|
 | rollout | it is replaced: its groups wait again, others go on |
 | refit service | it is replaced: another gets the layouts, and weights go on moving meanwhile |
-| rollout that was told to leave, or is not ready yet that has joined later | nothing but that: others go on |
-| rollout or refit service, of a run that was interrupted | nothing: it is asked for nothing more |
-| trainer, or any before everything is set up | this schedule ends, once its last checkpoint is written |
+| rollout that is draining, or that joined later and is not ready | nothing else: others go on |
+| rollout or refit service of an interrupted run | nothing: it is not needed any more |
+| trainer, or any process before everything is set up | the attempt ends, once its last checkpoint is written |
 
-A process that could not carry out an order for a reason of its own (`Failed.expected`), or whose samples trainers could
-not use several times in a row, is lost like one that died: it is shut out, and another takes its place. Where that one
-fails alike, so would all, and the run ends.
+A process counts as lost if it could not carry out a command for a reason of its own (`Failed.expected`), or if trainers
+could not use its samples several times in a row. It is shut out, and another takes its place. If the replacement fails
+in the same way, the run ends, since all others would, too.
 
-So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
-(`tandem.coordinator.loop.terms`): trainers are started again, and there is a new one.
+At most `max_replacements` processes are replaced. What follows the end of an attempt is decided in
+`tandem.coordinator.loop.terms`: trainers are started again, and a new attempt begins.
 
-What an order leads to that its process could not carry out depends on what it was for (`take_failure`). An error that
-is raised here ends the run (`ending.fail`).
+What follows from a failed command depends on its phase (`take_failure`). An error that is raised here ends the run
+(`ending.fail`).
 
-What is late is given up, or ends the run with an error that names it (`check`).
+A late process or request is given up, or ends the run with an error that names it (`check`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
 from tandem.coordinator.scheduler.tables import Tables
 
 _MOST_UNUSABLE = 3
-"""Times in a row that trainers cannot use an engine's samples before it is lost."""
+"""The times in a row that trainers cannot use an engine's samples before it counts as lost."""
 
 
 def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
-    """Take note of a process; one in the place of an engine that was lost is brought to where the others are."""
+    """Note a process that has joined. One in the place of a lost engine is brought to the state of the others."""
     tables.members.add(member, kind)
     engines = tables.engines
     if tables.error is not None:
@@ -94,7 +94,7 @@ def is_replaceable(tables: Tables, member: str) -> bool:
 
 
 def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
-    """Do without what a process could not do, or have it done again. Raises `CommandFailed` if the run cannot."""
+    """Do without what a process could not do, or have it done again. Raises `CommandFailed` if the run cannot go on."""
     request = tables.requests.close(failed.command_id)
     if request is None:
         return []
@@ -121,10 +121,10 @@ def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
 
 
 def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
-    """Do without engines whose samples trainers could not use several times in a row; `missing` says why not.
+    """Do without engines that made unusable samples several times in a row; `missing` has the reasons.
 
-    Raises `ServiceError` if it is all engines of several for the same reason, which is not theirs then, and
-    `ServiceLost` if the run cannot do without one.
+    Raises `ServiceError` if this holds for all of several engines, since the reason is not theirs then. Raises
+    `ServiceLost` if the run cannot do without an engine.
     """
     engines, unusable = tables.engines, tables.unusable
     there = [name for name in engines if engines[name].status is not Status.ABSENT]
@@ -144,18 +144,18 @@ def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
 
 
 def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:
-    """Get a process in the place of an engine; what it had kept and was generating is made again."""
+    """Replace an engine. The groups that it kept and was generating are generated again."""
     regeneration.drop_generation(tables, engine)
     tables.groups.forget_stored(engine)
     return recovery.replace_engine(tables, engine, tables.phase.value, why)
 
 
 _STANDSTILL_S = 10.0
-"""How long the run may have no request pending before it fails."""
+"""How long the run may have no pending request before it fails."""
 
 
 def check(tables: Tables) -> list[Action]:
-    """Give up what is late and not needed. Raise `DeadlineExceeded` for the first other request, or process."""
+    """Give up what is late and not needed. Raise `DeadlineExceeded` for any other late request or process."""
     allowed_s = tables.spec.deadlines.join
     if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
         what = f"{tables.members.missing()} did not join within {allowed_s:g} s"
@@ -176,9 +176,9 @@ def check(tables: Tables) -> list[Action]:
 
 
 def _check_requests(tables: Tables) -> list[Action]:
-    """Give up parts of the record that are late, and processes that can be replaced: such a one hangs.
+    """Give up late parts of the rollout log, and late processes that can be replaced, since they hang.
 
-    Raise `DeadlineExceeded` for the first other request.
+    Raise `DeadlineExceeded` for the first other late request.
     """
     given_up = tables.recording.give_up_late()
     while (late := tables.requests.overdue()) is not None:
@@ -208,7 +208,7 @@ def _is_stuck(tables: Tables) -> bool:
 
 
 def _check_standstill(tables: Tables) -> None:
-    """Raise `Standstill` if no request has been pending for a while: no event would ever come."""
+    """Raise `Standstill` if no request has been pending for a while, as no event would ever come."""
     now = tables.requests.now
     is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
     is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
@@ -221,6 +221,6 @@ def _check_standstill(tables: Tables) -> None:
         raise Standstill(
             "coordinator",
             f"step {tables.step}, {tables.phase.value}",
-            f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "
-            "Tandem's, which the journal in the run folder helps to find; --resume goes on",
+            f"no request is pending, {waiting} rollout groups wait, and no rule fires: a bug in Tandem, "
+            "which the journal in the run folder helps to find; --resume goes on",
         )

@@ -3,29 +3,29 @@
 | rule | fires when | and then |
 |---|---|---|
 | set up | every process has done what the stage before asked for | build, plan, install, connect |
-| let go | nothing is needed any more of an engine that was told to leave | it goes |
+| let go | nothing is needed any more of a draining engine | it goes |
 | welcome | an engine has joined that the run had not waited for | build it, plan for it |
-| publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
-| discard | an engine is lost or torn, or has made samples of what was not proven | its groups wait again |
-| record | a step has trained | rollouts write its samples to the record, beside what follows |
+| publish | trainers hold a version that an engine lacks, and it may take it | refit it, verify it, record |
+| discard | an engine is lost or invalidated, or made samples with unverified weights | its groups wait again |
+| record | a step has trained | rollouts log its samples while the run goes on |
 | start | the weights to start from have reached the engines | the first step begins |
-| offer | every rank has trained, no engine reads the last version, it is attested | trainers hold, or copy, a new one |
-| validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
-| publish checkpoint | a checkpoint is written, and the record has its steps | it gets its name |
-| save | it is due, and no checkpoint is being written | copy; write beside what follows |
+| offer | every rank has trained, the last version is verified and no longer read | trainers hold, or copy, a new one |
+| validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, are evaluated |
+| publish checkpoint | a checkpoint is written, and its steps are in the rollout log | it gets its name |
+| save | it is due, and no checkpoint is being written | copy; write while the run goes on |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
-| train | the step's groups are ready, every version in them is attested, no engine reads weights | every rank trains |
+| train | the step's groups are ready, their versions are verified, no engine reads weights | every rank trains |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
-A rule is a function of the tables. It returns None where it does not fire, and else its actions. These may be none:
-then it has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked
-only if a table that it reads has changed since it was asked last (`agenda`): each says here which ones it reads.
+A rule is a function of the tables. It returns None if it does not fire, and else its actions. These may be none if it
+has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked only if a
+table that it reads has changed since it was last asked (`agenda`). Each declares its tables here.
 
-Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
-published. An algorithm over a data set has no engines, and the rules that need them do not fire.
+Synchronous training is an age of zero: generation for a step waits until the weights of the step before are published.
+An algorithm over a data set has no engines, so the rules about engines do not fire.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, pub
 from tandem.coordinator.scheduler.tables import Tables
 
 _WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
-"""What says how far a version is on its way, and whether the step waits for that."""
+"""The tables that show how far a version is on its way, and whether the step waits for it."""
 
 
 def record(tables: Tables) -> list[Action] | None:
-    """Have samples of steps that are done written to the record."""
+    """Write the samples of finished steps to the rollout log."""
     return tables.recording.run_rule() or None
 
 

@@ -1,7 +1,7 @@
-"""Publishing: bring the version that trainers hold to engines that may take it, and have it verified.
+"""Weight sync: bring the version that trainers hold to engines that may take it, and verify it.
 
-`publish` is one rule (`rules.order`), made of what can be done at any time, in this order: connect transfer groups
-anew, record what is verified, refit engines, ask for digests, have them compared.
+`publish` is one rule (`rules.order`). It does whatever is possible now, in this order: connect transfer groups anew,
+record what is verified, refit engines, ask for digests, compare them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.weights.version import Weights
 
 _SHARE_OF_TRANSFER = 0.8
-"""Of a refit's deadline. The rest is for whoever gives up then to say so: that names the peer and the tensor."""
+"""The share of a refit's deadline for the transfer. The rest is for reporting a failure, with its peer and tensor."""
 
 
 def publish(tables: Tables) -> list[Action] | None:
-    """Do what can be done now for the version to reach engines, and to be attested."""
+    """Take the next possible steps for the version to reach engines and be verified."""
     weights = tables.weights
     actions = [
         *weights.transfer_groups.connect(may_join=weights.is_readable),
@@ -33,9 +33,9 @@ def publish(tables: Tables) -> list[Action] | None:
 
 
 def _refit_engines(weights: Weights, is_free: Callable[[str], bool]) -> list[Action]:
-    """Bring engines to the version that trainers hold: all together, or those that come later by themselves.
+    """Bring engines to the version that trainers hold: all together, or later ones by themselves.
 
-    `is_free` tells whether an engine that holds an older version may take this one now.
+    `is_free` tells whether an engine with an older version may take this one now.
     """
     if not weights.is_readable:
         return []
@@ -52,14 +52,14 @@ def _refit_engines(weights: Weights, is_free: Callable[[str], bool]) -> list[Act
         weights.record.deadline = max(weights.record.deadline, now + weights.spec.deadlines.refit)
         return _refit(weights, takers, everybody=False)
     weights.is_begun = True
-    quarantined = weights.record.quarantined  # of the version before, and in no record
+    quarantined = weights.record.quarantined  # of the version before, which is already recorded
     weights.begin_record(now + weights.spec.deadlines.refit)
     weights.record.quarantined = quarantined
     return _refit(weights, takers, everybody=_is_for_all(weights, takers))
 
 
 def _may_take(weights: Weights, name: str, is_free: Callable[[str], bool]) -> bool:
-    """Tell whether an engine can be refitted: it lacks the version, and what it holds is done with and attested."""
+    """Tell whether an engine can be refitted: it lacks the version, and its own is verified and no longer needed."""
     engine = weights.engines[name]
     if engine.status is Status.READY:
         return True
@@ -67,12 +67,12 @@ def _may_take(weights: Weights, name: str, is_free: Callable[[str], bool]) -> bo
 
 
 def _is_for_all(weights: Weights, takers: list[str]) -> bool:
-    """Tell whether a refit is for all that were planned for."""
+    """Tell whether a refit includes all engines of the plan."""
     return weights.may_address_all and len(takers) == len(weights.engines)
 
 
 def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Action]:
-    """Order engines to receive the version, and others to send what they need for it."""
+    """Have engines receive the version, and other processes send what they need for it."""
     if not takers:
         return []
     senders = weights.transfers.plan.senders
@@ -98,7 +98,7 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
 
 
 def _begin_attesting(weights: Weights) -> list[Action]:
-    """Have digests taken of a version that has reached every engine it was begun with, beside what follows."""
+    """Take digests of a version that has reached every engine it was begun with, while the run goes on."""
     if not weights.is_begun or weights.is_transferred or weights.engines.num_having(Status.REFITTING):
         return []
     if weights.spec.is_synchronous and weights.engines.num_having(Status.READY, *COMING_BACK):
@@ -112,7 +112,7 @@ def _begin_attesting(weights: Weights) -> list[Action]:
 
 
 def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
-    """Have the engines attested whose digests are all here, unless others are still computing theirs."""
+    """Compare the digests of engines once they are all here, unless others are still computing theirs."""
     if not weights.is_transferred or not weights.verification.may_compare or not is_service_able:
         return []
     weights.record.attested(weights.requests.now)
@@ -122,7 +122,7 @@ def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
 
 
 def _finish_record(weights: Weights) -> list[Action]:
-    """Have it recorded where the version is and proven, once digests were compared for it and no other is open."""
+    """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
     is_known = weights.record.digest is not None and weights.record.engines
     if not is_known or weights.is_attesting or not weights.is_everything_attested():
         return []

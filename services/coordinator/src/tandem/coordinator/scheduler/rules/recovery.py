@@ -1,7 +1,7 @@
-"""Recovery of lost or invalidated engines and of the refit service, and what weights need of replies.
+"""Recovery of lost or invalidated engines and of the refit service, and replies about weights.
 
-An engine is torn when its part of a refit fails, or when its digests differ from the trainers': it is refitted once
-more, and if that fails too, the run ends. One that is lost is replaced, and the new process is built, gets its transfer
+An engine is invalidated when its part of a refit fails, or when its digests differ from the trainers'. It is refitted
+once more, and if that fails too, the run ends. A lost engine is replaced. The new process is built, gets its transfer
 program, and is brought to the current version while trainers and other engines go on.
 """
 
@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
-    """Take a reply that answers a pending request of the weight plane or of its set-up."""
+    """Take a reply to a pending request about weights or their set-up."""
     if member in tables.joining or tables.joining.is_planned_by(reply.command_id):
         actions, entering = tables.joining.take_reply(member, reply)
         for name in entering:
@@ -35,7 +35,7 @@ def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
             weights.take_copied(member, digests)
         case VersionCommitted():
             _take_committed(tables, reply)
-        case TransfersPlanned() if weights.version >= 0:  # from one in the place of a refit service that is lost
+        case TransfersPlanned() if weights.version >= 0:  # from a replacement of the refit service
             weights.take_service()
         case _:
             return _take_answer(tables, member, reply)
@@ -43,19 +43,19 @@ def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
 
 
 def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> None:
-    """Take the failure of a process's part in a refit, or of an engine's verification: `phase` says which.
+    """Take the failure of a process in a refit, or of an engine's verification; `phase` tells which.
 
-    Has the engine refitted once more, or raises `CommandFailed`.
+    The engine is refitted once more. Raises `CommandFailed` at the limit.
     """
     engines = tables.engines
     if not len(engines):
         return
     engine = engines.get(member)
-    # Of a refit, an engine that only passes weights on fails like any sender.
+    # In a refit, an engine that only passes weights on fails like any sender.
     if engine is not None and (phase is Phase.ATTESTING or failed.command_id in engine.awaited):
         quarantine(tables, engine, failed.phase, failed.account)
         return
-    # A sender fails when its receiver does, which then says so itself or is lost; what matters is who holds what.
+    # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
     times = tables.weights.record.num_failures_to_send
     times[member] = times.get(member, 0) + 1
     if times[member] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
@@ -63,7 +63,7 @@ def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> N
 
 
 def _take_answer(tables: Tables, member: str, reply: Reply) -> list[Action]:
-    """Take an engine one status further if nothing more is awaited of it."""
+    """Advance an engine by one status if no other answer of it is awaited."""
     engine = tables.engines.get(member)
     is_of_group = tables.weights.transfer_groups.take_reply(reply.command_id)
     if is_of_group or engine is None or reply.command_id not in engine.awaited:
@@ -79,7 +79,7 @@ def _take_answer(tables: Tables, member: str, reply: Reply) -> list[Action]:
 
 
 def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
-    """Take what the refit service has found: these engines are verified, others differ."""
+    """Take the result of the refit service: the engines that are verified, and those that differ."""
     record = tables.weights.record
     attested, differing = tables.weights.verification.take_compared(reply)
     record.engines += [engine.name for engine in attested]
@@ -90,7 +90,7 @@ def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
 
 
 def _enter(tables: Tables, name: str) -> None:
-    """Have an engine that has joined brought to where the others are."""
+    """Bring an engine that has joined to the state of the others."""
     tables.engines.add(name)
     tables.joining.enter(name)
     if tables.weights.is_transferred:
@@ -101,7 +101,7 @@ def _enter(tables: Tables, name: str) -> None:
 
 
 def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Action]:
-    """Ask for a replacement of an engine that is lost. Raises `ServiceLost` if too many were lost."""
+    """Ask for a replacement of a lost engine. Raises `ServiceLost` if too many were lost."""
     engine = tables.engines[name]
     tables.replacements.count(tables.requests.now, name, doing, why)
     tables.requests.drop(name)
@@ -111,7 +111,7 @@ def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Acti
 
 
 def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
-    """Do without an engine that leaves. Where none is left, or others got weights from it, another must come."""
+    """Do without an engine that leaves. If it was the last, or others got weights from it, another must come."""
     name, weights = engine.name, tables.weights
     tables.requests.drop(name)
     weights.transfer_groups.stop_connecting(name)
@@ -127,7 +127,7 @@ def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
 
 
 def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
-    """Have an engine refitted once more. Raises `CommandFailed` if it has had its second attempt."""
+    """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
     tables.recovery.count_failure(engine, doing, why)
     tables.weights.record.quarantined[engine.name] = why
     tables.requests.drop(engine.name, Phase.REFITTING, Phase.ATTESTING)
@@ -136,23 +136,23 @@ def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
 
 
 def overdue(tables: Tables) -> DeadlineExceeded | None:
-    """Return the error of a replacement that did not come in time."""
+    """Return the error for an overdue replacement."""
     engines = tables.engines
-    for name in engines.leaving() if len(tables.joining) else ():  # it is not waited for: another joins
+    for name in engines.leaving() if len(tables.joining) else ():  # nothing waits for it: another joins
         engines[name].replace_by = tables.requests.now + tables.spec.deadlines.join
     return tables.recovery.overdue() or tables.service.overdue()
 
 
 def dispensable(tables: Tables) -> tuple[Engine, str] | None:
-    """Return an engine that is lost and without which the others can go on, and why none is to replace it.
+    """Return a lost engine that the others can go on without, and why it is not replaced.
 
-    Its replacement is overdue; or it was started by hand, and enough others were, such as that which was started
-    again before it was known to be lost.
+    Either its replacement is overdue, or it was started by hand and enough others are there. One of these may have been
+    started in its place before its loss was known.
     """
     engines = tables.engines
     absent = engines.having(Status.ABSENT)
     num_there = len({*engines.staying()} - {*absent})
-    if not num_there:  # as in a run over a data set, which expects none
+    if not num_there:  # as in a run over a data set, which expects no engine
         return None
     is_enough = num_there >= tables.spec.expected["rollout"]
     for name in absent:
@@ -177,5 +177,5 @@ def replace_service(tables: Tables, doing: str, why: str) -> list[Action]:
 
 
 def take_service(tables: Tables) -> list[Action]:
-    """Tell a process in the place of the refit service what it has to know."""
+    """Tell the replacement of the refit service what it has to know."""
     return tables.service.take_joined(tables.weights.trainers, [*tables.engines.names(), *tables.joining.planned()])

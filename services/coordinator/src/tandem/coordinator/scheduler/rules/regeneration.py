@@ -1,6 +1,6 @@
-"""Have groups generated again whose samples do not count, or cannot be read, or take too long.
+"""Regeneration of groups with samples that do not count, cannot be read, or take too long.
 
-A group that waits again is the same group, with the same seeds. What was made of it is discarded, also in the record.
+A group that waits again is the same group, with the same seeds. Its samples are discarded, also in the rollout log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def discard(tables: Tables) -> list[Action] | None:
-    """Discard what engines made that does not count any more."""
+    """Discard the samples of engines that no longer count."""
     suspects = tables.engines.suspects
     actions: list[Action] = []
     while suspects:
@@ -31,7 +31,7 @@ def discard(tables: Tables) -> list[Action] | None:
 
 
 def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
-    """Have groups made again that were begun with weights too old for their step."""
+    """Let groups wait again that were begun with weights too old for their step."""
     old = [g for g in groups if g.purpose == "train" and g.oldest_version < tables.spec.oldest_version(g.step)]
     if not old:
         return []
@@ -40,7 +40,7 @@ def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
 
 
 def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
-    """Drop what was made before the run was resumed with weights that come of groups made now, which may differ."""
+    """Drop restored groups made with the weights of steps that are generated again, which may differ."""
     kept = tables.restored
     made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
     dropped = kept.drop_from(min(made)) if made else set()
@@ -57,7 +57,7 @@ def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
 
 
 def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:
-    """Have groups generated that could not be taken from disk."""
+    """Generate the groups that could not be restored."""
     tables.groups.close_request(failed.command_id)
     groups = tables.groups.of_engine(member, GroupState.IN_FLIGHT)
     lost = [group for group in groups if group.request == failed.command_id]
@@ -66,7 +66,7 @@ def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:
 
 
 def move_from_slow_engines(tables: Tables) -> list[Action]:
-    """Have groups wait again that an engine holds too long while another has nothing to do."""
+    """Let groups wait again that an engine holds too long while another is idle."""
     stops: list[Action] = []
     moved: list[Group] = []
     for engine in tables.assignment.overstayed(tables.requests.now):
@@ -77,14 +77,14 @@ def move_from_slow_engines(tables: Tables) -> list[Action]:
 
 
 def drop_generation(tables: Tables, engine: str) -> None:
-    """Wait no longer for what an engine was asked to generate."""
+    """Stop waiting for the groups that an engine was asked to generate."""
     for request in [*tables.requests.of(engine, *GENERATION)]:
         tables.requests.close(request.command_id)
         tables.groups.close_request(request.command_id)
 
 
 def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
-    """Have groups wait again; discard what was made of them."""
+    """Let groups wait again, and discard their samples."""
     numbers: dict[tuple[int, Purpose], list[int]] = {}
     for group in groups:
         numbers.setdefault((group.step, group.purpose), []).append(group.number)
@@ -100,7 +100,7 @@ def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
 
 
 def stop(tables: Tables, engine: str) -> Action:
-    """Have an engine give up what it generates."""
+    """Make an engine give up the groups that it generates."""
     group = tables.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
     fields = tables.requests.notice(tables.spec.deadlines.generate)
     return DispatchPrompts(
@@ -114,7 +114,7 @@ def stop(tables: Tables, engine: str) -> Action:
 
 
 def _take_back(tables: Tables, restored: Sequence[Group]) -> list[Action]:
-    """Have groups wait again that were to come from disk, or did."""
+    """Let groups wait again that were restored, or were to be."""
     for group in restored:
         tables.assignment.finished(str(group.engine), group, len(group.unfinished))
     return put_back(tables, restored)

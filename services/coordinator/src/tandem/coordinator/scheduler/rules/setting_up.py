@@ -1,4 +1,4 @@
-"""Set a run up: processes are built, transfers planned, and engines get the first weights."""
+"""Setting up: build processes, plan transfers, and bring engines the first weights."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def set_up(tables: Tables) -> list[Action] | None:
 
 
 def _have_trainers_meet(tables: Tables) -> Action:
-    """Have trainers be built: they are told where they meet once that is known."""
+    """Begin to build trainers, which are told where they meet once that is known."""
     tables.trainers_meet = True
     return Dispatch(member="trainer-0", order=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
 
 
 def start(tables: Tables) -> list[Action] | None:
-    """Begin with the first step: all hold the weights to start from, which are validated if asked for."""
+    """Begin the first step, now that all hold the weights to start from. Validate these if asked to."""
     if tables.is_refitting or tables.weights.is_transferring:
         return None
     tables.steps.has_started = True
-    tables.watch.begin_step(tables.requests.now)  # what came before was no step
+    tables.watch.begin_step(tables.requests.now)  # the time before is not part of a step
     is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.steps.is_interrupted
     tables.progress.is_committed = not is_validated
     return []
 
 
 def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
-    """Have every rank built, now that it is known where they meet."""
+    """Build every rank, now that their meeting place is known."""
     ranks = tables.members.all("trainer")
     return [
         Dispatch(

@@ -11,7 +11,7 @@ from tandem.coordinator.scheduler.tables import Tables
 
 
 def validate(tables: Tables) -> list[Action] | None:
-    """Validate a step that has trained, once engines hold its weights; see when that is done."""
+    """Validate a step that has trained, once engines hold its weights, and note when that is done."""
     progress = tables.progress
     if tables.is_refitting:
         return None
@@ -34,7 +34,7 @@ def validate(tables: Tables) -> list[Action] | None:
 
 
 def save(tables: Tables) -> list[Action] | None:
-    """Have trainers copy what is to be saved; then have them write it, beside what follows."""
+    """Copy what is to be saved on the trainers; then write it while the run goes on."""
     if tables.saving.is_copied:
         if tables.requests.num_for(Phase.SAVING):
             return None
@@ -46,7 +46,7 @@ def save(tables: Tables) -> list[Action] | None:
 
 
 def publish_checkpoint(tables: Tables) -> list[Action] | None:
-    """Publish the checkpoint that is written, once the record has all steps that it is made of."""
+    """Publish the written checkpoint, once the rollout log has all of its steps."""
     step = tables.saving.whole
     assert step is not None, "the rule is open"
     if tables.error is None and tables.recording.is_pending(step):
@@ -55,7 +55,7 @@ def publish_checkpoint(tables: Tables) -> list[Action] | None:
 
 
 def commit(tables: Tables) -> list[Action] | None:
-    """Have the step written to the journal: now it is done."""
+    """Write to the journal that the step is done."""
     if not tables.may_commit or tables.must_save or tables.saving.is_copied:
         return None
     tables.progress.is_committed = True
@@ -99,7 +99,7 @@ def _is_evaluated(tables: Tables) -> bool:
 
 
 def _record_validation(tables: Tables) -> list[Action]:
-    """Have the samples recorded that the step was validated by."""
+    """Log the samples that the step was validated by."""
     of_step = tables.groups.of_step(tables.step, "validate")
     records = () if of_step is None else tuple(of_step.records())
     if not tables.recording.begin(tables.step, "validate", {record.rollout for record in records}):
@@ -117,7 +117,7 @@ def _read_metrics(tables: Tables) -> dict[str, float]:
 
 
 _MAX_FETCHES = 3
-"""How often trainers may try to fetch the samples of a step from a record."""
+"""The times that trainers may try to fetch the samples of a step from recorded data."""
 
 
 def train(tables: Tables) -> list[Action] | None:
@@ -138,7 +138,7 @@ def train(tables: Tables) -> list[Action] | None:
 
 
 def offer(tables: Tables) -> list[Action] | None:
-    """Take the step as trained once every rank has said so; engines may have the weights."""
+    """Note that the step has trained once every rank says so. Engines may have the weights."""
     progress = tables.progress
     if tables.requests.num_for(Phase.TRAINING):
         return None
@@ -158,7 +158,7 @@ def offer(tables: Tables) -> list[Action] | None:
 
 
 def dispatch_batches(tables: Tables, purpose: Purpose) -> list[Action]:
-    """Send every rank its share of the step's batch, to train on or to evaluate."""
+    """Send every rank its data-parallel shard of the step's batch, to train on or to evaluate."""
     phase = Phase.TRAINING if purpose == "train" else Phase.VALIDATING
     return [
         DispatchBatch(member=rank, step=tables.step, purpose=purpose, **tables.open(rank, phase))
@@ -167,7 +167,7 @@ def dispatch_batches(tables: Tables, purpose: Purpose) -> list[Action]:
 
 
 def _make_again(tables: Tables) -> list[Action]:
-    """Have the samples that trainers could not fetch made again; no rank has stepped."""
+    """Regenerate the samples that trainers could not fetch. No rank has stepped."""
     progress = tables.progress
     missing, progress.missing, progress.is_training = progress.missing, {}, False
     why = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
@@ -178,7 +178,7 @@ def _make_again(tables: Tables) -> list[Action]:
     if tables.steps.is_interrupted:
         tables.abandon_step()
         return []
-    if not tables.spec.has_engines:  # they are of a record, and are still there
+    if not tables.spec.has_engines:  # recorded samples are still there
         return [Say(text=f"samples of step {tables.step} are missing and are fetched again: {why}")]
     groups = tables.groups.untake(tables.step, "train")
     return [
@@ -189,7 +189,7 @@ def _make_again(tables: Tables) -> list[Action]:
 
 
 def _forget_unusable(tables: Tables) -> None:
-    """Forget how often the samples of engines could not be used whose samples now were."""
+    """Reset the counts of unusable samples for engines with samples that could now be used."""
     of_step = tables.groups.of_step(tables.step, "train")
     for group in () if of_step is None else of_step.groups:
         tables.unusable.pop(str(group.engine), None)

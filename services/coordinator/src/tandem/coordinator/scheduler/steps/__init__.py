@@ -1,1 +1,1 @@
-"""The room of steps: the step in progress, the checkpoint and the record of samples."""
+"""Steps: the step in progress, the checkpoint, and the rollout log."""

@@ -6,24 +6,24 @@ from tandem.coordinator.scheduler.agenda import Changed, Tracked
 
 
 class StepProgress(Tracked):
-    """How far the step in progress is; all but its groups."""
+    """The state of the step in progress, except for its groups."""
 
     def __init__(self, number: int, changed: Changed, *, is_trained: bool = False, is_committed: bool = False) -> None:
         super().__init__(changed)
         self.number = number
         self.is_training = False
         self.missing: dict[str, str] = {}
-        """Engines that trainers could not fetch samples from, and why; while ranks are still to say so."""
+        """Engines that trainers could not fetch samples from, with the reason, until all ranks have said so."""
         self.num_fetches = 0
-        """How often trainers were to fetch the step's samples."""
+        """The times that trainers were asked to fetch the step's samples."""
         self.is_trained = is_trained
-        """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
+        """Whether the optimizer has stepped. The weights that a run starts with count as a trained step."""
         self.has_update = False
-        """Whether that must have changed the weights."""
+        """Whether the step must have changed the weights."""
         self.is_validating = False
-        """Whether validation has begun, and is not done."""
+        """Whether validation is going on."""
         self.is_validated = False
-        """Whether it is done, or given up."""
+        """Whether validation is done, or given up."""
         self.is_committed = is_committed
         """Whether the step is in the journal."""
 
@@ -37,9 +37,9 @@ class Steps(Tracked):
         self.has_started = False
         """Whether the weights to start from have reached the engines."""
         self.drawn = first_step - 1
-        """The newest step whose groups were drawn."""
+        """The newest step with groups drawn."""
         self.saved = first_step - 1
-        """The newest step of which trainers have a copy, or the run began with one."""
+        """The newest step that trainers have copied, or that the run began with."""
         self.is_interrupted = False
 
     def begin(self, number: int) -> None:

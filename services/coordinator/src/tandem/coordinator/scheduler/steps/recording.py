@@ -1,9 +1,9 @@
-"""Recording: the samples of steps that are done, on their way to the record, by rollout.
+"""Logging of rollouts: the samples of finished steps on their way to the rollout log, by rollout.
 
-A part is best written by the rollout whose samples they are. They are on disk since they finished, so that any other
-can do it where that one is lost. The run waits for it with two things only: a checkpoint is not published before the
-record has the steps that it is made of, and the run does not end before the record is whole. A part that cannot be
-written, or takes too long, is given up: that is said, and the run goes on.
+A part is best written by the rollout that made its samples. These are on disk since they finished, so that another
+rollout can write the part if that one is lost. Only two things wait for the log: a checkpoint is not published before
+the log has its steps, and the run does not end before the log is whole. A part that cannot be written, or takes too
+long, is given up with a notice, and the run goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.coordinator.scheduler.spec import RunSpec
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a step had of one rollout."""
+    """The samples that a step had of one rollout."""
 
     step: int
     purpose: Purpose
@@ -27,7 +27,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """Parts of the record that are not written yet. Does nothing where no record is kept."""
+    """Parts of the rollout log that are not written yet. Does nothing if no log is kept."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
         self._changed = changed
@@ -35,15 +35,15 @@ class Recording:
         self._allowed_s = spec.deadlines.save
         self._requests = requests
         self._waiting: dict[Part, float] = {}
-        """Parts that no rollout was asked for, and until when they may wait."""
+        """The parts that no rollout was asked for, and the time until which they may wait."""
         self._asked: dict[int, Part] = {}
-        """By the order that they were asked for with."""
+        """The parts that rollouts were asked for, by the id of the command."""
         self._num_bytes: dict[tuple[int, Purpose], int] = {}
-        """Written so far of each step that is not whole, or of its validation."""
+        """Bytes written so far for each step that is not whole, or for its validation."""
         self._rollouts: dict[tuple[int, Purpose], list[str]] = {}
-        """Whose parts are written of it."""
+        """The rollouts with written parts, by step."""
         self._able: dict[str, None] = {}
-        """Rollouts that can be asked."""
+        """The rollouts that can be asked."""
         self._said: set[str] = set()
 
     @property
@@ -52,18 +52,18 @@ class Recording:
         return bool(self._waiting)
 
     def is_pending(self, up_to: int) -> bool:
-        """Tell whether a part of a step, or of one before it, is yet to be written."""
+        """Tell whether a part of a step, or of one before it, has yet to be written."""
         return any(step <= up_to for step, _ in self._num_bytes)
 
     def is_awaited_from(self, rollout: str) -> bool:
-        """Tell whether a part of what a rollout has made is yet to be written, or another that it was asked for."""
+        """Tell whether a part with a rollout's samples, or one that it was asked for, has yet to be written."""
         parts = [*self._waiting, *self._asked.values()]
         return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, Phase.RECORDING))
 
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
-        """Have all recorded that a step had of these rollouts, on which it has trained, or by which it was validated.
+        """Log all samples that a step had of these rollouts, for training or validation.
 
-        Return whether it will be.
+        Return whether they will be logged.
         """
         if self._is_on and rollouts:
             until = self._requests.now + self._allowed_s
@@ -73,7 +73,7 @@ class Recording:
         return self._is_on and bool(rollouts)
 
     def run_rule(self) -> list[Action]:
-        """Ask for what waits, as far as there is a rollout to ask."""
+        """Ask rollouts to write the parts that wait, as far as there is a rollout to ask."""
         actions: list[Action] = []
         for part in [*self._waiting] if self._able else []:
             member = part.rollout if part.rollout in self._able else next(iter(self._able))
@@ -86,12 +86,12 @@ class Recording:
         return actions
 
     def take_built(self, rollout: str) -> None:
-        """Take note that a rollout can be asked."""
+        """Note that a rollout can be asked."""
         self._able[rollout] = None
         self._changed()
 
     def take_loss(self, rollout: str) -> None:
-        """Take note that a rollout is lost: what it was asked for waits again."""
+        """Note that a rollout is lost. The parts that it was asked for wait again."""
         self._able.pop(rollout, None)
         for request in [*self._requests.of(rollout, Phase.RECORDING)]:
             self._requests.close(request.command_id)
@@ -99,7 +99,7 @@ class Recording:
         self._changed()
 
     def take_recorded(self, reply: SamplesRecorded) -> list[Action]:
-        """Take note that a part is written; with the last one, its step is."""
+        """Note that a part is written. With the last one, its step is whole."""
         part = self._asked.pop(reply.command_id)
         missing = f"{reply.num_missing} samples of {part.rollout} were not written when they finished"
         said = self._say(part, missing) if reply.num_missing else []
@@ -112,7 +112,7 @@ class Recording:
         return [*self._say(part, f"those of {part.rollout}: {why}"), *self._close(part)]
 
     def give_up_late(self) -> list[Action]:
-        """Give up what has waited too long for a rollout to write it."""
+        """Give up the parts that have waited too long for a rollout."""
         late = [part for part, until in self._waiting.items() if self._requests.now > until]
         actions: list[Action] = []
         for part in late:
@@ -131,7 +131,7 @@ class Recording:
         return [recorded]
 
     def _say(self, part: Part, what: str) -> list[Action]:
-        """Say what is missing in the record, once for each reason."""
+        """Report what the rollout log lacks, once for each reason."""
         if what in self._said:
             return []
         self._said.add(what)

@@ -1,9 +1,8 @@
 """Saving: the checkpoint that trainers write while the run goes on.
 
-A save has two parts. Trainers copy what a checkpoint is made of, and the run waits for that; then each writes its copy
-to disk, and the run goes on. A copy takes memory, so there is one at a time: a step that is to be saved while the one
-before is still being written waits for that. To copy later is impossible, since the next step changes the weights, and
-to leave out a checkpoint that was asked for would be no kindness.
+A save has two parts. Trainers copy what a checkpoint is made of, and the run waits for that. Then each writes its copy
+to disk, and the run goes on. A copy takes memory, so there is only one at a time. A step that is to be saved waits
+while the checkpoint before is being written: the next step changes the weights, so it cannot be copied later.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Saving(Tracked):
         self._copied: int | None = None
         """The step that trainers copy, or have copied."""
         self._written: int | None = None
-        """The step whose copies they write."""
+        """The step of the copies that they write."""
         self._awaited: set[str] = set()
         """Trainers that have not written all of their part."""
 
     @property
     def is_copied(self) -> bool:
-        """Whether copies were ordered that are not being written yet."""
+        """Whether copies were requested that are not being written yet."""
         return self._copied is not None
 
     @property
@@ -43,7 +42,7 @@ class Saving(Tracked):
         return self._written is not None
 
     def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
-        """Have trainers copy what they hold, which is the state after `step`; nothing is being written."""
+        """Copy on the trainers what they hold, which is the state after `step`. No checkpoint is being written."""
         self._copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
@@ -52,7 +51,7 @@ class Saving(Tracked):
         ]
 
     def write(self, trainers: Sequence[str]) -> list[Action]:
-        """Have trainers say when what they have copied is on disk."""
+        """Ask trainers to report when their copies are on disk."""
         assert self._copied is not None, "copies come first"
         step, self._copied = self._copied, None
         self._written, self._awaited = step, set(trainers)
@@ -62,16 +61,16 @@ class Saving(Tracked):
         ]
 
     def take_written(self, member: str) -> None:
-        """Take note that a trainer's part is on disk; with the last part, the checkpoint is whole."""
+        """Note that a trainer's part is on disk. With the last part, the checkpoint is whole."""
         self._awaited = self._awaited - {member}
 
     @property
     def whole(self) -> int | None:
-        """The step whose checkpoint is whole and can be published; None if there is none."""
+        """The step of a whole checkpoint that can be published; None if there is none."""
         return None if self._awaited else self._written
 
     def publish(self) -> list[Action]:
-        """Have the checkpoint that is whole get its final name."""
+        """Give the whole checkpoint its final name."""
         assert self._written is not None, "asked when it is whole"
         publish = PublishCheckpoint(step=self._written)
         self._written = None
@@ -82,7 +81,7 @@ class Saving(Tracked):
         return self.is_out and member in self._awaited
 
     def give_up(self) -> None:
-        """A part is not going to be written."""
+        """Give up the checkpoint, as a part is not going to be written."""
         self._written = None
 
     def _fields(self, rank: str, phase: Phase) -> CommandFields:

@@ -1,1 +1,1 @@
-"""The room of weights: the newest version, its verification, and the refit service."""
+"""Weights: the newest version, its verification, and the refit service."""

@@ -1,8 +1,8 @@
-"""The refit service, when it is lost: what its successor is told, and what waits for it meanwhile.
+"""The loss of the refit service: what its replacement is told, and what waits for it meanwhile.
 
-lost ─▶ a process takes its place ─▶ it is told the layouts that members still have ─▶ the version is proven once more
+lost ─▶ replaced ─▶ it is told the layouts that processes still have ─▶ the version is verified once more
 
-Weights go on moving, by the programs that are installed. Only what was to be compared waits, and is compared anew.
+Weights go on moving, by the installed programs. Only the comparison of digests waits, and begins anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.weights.verification import Verification
 
 
 class RefitService(Tracked):
-    """Whether the refit service is there, and how far one is that has taken its place."""
+    """Whether the refit service is there, and the progress of its replacement."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RefitService(Tracked):
 
     @property
     def is_absent(self) -> bool:
-        """Whether a process is waited for to take its place."""
+        """Whether a replacement is awaited."""
         return self._replace_by is not None
 
     @property
@@ -48,19 +48,19 @@ class RefitService(Tracked):
         return not self.is_absent and not self._transfers.is_planning
 
     def replace(self, why: str) -> list[Action]:
-        """Ask for a process in its place."""
+        """Ask for a replacement."""
         self._requests.drop(SERVICE)
         self._verification.forget_comparison()
         self._replace_by = self._requests.now + self._join_s
         return [Replace(member=SERVICE, why=why)]
 
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
-        """Tell a process that has taken its place what members hold and want."""
+        """Tell the replacement which layouts the processes hold and want."""
         self._replace_by = None
         return [self._transfers.order_plan(trainers, engines)]
 
     def overdue(self) -> DeadlineExceeded | None:
-        """Return the error of a replacement that did not come in time."""
+        """Return the error for an overdue replacement."""
         if self._replace_by is None or self._requests.now <= self._replace_by:
             return None
         what = f"no process has taken its place within {self._join_s:g} s"

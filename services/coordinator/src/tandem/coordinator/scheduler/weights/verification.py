@@ -1,8 +1,8 @@
-"""Verification: prove that engines hold what trainers held, by digests taken beside what goes on.
+"""Verification that engines hold the trainers' weights, by digests that are taken while the run goes on.
 
 digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is verified
 
-`RefitProgress` is what goes into the journal once that is so for all engines.
+`RefitProgress` goes into the journal once all engines are verified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.spec import RunSpec
 
 
 class Verification:
-    """The digests of one version, as far as they are known, and the processes that are yet to send theirs."""
+    """The digests of one version that are known so far, and the processes that have yet to send theirs."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, changed: Changed) -> None:
         self._changed = changed
@@ -28,17 +28,17 @@ class Verification:
         self._requests = requests
         self._engines = engines
         self._digests: dict[str, dict[str, bytes]] = {}
-        """Of each process, by worker shard; of what it holds."""
+        """Digests of the weights that each process holds, by slice."""
         self._unattested: set[str] = set()
         """Processes that were asked for digests and have not sent them."""
         self._unattested_trainers: set[str] = set()
-        """Those of them whose weights must not change before."""
+        """The trainers among them. Their weights must not change before."""
         self._comparing: list[str] | None = None
-        """Engines whose digests the refit service compares; None while it compares none."""
+        """Engines with digests that the refit service is comparing; None if it compares none."""
 
     @property
     def is_going_on(self) -> bool:
-        """Whether it is yet to be proven that an engine holds what it should."""
+        """Whether an engine has yet to be verified."""
         if not len(self._engines):
             return False
         is_asked = bool(self._unattested) or self._comparing is not None
@@ -46,12 +46,12 @@ class Verification:
 
     @property
     def needs_trainers(self) -> bool:
-        """Whether trainers are yet to take digests of weights that must not change before."""
+        """Whether trainers have yet to take digests of weights that must not change before."""
         return bool(self._unattested_trainers)
 
     @property
     def may_compare(self) -> bool:
-        """Whether every digest is there that was asked for, and some engine's was not compared."""
+        """Whether all requested digests are there, and those of some engine were not compared."""
         if self._unattested or self._comparing is not None:
             return False
         return self._engines.num_attested != self._engines.num_having(Status.HOLDING)
@@ -62,7 +62,7 @@ class Verification:
         self._changed()
 
     def order(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
-        """Have digests taken of what these members hold, unless the run is not to be verified."""
+        """Take digests of the weights that these processes hold, unless the run does not verify."""
         if not self._is_verified:
             return []
         self._unattested.update(members)
@@ -77,14 +77,14 @@ class Verification:
         ]
 
     def take_digests(self, member: str, digests: tuple[bytes, ...]) -> None:
-        """Take the digests of what a member holds, or of what a trainer has copied."""
+        """Note the digests of the weights that a process holds, or that a trainer has copied."""
         self._digests[member] = by_part(member, digests)
         self._unattested.discard(member)
         self._unattested_trainers.discard(member)
         self._changed()
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
-        """Have the refit service compare the digests of engines that are not attested with those of trainers."""
+        """Compare the digests of unverified engines with those of trainers, on the refit service."""
         waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_attested]
         self._comparing = waiting
         self._changed()
@@ -98,7 +98,7 @@ class Verification:
         return [Dispatch(member=SERVICE, order=order)]
 
     def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
-        """Take what the refit service has found; return the engines that are attested now, and those that differ."""
+        """Take the result of the refit service; return the engines that are now verified, and those that differ."""
         compared, self._comparing = self._comparing or [], None
         self._changed()
         engines = [self._engines[name] for name in compared if name in self._engines]
@@ -108,19 +108,19 @@ class Verification:
         return attested, [engine for engine in engines if engine.name in reply.differing]
 
     def forget_comparison(self) -> None:
-        """Take note that the refit service compares nothing any more: it is lost."""
+        """Note that the refit service is lost, and its comparison with it."""
         self._comparing = None
         self._changed()
 
     def prove_again(self, version: int) -> None:
-        """Have engines that hold a version, and had been proven to, proven by digests that are known."""
+        """Verify engines again that hold a version and were verified, with the digests that are known."""
         for name in self._engines.having(Status.HOLDING):
             engine = self._engines[name]
             if engine.version == version and (name in self._digests or not self._is_verified):
                 self._engines.attest(engine, is_attested=False)
 
     def forget(self, engine: str) -> None:
-        """Take note that what an engine held does not count any more: it is lost, or torn."""
+        """Forget the digests of an engine that is lost or invalidated."""
         self._digests.pop(engine, None)
         self._unattested.discard(engine)
         if self._comparing is not None and engine in self._comparing:
@@ -129,7 +129,7 @@ class Verification:
 
 
 class RefitProgress(Tracked):
-    """What a version has gone through so far, until all of it is verified and goes into the journal."""
+    """The record of a version so far, which goes into the journal once all of it is verified."""
 
     def __init__(self, changed: Changed, *, started_at: float = 0.0, deadline: float = 0.0) -> None:
         super().__init__(changed)
@@ -138,20 +138,20 @@ class RefitProgress(Tracked):
         self.engines: list[str] = []
         self.quarantined: dict[str, str] = {}
         self.digest: int | None = None
-        """Of the version, once it is known."""
+        """The digest of the version, once it is known."""
         self.num_failures_to_send: dict[str, int] = {}
         self._since = started_at
 
     def transferred(self, now: float) -> None:
-        """Every engine holds the version."""
+        """Note that every engine holds the version."""
         self._note("transfer", now)
 
     def attested(self, now: float) -> None:
-        """All digests are here."""
+        """Note that all digests are here."""
         self._note("attest" if "transfer" in self.seconds else "transfer", now)
 
     def committed(self, version: int, plan: TransfersPlanned, now: float) -> RecordRefit:
-        """Return what goes into the journal: the refit service has compared all digests."""
+        """Return the journal entry: the refit service has compared all digests."""
         assert self.digest is not None, "it comes with the comparison"
         self._note("commit", now)
         return RecordRefit(

@@ -1,17 +1,16 @@
-"""The newest version of the weights: its way from the trainers to each engine, and its proof.
+"""The newest version of the weights: its way from the trainers to each engine, and its verification.
 
 A version reaches every engine in one transaction, with one deadline::
 
     refit ─▶ the engine holds the version ─▶ digests ─▶ compared: verified ─▶ recorded
                                              `── beside generation; no sample is trained on before the end ──┘
 
-Where trainers keep a copy for engines to read (`RunSpec.keeps_copy`), a version begins with that copy and with the
-digests of what was copied. Trainers go on at once, and the copy is read, also by engines that come late, until the next
-one is ordered: when no engine reads it and all that was read is verified. A version that no engine had time for is
-skipped.
+If trainers keep a copy for engines to read (`RunSpec.keeps_copy`), a version begins with that copy and its digests.
+Trainers go on at once. Engines, also late ones, read the copy until the next one is requested. That happens when no
+engine reads it and all that was read is verified. A version that no engine had time for is skipped.
 
-`Weights` knows how far the version is. The rule that brings it to engines is in `rules.publishing`; engines that are
-lost or torn meanwhile are the subject of `rules.recovery`.
+`Weights` knows how far the version is. The rule that brings it to engines is in `rules.publishing`. Engines that are
+lost or invalidated meanwhile are handled in `rules.recovery`.
 """
 
 from __future__ import annotations
@@ -39,31 +38,31 @@ class Weights(Tracked):
         self.engines = engines
         self.transfers = transfers
         self.version = -1
-        """What trainers hold, or have held before the step they are in."""
+        """The version that trainers hold, or held before the step in progress."""
         self.has_update = False
         """Whether it must differ from the version before."""
         self.is_readable = False
-        """Whether trainers hold it still, or their copy, so that engines can be brought to it."""
+        """Whether trainers, or their copies, still have it, so that engines can be brought to it."""
         self._uncopied: set[str] = set()
         """Trainers that have yet to copy it."""
         self.is_begun = False
-        """Whether any engine was."""
+        """Whether any engine was sent it."""
         self.is_transferred = False
         """Whether every engine that it was begun with holds it, and digests are taken."""
         self.num_behind = 0
-        """Engines that hold an older version than what is offered."""
+        """Engines that hold an older version than the newest one."""
         self.trainers: list[str] = []
         self.record = RefitProgress(changed)
         self.verification = Verification(spec, requests, engines, changed)
         self.transfer_groups = TransferGroups(transfers, engines, requests, changed)
         self.may_address_all = True
-        """Whether a refit can be for all that have a program, so that none need be named: no engine has left."""
+        """Whether a refit can address all processes with a program without naming them, as no engine has left."""
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
 
     @property
     def is_transferring(self) -> bool:
-        """Whether the version that trainers hold is on its way to the first engines that get it."""
+        """Whether the version that trainers hold is on its way to its first engines."""
         if self._uncopied:
             return len(self.engines) > 0
         is_on_its_way = self.is_begun or self.spec.is_synchronous
@@ -71,12 +70,12 @@ class Weights(Tracked):
 
     @property
     def holds_up_step(self) -> bool:
-        """Whether the step that has made the version is not over before that has happened."""
+        """Whether the step that has made the version waits for that."""
         return self.is_transferring and (bool(self._uncopied) or not self._outlasts_step)
 
     @property
     def is_settled(self) -> bool:
-        """Whether every engine has what it needs of the version that trainers hold, and that is proven."""
+        """Whether every engine has what it needs of the trainers' version, and that is verified."""
         if not len(self.engines):
             return True
         is_read = self.is_transferred and not self.engines.num_having(Status.REFITTING)
@@ -84,7 +83,7 @@ class Weights(Tracked):
 
     @property
     def is_attesting(self) -> bool:
-        """Whether it is yet to be proven that an engine holds what it should."""
+        """Whether an engine has yet to be verified."""
         return self.verification.is_going_on
 
     @property
@@ -94,9 +93,9 @@ class Weights(Tracked):
 
     @property
     def may_step(self) -> bool:
-        """Whether trainers may change their weights: no engine needs the old ones any more, or there is a copy.
+        """Whether trainers may change their weights, because no engine needs the old ones or there is a copy.
 
-        Synchronous training waits until they are proven, too. Else that goes on beside the step.
+        Synchronous training also waits until they are verified. Otherwise verification goes on beside the step.
         """
         if self.spec.is_synchronous or not len(self.engines):
             return self.is_settled
@@ -107,13 +106,13 @@ class Weights(Tracked):
         return is_read and not self.verification.needs_trainers
 
     def is_proven(self, name: str, version: int) -> bool:
-        """Tell whether what an engine made with a version, and before, was made with what trainers held."""
+        """Tell whether the samples that an engine made with a version, and before, were made with verified weights."""
         engine = self.engines.get(name)
-        # No engine takes a version before the one that it has is attested.
+        # No engine takes a version before its present one is verified.
         return engine is None or version < engine.version or engine.is_attested
 
     def can_generate(self, engine: str, oldest_version: int, newest_version: int) -> bool:
-        """Tell whether an engine holds weights within these bounds, and need not finish what it has to take others."""
+        """Tell whether an engine holds weights within these bounds, and need not finish its samples to take others."""
         state = self.engines.get(engine)
         return (
             state is not None
@@ -130,7 +129,7 @@ class Weights(Tracked):
         return self.spec.keeps_copy and not self.transfers.plan.senders
 
     def _is_transferred_to(self, engine: Engine) -> bool:
-        """Tell whether an engine may serve tokens; in synchronous training once the others hold the version as well."""
+        """Tell whether an engine may serve tokens. In synchronous training, the others must hold it as well."""
         if not self.spec.is_synchronous:
             return True
         return self.is_transferred or engine.version < self.version or not self.is_readable
@@ -139,37 +138,37 @@ class Weights(Tracked):
 
     @property
     def is_done(self) -> bool:
-        """Whether every engine has the version, and all of that is proven and recorded, as it is most of the time."""
+        """Whether every engine has the version, and all of it is verified and recorded, as is usual."""
         if not len(self.engines):
             return True
         is_read = self.is_transferred and not self.num_behind
         return is_read and self.engines.num_attested == len(self.engines) and not self.record.engines
 
     def is_everything_attested(self) -> bool:
-        """Tell whether no engine holds what is not attested; in synchronous training, whether all hold the version."""
+        """Tell whether every engine is verified; in synchronous training, also whether all hold the version."""
         expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)
         return self.engines.num_attested == expected
 
     def is_behind(self, engine: Engine) -> bool:
-        """Tell whether an engine can be brought to a newer version than the one it holds."""
+        """Tell whether an engine can be brought to a newer version than its own."""
         return self.is_readable and engine.status is Status.HOLDING and engine.version < self.version
 
     def attest(self, members: list[str]) -> list[Action]:
-        """Have digests taken of what these members hold of the version."""
+        """Take digests of the version on these processes."""
         return self.verification.order(members, self.version, self.remaining_s())
 
     def begin_record(self, deadline: float) -> None:
-        """Begin anew to take note of what happens to the version; `deadline` is that of its refit."""
+        """Begin a new record of the version; `deadline` is that of its refit."""
         self.record = RefitProgress(self._changed, started_at=self.requests.now, deadline=deadline)
 
     def remaining_s(self) -> float:
-        """Return what is left of the refit's deadline; a little, if none is, so that the error is the order's own."""
+        """Return the rest of the refit's deadline, at least a little, so that a late error is the command's own."""
         return max(self.record.deadline - self.requests.now, 1.0)
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def begin(self, trainers: list[str], engines: list[str]) -> list[Action]:
-        """Enter the processes of the run, whose transfers are planned, installed and connected."""
+        """Enter the processes of the run, now that transfers are planned, installed and connected."""
         self.trainers = trainers
         self.engines.fill(engines)
         if not self.spec.keeps_copy or self._outlasts_step:
@@ -182,9 +181,9 @@ class Weights(Tracked):
         ]
 
     def offer(self, version: int, *, has_update: bool) -> list[Action]:
-        """Take note that trainers hold a version, which engines may be brought to until `withdraw`; or have it copied.
+        """Note that trainers hold a version, which engines may be brought to until `withdraw`, or copy it.
 
-        Only when `may_offer`.
+        Call it only when `may_offer`.
         """
         is_skipped = self.version >= 0 and not self.is_begun
         self.version = version
@@ -211,41 +210,41 @@ class Weights(Tracked):
         ]
 
     def withdraw(self) -> None:
-        """Take note that trainers begin to step: the version can be read no longer, unless from a copy."""
+        """Note that trainers begin to step. The version can no longer be read, unless from a copy."""
         self.is_readable = self._outlasts_step
 
     def resume(self) -> None:
-        """Take note that trainers have not stepped: the version can be read as before `withdraw`."""
+        """Note that trainers have not stepped. The version can be read as before `withdraw`."""
         self.is_readable = True
 
     def stop(self) -> None:
-        """Ask nothing more of engines: the run is being interrupted."""
+        """Ask nothing more of engines, because the run is being interrupted."""
         self.transfer_groups.stop()
         self.engines.fill([])
         self.is_transferred = False
 
     def take_copied(self, trainer: str, digests: tuple[bytes, ...]) -> None:
-        """Take note that a trainer has copied the version; with the last of them, engines can read it."""
+        """Note that a trainer has copied the version. Once all have, engines can read it."""
         self.verification.take_digests(trainer, digests)
         self._uncopied = self._uncopied - {trainer}
         if not self._uncopied:
             self._make_readable()
 
     def take_service(self) -> None:
-        """Take note that a process in the place of the refit service is able: what was proven is proven again."""
+        """Note that a replacement of the refit service is able. What was verified is verified again."""
         self.record.deadline = max(self.record.deadline, self.requests.now + self.spec.deadlines.refit)
         if self.is_transferred:
             self.verification.prove_again(self.version)
 
     def forget(self, engine: Engine) -> None:
-        """Forget what an engine held: neither its digests count, nor what it made."""
+        """Forget an engine's weights: neither their digests nor the samples made with them count."""
         self.num_behind -= self.is_behind(engine)
         engine.has_frozen = False
         self.verification.forget(engine.name)
         self.engines.suspect(engine.name)
 
     def expect_one(self) -> None:
-        """Take note that an engine is to be brought to the version by itself, if the others hold it."""
+        """Note that one engine is to be brought to the version by itself, if the others hold it."""
         if not self.record.seconds:
             self.begin_record(self.record.deadline)
 

@@ -1,10 +1,10 @@
 """Low-rank adapters of Megatron-Core's linear layers, over tensor-parallel ranks.
 
-A layer that is cut along its rows (``linear_qkv``, ``linear_fc1``) has a whole ``lora_A`` on every rank and its rows of
-``lora_B``; one that is cut along its columns (``linear_proj``, ``linear_fc2``) has its columns of ``lora_A`` and a
-whole ``lora_B``. Between ranks travels only what lies between the two matrices, which is small. Where activations are
-cut along the sequence, whole matrices get gradients of a rank's own tokens, which Megatron-Core then adds up as it does
-those of norms.
+A layer split along its rows (``linear_qkv``, ``linear_fc1``) has a whole ``lora_A`` on every rank, and the rank's rows
+of ``lora_B``. A layer split along its columns (``linear_proj``, ``linear_fc2``) has the rank's columns of ``lora_A``,
+and a whole ``lora_B``. Ranks exchange only the small activations between the two matrices. If activations are split
+along the sequence, whole matrices get gradients of a rank's own tokens. Megatron-Core then sums them as it does for
+norms.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _BY_ROWS = ("linear_qkv", "linear_fc1")
 
 
 def layers_with_adapters(model: ModelShape, adapters: Peft) -> dict[str, tuple[str, ...]]:
-    """Return the layers that have adapters by Megatron-Core's names, and the layers of a checkpoint that each is.
+    """Return the layers with adapters by Megatron-Core's names, each with its layers in a checkpoint.
 
-    Raises `ConfigError` if none is chosen, `ModelError` if one that is cannot have an adapter here.
+    Raises `ConfigError` if none is chosen, and `ModelError` if a chosen layer cannot have an adapter here.
     """
     if isinstance(model.known.attention, LatentAttention):
         raise ModelError(f"{SECTION}: adapters of latent attention are not built")
@@ -51,10 +51,10 @@ def layers_with_adapters(model: ModelShape, adapters: Peft) -> dict[str, tuple[s
 def new_values(
     shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, Sequence[str]], adapters: Peft, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the first values of adapters by the names of a checkpoint; they follow from the seed and names alone."""
+    """Return the first values of adapters by the names of a checkpoint. They depend only on the seed and the names."""
     values = {}
     for layer, parts in layers.items():
-        # What several layers of a checkpoint share is drawn once, by the name that it has here.
+        # Values that several layers of a checkpoint share are drawn once, by the name that they have here.
         shared = first_values(f"{layer if len(parts) > 1 else parts[0]}.{A}", shapes[f"{parts[0]}.{A}"], adapters, seed)
         for part in parts:
             values[f"{part}.{A}"] = shared
@@ -63,9 +63,9 @@ def new_values(
 
 
 def as_fused(values: dict[str, torch.Tensor], layers: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
-    """Return adapters of a checkpoint that can be had here.
+    """Return a checkpoint's adapters for the fused layers here.
 
-    Raises `CheckpointError` if the layers that one of Megatron-Core's fuses have different ``lora_A``.
+    Raises `CheckpointError` if layers that Megatron-Core fuses have different ``lora_A``.
     """
     for layer, (first, *others) in layers.items():
         for other in others:
@@ -84,20 +84,20 @@ class Matrix(torch.nn.Module):
         """Begin with zeros.
 
         Args:
-            like: a parameter of the same element type on the same device.
-            shape: on this rank.
+            like: a parameter of the same dtype on the same device.
+            shape: shape on this rank.
             is_cut: whether other tensor-parallel ranks have other parts of it.
-            sums: whether each of them has the gradient of some tokens only.
+            sums: whether each of them has the gradient of only some tokens.
         """
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(tuple(shape), dtype=like.dtype, device=like.device))
-        # What Megatron-Core goes by: for the norm of all gradients, and to add up those of whole parameters.
+        # Attributes that Megatron-Core reads, for the norm of all gradients and to sum those of whole parameters.
         marks: Any = self.weight
         marks.tensor_model_parallel, marks.sequence_parallel = is_cut, sums
 
 
 def adapt(chunk: Any, layers: Mapping[str, Sequence[str]], adapters: Peft) -> None:
-    """Freeze a chunk, and give those of its linear layers that are in `layers` adapters without values yet."""
+    """Freeze a chunk, and give adapters, without values yet, to its linear layers in `layers`."""
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
         prefix = f"decoder.layers.{layer.layer_number - 1}."
@@ -122,18 +122,18 @@ def _attach(module: Any, by_rows: bool, config: Any, adapters: Peft) -> None:
 
 
 def _forward(module: Any, forward: Any, product: Any, scale: float, hidden: torch.Tensor, *args: Any, **kw: Any) -> Any:
-    """Return what a layer returns, its output and its bias, with what its adapter adds to the output."""
+    """Return a layer's output and bias, with the adapter's part added to the output."""
     output, bias = forward(hidden, *args, **kw)
     if not module.adapts:
         return output, bias
     norm = getattr(module, "layer_norm_weight", None)
-    if norm is not None:  # Transformer Engine's layer has the norm before it within
+    if norm is not None:  # Transformer Engine's layer includes the norm before it
         hidden = F.rms_norm(hidden, norm.shape, norm, module.eps)
     return output + product(hidden, module.lora_A.weight, module.lora_B.weight) * scale, bias
 
 
 def _by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
-    """Multiply what is whole, or split along the sequence, into this rank's rows of all tokens."""
+    """Multiply inputs, whole or split along the sequence, into this rank's rows of all tokens."""
     low = F.linear(hidden, a)
     gather = (
         mappings.gather_from_sequence_parallel_region if is_split else mappings.copy_to_tensor_model_parallel_region
@@ -142,7 +142,7 @@ def _by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split
 
 
 def _by_columns(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
-    """Multiply this rank's columns into what is whole, or split along the sequence."""
+    """Multiply this rank's columns into outputs, whole or split along the sequence."""
     low = F.linear(hidden, a)
     if is_split:
         low = mappings.reduce_scatter_to_sequence_parallel_region(low)
@@ -152,13 +152,13 @@ def _by_columns(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_sp
 
 
 def _require_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Have layers that are recomputed go backward, though nothing before the first of them is trained."""
+    """Let recomputed layers go backward, though nothing before the first of them is trained."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 @contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Have chunks compute as though they had no adapters, for as long as the context lasts."""
+    """Let chunks compute as if they had no adapters, as long as the context lasts."""
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "adapts")]
     for layer in layers:
         layer.adapts = False

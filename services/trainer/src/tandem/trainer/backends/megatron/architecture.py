@@ -1,7 +1,7 @@
-"""Translate a Hugging Face configuration into the arguments of Megatron-Core's.
+"""The translation of a Hugging Face configuration into the arguments of Megatron-Core's.
 
-What Megatron-Core computes otherwise than transformers does is refused by name: a model in training has to be the model
-that engines run.
+Models that Megatron-Core computes differently from transformers are refused by name, because the trained model must be
+the model that engines run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tandem.refit.adapters.geometry import (
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core's scaling of frequencies for Llama 3 has built in."""
+"""Constants in Megatron-Core's scaling of frequencies for Llama 3."""
 _PARTIAL = {"glm4_moe": 0.5}
-"""The share of a head that is rotated, where a file says nothing and it is not the whole."""
+"""The share of a head that is rotated, for models with files that do not say so, if it is not the whole."""
 _WITH_WINDOWS = ("mistral", "phi3")
-"""Those whose every layer slides where ``sliding_window`` is said."""
+"""Models in which every layer slides if ``sliding_window`` is set."""
 
 
 def geometry_in(model: Mapping[str, Any]) -> Geometry:
-    """Return the sizes of a model from its configuration as a mapping. Raises `ModelError` for what is not built."""
+    """Return the sizes of a model from its configuration as a mapping. Raises `ModelError` for unsupported models."""
     if model.get("model_type") not in MEGATRON:
         raise ModelError(f"Megatron-Core trains {', '.join(MEGATRON)} here, not {model.get('model_type')}")
     if model.get("hidden_act", "silu") != "silu":
@@ -46,7 +46,7 @@ def geometry_in(model: Mapping[str, Any]) -> Geometry:
 
 
 def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``TransformerConfig``, or ``MLATransformerConfig``, is told of a model. Raises `ModelError`."""
+    """Return the arguments of ``TransformerConfig``, or ``MLATransformerConfig``, for a model. Raises `ModelError`."""
     geometry = geometry_in(model)
     arguments: dict[str, Any] = {
         "num_layers": geometry.num_layers,
@@ -58,7 +58,7 @@ def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "activation_func": F.silu,
         "gated_linear_unit": True,
-        "add_bias_linear": False,  # of all layers at once: see `layers_of`
+        "add_bias_linear": False,  # for all layers at once: see `layers_of`
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -70,7 +70,7 @@ def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def embedding_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``GPTModel`` is told of a model's embeddings and positions. Raises `ModelError`."""
+    """Return the arguments of ``GPTModel`` for a model's embeddings and positions. Raises `ModelError`."""
     rope = rope_of(model)
     arguments = {
         "max_sequence_length": model["max_position_embeddings"],
@@ -92,7 +92,7 @@ def embedding_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding's parameters; transformers 4 wrote them in two places."""
+    """Return the rotary embedding's parameters, which transformers 4 wrote in two places."""
     rope = dict(model.get("rope_parameters") or model.get("rope_scaling") or {})
     rope.setdefault("rope_theta", model.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -122,8 +122,8 @@ def _latent_attention(sizes: LatentAttention, model: Mapping[str, Any]) -> dict[
         "qk_head_dim": sizes.nope_dim,
         "qk_pos_emb_head_dim": sizes.rope_dim,
         "v_head_dim": sizes.value_dim,
-        # Without Transformer Engine the norms are there whatever this says, and are whole on every rank; it would add
-        # up their gradients over tensor-parallel ranks once too often.
+        # Without Transformer Engine the norms are there whatever this says, and are whole on every rank. With it set,
+        # their gradients would be summed over tensor-parallel ranks once too often.
         "qk_layernorm": HAS_TRANSFORMER_ENGINE,
         "rotary_base": rope["rope_theta"],
         "rope_type": "rope",

@@ -1,9 +1,9 @@
 """Norm and attention for Megatron-Core's layers on torch alone, for packed rows and any device.
 
-A row holds sequences one after the other; no token attends across a boundary. Under context parallelism each sequence
-is cut into 2 × cp chunks, and rank r has chunks r and 2 × cp - 1 - r of it, so that causal attention is equal work for
-all (Megatron-Core's layout). Keys and values are gathered; each local chunk then attends to the prefix of its sequence
-that ends with it.
+A row holds sequences one after the other. No token attends across a boundary. Under context parallelism each sequence
+is divided into 2 × cp chunks, and rank r has chunks r and 2 × cp - 1 - r of it, so that causal attention is equal work
+for all (Megatron-Core's layout). Keys and values are gathered. Each local chunk then attends to the prefix of its
+sequence that ends with it.
 
 Shapes: ``N`` tokens of the row on this rank, ``H`` heads of this rank, ``G`` of them of keys and values, ``D`` elements
 of a head.
@@ -26,7 +26,7 @@ from tandem.trainer.context import gather_shares
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) whose gradient sequence parallelism adds up."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) with gradients that sequence parallelism sums."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -36,7 +36,7 @@ class Norm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` with a mean square of one over its last dimension, times the weight."""
-        if x.is_cuda or x.dtype != torch.float32:  # torch has a kernel there; and here it computes in float32
+        if x.is_cuda or x.dtype != torch.float32:  # torch has a kernel for these, and on a CPU it computes in float32
             return super().forward(x)
         return rms_norm(x, self.weight, self._eps)
 
@@ -68,7 +68,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: RoutedSequences,
         **_: Any,
     ) -> torch.Tensor:
-        """Return what each token attended to, ``[N, H * D]``."""
+        """Return the attention output of each token, ``[N, H * D]``."""
         size = self._group.size()
         lengths = [length // size for length in packed_seq_params.lengths]
         if size == 1:

@@ -1,8 +1,8 @@
-"""Train with Megatron-Core: tensor, pipeline, context, expert and data parallel.
+"""The Megatron-Core backend: tensor, pipeline, context, expert and data parallel.
 
-Parameters have the precision of the passes; where that is bfloat16 the optimizer keeps them in float32 as well. On the
-CPU those of the policy lie in shared memory for as long as the backend lives, at the same addresses, so that engines
-can copy straight out of them or read them in place.
+Parameters have the precision of the passes. If that is bfloat16, the optimizer also keeps them in float32. On the CPU,
+the policy's parameters stay in shared memory, at the same addresses, as long as the backend lives. So engines can copy
+straight out of them or read them in place.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tandem.trainer.micro_batches import Replicas
 
 
 class MegatronBackend(HoldingBackend[HeldModel]):
-    """One rank of the default process group; obeys `tandem.trainer.backend.Backend`.
+    """One rank of the default process group, as a `tandem.trainer.backend.Backend`.
 
-    After `tandem.trainer.backends.megatron.cpu.prepare`. Raises `ModelError` or `CheckpointError`.
+    Call `tandem.trainer.backends.megatron.cpu.prepare` first. Raises `ModelError` or `CheckpointError`.
     """
 
     shares_prompts = False
 
     def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
-        """`world` is that of the process group; None: it holds all models."""
+        """Build the models of a model group; `world` None: of all."""
         super().__init__(config, world)
         proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._world.models))
         described = [Described(name, config, number) for name, number in self._to_hold()]
@@ -57,7 +57,7 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         proof.conclude()
 
     def replicas(self, model: Model) -> Replicas:
-        """Return the policy's: Megatron-Core divides the ranks once, for all models."""
+        """Return the policy's replicas. Megatron-Core divides the ranks once, for all models."""
         return Replicas(
             sizes=(self.data_parallel_size,),
             rank=self.data_parallel_rank,
@@ -67,11 +67,11 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         )
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""
+        """Add a float64 tensor over the replicas, counting each replica's last stage once."""
         return sum_over_replicas(values, self.device)
 
     def weights(self) -> Weights:
-        """Return the weights of the policy that this rank holds: the memory that it trains in."""
+        """Return the policy's weights that this rank holds, in the memory that it trains in."""
         return self._held["policy", 0].weights.shared
 
     def close(self) -> None:

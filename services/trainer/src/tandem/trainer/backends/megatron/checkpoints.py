@@ -2,14 +2,14 @@
 
 Megatron-Core's own `dist_checkpointing` is not used, because it does not keep three promises of this project:
 
-- its ``torch_dist`` format keeps a pickle of what is where (``.metadata``), which reading a checkpoint unpickles;
-- to write an optimizer's state so that it can be resharded, every data-parallel rank gathers all of its replica's, and
-  to read it, every rank reads all of it; what a rank of expert parallelism wrote, another size of it cannot read;
-- resuming with torch's AdamW, all parameters get one and the same counter of steps (`optimizer_state`).
+- Its ``torch_dist`` format keeps a pickled index (``.metadata``), which is unpickled to read a checkpoint.
+- To write an optimizer's state for resharding, every data-parallel rank gathers its replica's whole state. To read it,
+  every rank reads all of it. Another expert-parallel size cannot read it.
+- On resuming with torch's AdamW, all parameters share one counter of steps (`optimizer_state`).
 
-Here both folders are in the checkpoint's own coordinates, which the layout knows: every rank writes the elements it
-owns and reads the elements it needs, and any of TP, PP, virtual stages, EP, ETP, CP, DP, the distributed optimizer and
-the padding of the vocabulary may have changed in between. All files are safetensors and JSON.
+Here both folders use the checkpoint's own coordinates, which the layout knows. Every rank writes the elements it owns
+and reads the elements it needs. TP, PP, virtual stages, EP, ETP, CP, DP, the distributed optimizer and the padding of
+the vocabulary may all change in between. All files are safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem.trainer.files.box_files import BoxFiles
 
 
 def load_model(folder: Path, weights: RankWeights, model: Model) -> None:
-    """Fill the parameters of a model with what a checkpoint has of it, in the memory they lie in.
+    """Fill the parameters of a model from a checkpoint, in their own memory.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
@@ -42,7 +42,7 @@ def load_model(folder: Path, weights: RankWeights, model: Model) -> None:
 
 
 def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> int:
-    """Fill a model's optimizer with what a checkpoint has of it; return the number of steps it has taken.
+    """Fill a model's optimizer from a checkpoint; return the number of steps that it has taken.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """

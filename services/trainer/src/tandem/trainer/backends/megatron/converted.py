@@ -1,12 +1,12 @@
-"""Convert Hugging Face checkpoints to Megatron-Core's weights once, and find them again.
+"""Hugging Face checkpoints converted to Megatron-Core's weights, once for all runs.
 
 A converted checkpoint is a folder of safetensors files with the parameters of a ``GPTModel`` on one rank: names, fused
 queries, keys and values, fused gate and up projection, padded vocabulary, as Megatron-Core has them with Transformer
 Engine. Ranks of any parallelism read their parts of it.
 
-A folder appears whole or not at all: it is written under another name, then renamed. Whoever converts holds a lock of
-the operating system, which goes with its process, however that ends; where the file system knows no locks, two may
-convert at once, and either result serves.
+A folder appears whole or not at all: it is written under another name, then renamed. The converting process holds a
+lock of the operating system, which ends with the process in any case. If the file system has no locks, two processes
+may convert at once, and either result is good.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tandem.trainer.files.checkpoints import Proof, sync, sync_folder
 from tandem.trainer.models import load_model
 
 FORMAT = 2
-"""Counts up when what is written changes, so that nothing older is read."""
+"""Version of the format, which changes with it, so that nothing older is read."""
 _ONE_RANK = Megatron(transformer_engine=True, experts="grouped")
 _FILE_BYTES = 2**30
 _SAMPLE_BYTES = 4096
@@ -59,12 +59,11 @@ _ABOUT = "converted.json"
 
 
 def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors:
-    """Return the weights that a model starts from: the folder of a model.
+    """Return the weights that a model starts from.
 
-    They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` wants it. A
-    folder without weights is what the section's ``new_model`` leaves behind: they are drawn with its seed, the same
-    on every rank, as `tandem.trainer.models.load_model` does. What is to give one number begins with zeros where it
-    has no such head yet.
+    They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` is set. A folder
+    without weights comes from the section's ``new_model``. Its weights are drawn with that seed, the same on every
+    rank, as in `tandem.trainer.models.load_model`. A missing head for one number begins with zeros.
 
     Collective. Raises `ModelError`.
     """
@@ -89,7 +88,7 @@ def _open(source: str, section: schema.Model, deadline_s: float) -> ConvertedFol
 
 
 def _order() -> str:
-    """Return a number that no other run has and all ranks of this one have."""
+    """Return a number that all ranks of this run share, and no other run has."""
     number = torch.from_numpy(np.frombuffer(os.urandom(8), np.int64).copy())
     if torch.cuda.is_available():
         number = number.cuda()
@@ -98,7 +97,7 @@ def _order() -> str:
 
 
 def base_folder() -> Path:
-    """Return where converted checkpoints are: as NeMo-RL has it."""
+    """Return the folder of converted checkpoints, the same as in NeMo-RL."""
     if base := os.environ.get("NRL_MEGATRON_CHECKPOINT_DIR"):
         return Path(base)
     home = os.environ.get("HF_HOME")
@@ -106,7 +105,7 @@ def base_folder() -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of a checkpoint: its configuration, and name, header, size and a sample of every tensor of a file.
+    """Return a hash of a checkpoint: its configuration, and the name, header, size and tensor samples of each file.
 
     Training changes every tensor, so their first bytes tell two states of a model apart without reading all of them.
     Raises `ModelError`.
@@ -137,19 +136,19 @@ def _tell_tensors(file: Any, told: Any) -> None:
 
 
 def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float, order: str = "") -> Path:
-    """Return the converted checkpoint of a model, which is made first unless there is one.
+    """Return the converted checkpoint of a model, and make it first if there is none.
 
-    Any number of processes of any number of nodes may do so at once: one converts, the others wait for it.
+    Any number of processes on any nodes may call this at once: one converts, the others wait for it.
 
     Args:
-        source: name or path that the user gave; the converted checkpoint is called after it.
-        folder: of the checkpoint.
-        model: the shape of the checkpoint.
-        deadline_s: how long to wait for whoever converts.
-        order: unless empty, a checkpoint that was not converted by this very order is converted again.
+        source: name or path from the user, which names the converted checkpoint.
+        folder: folder of the checkpoint.
+        model: shape of the checkpoint.
+        deadline_s: how long to wait for the converting process.
+        order: a checkpoint that was not converted with this id is converted again, unless the id is empty.
 
     Raises:
-        ModelError: the checkpoint cannot be read, the converted one not written, or the deadline passed.
+        ModelError: the checkpoint cannot be read, the converted one cannot be written, or the deadline has passed.
     """
     name = f"{source.strip('/').replace('/', '--')[-100:]}-{fingerprint(folder)}"
     target = base_folder() / name
@@ -160,7 +159,7 @@ def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float
         with _lock(target.with_name(f"{name}.lock"), deadline_s) as is_held:
             if not _serves(target, order):
                 if is_held:
-                    for left in target.parent.glob(f"{name}.tmp-*"):  # by somebody who died over it
+                    for left in target.parent.glob(f"{name}.tmp-*"):  # of processes that died while converting
                         shutil.rmtree(left, ignore_errors=True)
                 _replace(target, folder, model, order)
     except OSError as error:
@@ -169,16 +168,16 @@ def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float
 
 
 def _serves(target: Path, order: str) -> bool:
-    """Whether a folder is there, which is whole then, and was made by this order, if there is one."""
+    """Tell whether a folder is there, and so whole, and was made with this id, if there is one."""
     try:
         about = json.loads((target / _ABOUT).read_bytes())
-    except (FileNotFoundError, ValueError):  # made again, if it is damaged
+    except (FileNotFoundError, ValueError):  # a damaged one is made again
         return False
     return not order or about.get("order") == order
 
 
 def _files_of(target: Path) -> dict[str, FileRecord]:
-    """Return what was written to a converted checkpoint. Raises `DamagedCheckpoint`."""
+    """Return the files of a converted checkpoint. Raises `DamagedCheckpoint`."""
     about = target / _ABOUT
     try:
         return msgspec.convert(json.loads(about.read_bytes())["files"], dict[str, FileRecord])
@@ -188,7 +187,7 @@ def _files_of(target: Path) -> dict[str, FileRecord]:
 
 @contextmanager
 def _lock(path: Path, deadline_s: float) -> Iterator[bool]:
-    """Hold a lock; yields False where the file system has none. Raises `ModelError` after the deadline."""
+    """Hold a lock; yield False if the file system has none. Raises `ModelError` after the deadline."""
     deadline = time.monotonic() + deadline_s
     with path.open("a+") as file:
         is_held = False
@@ -215,7 +214,7 @@ def _lock(path: Path, deadline_s: float) -> Iterator[bool]:
 
 
 def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
-    """Convert into a folder of this process alone, and put it in the place of the target."""
+    """Convert into a folder of this process, and put it in the place of the target."""
     own = f"{socket.gethostname()}-{os.getpid()}"
     temporary = target.with_name(f"{target.name}.tmp-{own}")
     former = target.with_name(f"{target.name}.tmp-{own}-former")
@@ -228,7 +227,7 @@ def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
         sync([*digests, temporary / _ABOUT])
         sync_folder(temporary)
         if target.exists():
-            target.rename(former)  # who reads it has its files open
+            target.rename(former)  # its readers have its files open
         temporary.rename(target)
         sync_folder(target.parent)
     finally:
@@ -237,7 +236,7 @@ def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
 
 
 def _write(into: Path, folder: Path, model: ModelShape) -> dict[Path, dict[str, str]]:
-    """Write the parameters of one rank to files of a moderate size; return them with the digests of what is in them."""
+    """Write the parameters of one rank to files of a moderate size; return them with their digests."""
     layout, source = _ONE_RANK.parameters(model, 0), SafetensorsFolder(folder)
     shapes = _shapes(layout)
     digests: dict[Path, dict[str, str]] = {}
@@ -259,7 +258,7 @@ def _write(into: Path, folder: Path, model: ModelShape) -> dict[Path, dict[str, 
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter: its pieces are parts of all its columns, one below the other."""
+    """Return the shape of each parameter. Its pieces are parts of all its columns, one below the other."""
     shapes = {}
     for number, storage in enumerate(layout.storages):
         row = int(np.flatnonzero(layout.pieces.storage_P == number)[0])
@@ -270,7 +269,7 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 class WithZeroHead:
-    """The tensors of a checkpoint, and zeros for what it lacks of a head that gives one number."""
+    """The tensors of a checkpoint, with zeros for the missing parts of a head that gives one number."""
 
     def __init__(self, tensors: ConvertedFolder | TensorsInMemory) -> None:
         self._tensors = tensors
@@ -283,7 +282,7 @@ class WithZeroHead:
 
 
 class ConvertedFolder:
-    """The tensors of a checkpoint, read from where they lie in a converted one. Raises `ModelError`."""
+    """The tensors of a checkpoint, read from their places in a converted one. Raises `ModelError`."""
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
         self._folder, self._model = folder, model
@@ -322,7 +321,7 @@ class ConvertedFolder:
         return found
 
     def _read(self, piece: Piece, box: Box) -> torch.Tensor:
-        """Return a box inside of a piece from the parameter that it lies in."""
+        """Return a box within a piece, from the parameter that it lies in."""
         file, shape = self._file_of[piece.parameter], self._shapes[piece.parameter]
         size = piece.strides[-1]  # of an element: rows are contiguous
         first = np.unravel_index(piece.offset_of(box) // size, shape)

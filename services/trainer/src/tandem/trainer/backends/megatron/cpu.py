@@ -1,13 +1,12 @@
 """Stand-ins for what Megatron-Core needs and a machine lacks: Transformer Engine, and CUDA itself.
 
-Megatron-Core 0.16 means CUDA where it allocates, and runs no forward pass without it. `prepare` makes the same code run
-on the CPU, where there is no GPU, by naming the CPU wherever a function that training calls names CUDA; what is left of
-streams and pinned memory is replaced, and the places of fused kernels are filled (`kernels`). Each of these functions
-is looked at first: one that is not as it was in the release this was written for is an error that names it, never a
-wrong number.
+Megatron-Core 0.16 allocates on CUDA by name, and runs no forward pass without it. Without a GPU, `prepare` makes the
+same code run on the CPU. In each function that training calls, it replaces the name of CUDA by that of the CPU. It also
+replaces streams and pinned memory, and fills in for fused kernels (`kernels`). Each of these functions is checked
+first. If it differs from the supported release, that is an error with its name, never a wrong number.
 
-On a GPU nothing is replaced but Apex's kernel where it is not installed. Without Transformer Engine two names that
-Megatron-Core gets wrong are set right, on any device.
+On a GPU only Apex's kernel is replaced, if it is not installed. Without Transformer Engine, two names that
+Megatron-Core gets wrong are corrected, on any device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tandem.trainer.backends.megatron import kernels
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 VERSIONS = ("0.16",)
-"""Releases of Megatron-Core that this module was checked against, by their first two numbers."""
+"""Supported releases of Megatron-Core, by their first two numbers."""
 
 _NAME_CUDA = {
     "pipeline_parallel.schedules": (
@@ -67,7 +66,7 @@ _SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
         "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize": ("self", "point", "tokens_per_expert"),
     },
 }
-"""Arguments of the functions that are replaced or called to replace something."""
+"""Arguments of the functions that are replaced, or called to replace something."""
 
 _CALLS = {
     "tensor_parallel.layers": {
@@ -80,20 +79,20 @@ _CALLS = {
         "_ParamAndGradBucketGroup.start_param_sync": "dist_all_gather_func",
     },
 }
-"""Functions, by module, and what each of them looks up in its module, where something else is put."""
+"""Functions, by module, with the names that each looks up in its module and that are replaced."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Make Megatron-Core run on what this machine has. Once a process; nothing else may use CUDA's names afterwards.
+    """Make Megatron-Core run on this machine. Call it once in a process, which may then not use CUDA's names otherwise.
 
-    Raises `ModelError` if Megatron-Core is not installed, or is another than the one this was written for.
+    Raises `ModelError` if Megatron-Core is not installed, or is not a supported release.
     """
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of whatever it would rather have
-    # Of its collectives, as if whoever runs it could name others; they would be the last words of a trainer that dies.
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of missing optional packages
+    # The warnings of its collectives cannot be acted on. They would be the last words of a trainer that dies.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves, at import already
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves, even at import
     _require_version()
     _do_without_transformer_engine()
     if torch.cuda.is_available():
@@ -119,12 +118,12 @@ def prepare() -> None:
 
 
 def adds_weight_gradients() -> bool:
-    """Whether the gradient of a weight is added to the total by the matrix product that computes it."""
+    """Tell whether the matrix product that computes a weight's gradient also adds it to the total."""
     return bool(_module("tensor_parallel.layers")._grad_accum_fusion_available)
 
 
 def has_kernels() -> bool:
-    """Whether `prepare` has put this project's kernels in the places of those of a GPU."""
+    """Tell whether `prepare` has put this project's kernels in the places of GPU kernels."""
     return _module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd is kernels.rotate
 
 
@@ -140,14 +139,14 @@ def _require_version() -> None:
 
 
 def _do_without_transformer_engine() -> None:
-    """Correct what modules take Transformer Engine to have given them where it is not installed."""
+    """Correct modules that assume Transformer Engine where it is not installed."""
     if HAS_TRANSFORMER_ENGINE:
         return
     moe_utils = _module("transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # which is looked at, and then not used
+        moe_utils.te_general_gemm = None  # which is checked, and then not used
     latent_attention = _module("transformer.multi_latent_attention")
-    latent_attention.HAVE_TE = False  # it goes by an import of names, which are there, and None
+    latent_attention.HAVE_TE = False  # it only checks the import of names, which exist and are None
 
 
 def _module(name: str) -> Any:
@@ -180,13 +179,13 @@ def _require_calls(module: str) -> None:
 
 
 def _require_call(function: Any, name: str, called: str) -> None:
-    plain = getattr(function, "__func__", function)  # of a static method
+    plain = getattr(function, "__func__", function)  # for a static method
     if called not in inspect.unwrap(plain).__code__.co_names:
         raise _changed(name, f"it does not look {called} up any more")
 
 
 def _name_the_cpu(function: Any, name: str) -> None:
-    """Put the CPU in the place of CUDA among the constants of a function, whatever it is decorated with."""
+    """Replace CUDA by the CPU in the constants of a function, through its decorators."""
     plain = inspect.unwrap(function)
     code = plain.__code__
     constants = tuple(_on_cpu(constant) for constant in code.co_consts)
@@ -209,22 +208,22 @@ def _on_cpu(constant: object) -> object:
 
 
 def _replace_devices() -> None:
-    """Let "the current CUDA device" be the CPU: some forty functions allocate there."""
+    """Let "the current CUDA device" be the CPU, because some forty functions allocate there."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _replace_random_states() -> None:
-    """Let the CPU's generator stand for CUDA's. Nothing in training is random: dropout is off."""
+    """Let the CPU's generator stand for CUDA's. Dropout is off, so nothing in training is random."""
     random = _module("tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # whose `fork` does nothing
+    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # its `fork` does nothing
 
 
 def _replace_streams_of_experts() -> None:
-    """Read the sizes of the all-to-all at once: no side stream copies them to the host."""
+    """Read the sizes of the all-to-all at once, since no side stream copies them to the host."""
     dispatchers = _module("transformer.moe.token_dispatcher")
     dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
     if not hasattr(dispatcher, "cuda_dtoh_stream"):
@@ -242,7 +241,7 @@ def _replace_streams_of_experts() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Gather and scatter parts of unequal sizes, which tensor-parallel experts do and gloo cannot, by adding zeros."""
+    """Gather and scatter parts of unequal sizes for tensor-parallel experts. Gloo cannot, so zeros are added."""
     mappings = _module("tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -270,7 +269,7 @@ def _replace_uneven_collectives() -> None:
 
 
 def _replace_lonely_collectives() -> None:
-    """Leave gradients and parameters where they are if no other rank has any: gloo copies them, twice a step."""
+    """Leave gradients and parameters in place if no other rank has any. Gloo would copy them twice a step."""
     buffers = _module("distributed.param_and_grad_buffer")
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(buffers, name, functools.partial(_unless_alone, getattr(buffers, name)))
@@ -284,7 +283,7 @@ def _unless_alone(collective: Any, output: torch.Tensor, given: torch.Tensor, *,
 
 
 def _do_without_apex() -> None:
-    """Fill what Megatron-Core has for Apex's kernel of weight gradients, where Apex is not installed."""
+    """Fill in for Apex's kernel of weight gradients if Apex is not installed."""
     layers = _module("tensor_parallel.layers")
     if layers._grad_accum_fusion_available:
         return

@@ -1,7 +1,7 @@
 """One model that a rank of the Megatron-Core backend holds: the policy, the reference, the value model.
 
-Each is built, filled, scored with, trained, saved and resumed by the same code. Its section of the configuration says
-how; the algorithm's declaration says which are trained, and what is on top of their layers.
+The same code builds, fills, trains, saves and resumes each of them, and scores with it. The model's section of the
+configuration has the settings. The algorithm's declaration has the models to train, and the heads on their layers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from tandem.trainer.scoring import Scores
 
 
 class Described:
-    """A model before any of it is built: its configuration, its tensors, and what Megatron-Core is told of it.
+    """A model before it is built: its configuration, its tensors, and its settings for Megatron-Core.
 
     Raises `ModelError`.
     """
 
     def __init__(self, name: Model, config: Config, number: int = 0) -> None:
-        """`number`: which it is of several teachers."""
+        """Read a model's configuration; `number` selects one of several teachers."""
         self.name, self.number, self.section = name, number, config.settings_of(name, number)
         self.head = config.declaration.head_of(name)
         source, dtype = self.section.model_name, getattr(torch, self.section.precision)
         self.hugging_face = without_weights(source, dtype, self.head, self.section.hf_config_overrides)
         if self.head == "score":
-            # By which whoever loads it tells padding, and so which token has the score.
+            # Loaders tell padding by it, and so find the token with the score.
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
         self.shape = catalogue.from_config(self.model)
@@ -67,25 +67,25 @@ class Described:
         self.adapters = self.section.megatron_cfg.peft if has_adapters else None
         self.linear = linear_layers(self.shape) if has_adapters else {}
         self.layers = layers_with_adapters(self.shape, self.adapters) if self.adapters is not None else {}
-        """Of Megatron-Core, that have adapters, and the layers of a checkpoint that each of them is."""
+        """Megatron-Core's layers with adapters, each with its layers in a checkpoint."""
         if self.adapters is not None:
             self.shape = self.shape.with_adapters(self.layers_in_checkpoint, self.adapters.dim)
 
     @property
     def layers_in_checkpoint(self) -> list[str]:
-        """The layers that have adapters, by their names in a checkpoint."""
+        """The layers with adapters, by their names in a checkpoint."""
         return [layer for layers in self.layers.values() for layer in layers]
 
 
 class HeldModel:
-    """A rank's share of one model, what scores with it, and its optimizer if it is trained.
+    """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
-    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. After
-    `tandem.trainer.backends.megatron.model.make_groups`. Raises `ModelError` or `CheckpointError`.
+    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Call
+    `tandem.trainer.backends.megatron.model.make_groups` first. Raises `ModelError` or `CheckpointError`.
     """
 
     def __init__(self, described: Described, config: Config, device: torch.device, *, checkpoint: Path | None) -> None:
-        """Build and fill it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective."""
+        """Build and fill the model. If it is trained, `start` makes its optimizer. Collective."""
         self.name = name = described.name
         self.device = device
         self._described, self._config = described, config
@@ -117,12 +117,12 @@ class HeldModel:
             learns_entropy=self.is_trained and config.learns_entropy,
         )
         self.optimizer: Any
-        """Of a model that is trained."""
+        """The optimizer of a trained model."""
         self.num_steps = 0
         self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
-        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         self.optimizer = make_optimizer(self.chunks, self.settings)
         if checkpoint is not None:
             self.num_steps = checkpoints.load_optimizer(checkpoint, self.weights, self.optimizer, self.name)
@@ -157,18 +157,18 @@ class HeldModel:
         clip(self.optimizer, norm)
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         self.optimizer.step_with_ready_grads()
-        self.optimizer.zero_grad()  # it has gradients of its own, in float32, which engines may need the memory of
+        self.optimizer.zero_grad()  # it has its own gradients in float32, and engines may need the memory
         self._schedule.step(1)
         self.num_steps += 1
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
-        """Return what the model says of each micro-batch without gradient, on every stage.
+        """Return the model's scores of each micro-batch without gradient, on every stage.
 
         Args:
-            micro_batches: to score.
-            as_reference: whether to do so as if its adapters had never been trained; it must have some.
+            micro_batches: micro-batches to score.
+            as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
         """
         found: list[Scores] = []
 
@@ -191,15 +191,15 @@ class HeldModel:
         ]
 
     def state(self) -> State:
-        """Return what a checkpoint is made of: weights in the precision of the parameters, and the optimizer's."""
+        """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
         return State(self._described.hugging_face, gathered, num_bytes, parts, self.num_steps, self._written())
 
     def offload(self) -> None:
-        """Move gradients and the optimizer's state from the GPU to host memory; on a CPU that is where they are.
+        """Move gradients and the optimizer's state from the GPU to host memory; on a CPU they are already there.
 
-        The parameters too, unless engines may be reading them.
+        Also move the parameters, unless engines may be reading them.
         """
         if self.device.type == "cpu" or self._offloaded is not None:
             return
@@ -212,7 +212,7 @@ class HeldModel:
         self._offloaded = Offloaded([*state, *(each.detach() for each in parameters)])
 
     def reload(self) -> None:
-        """Take back what `offload` gave up, to tensors that are the same as before."""
+        """Move back what `offload` moved, to tensors that are the same as before."""
         if self._offloaded is None:
             return
         if self.is_trained:
@@ -222,7 +222,7 @@ class HeldModel:
         self._offloaded = None
 
     def _load_adapters(self, adapters: Peft, checkpoint: Path | None) -> None:
-        """Fill it with the model in ``model_name``, and with adapters of a checkpoint, of a folder, or new."""
+        """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
         shapes, parts = self.weights.adapter_shapes, self._described.layers
         folder = checkpoint / self.name if checkpoint is not None else adapters.restore_from
         if folder is not None:
@@ -233,7 +233,7 @@ class HeldModel:
         self.weights.load(Joined(values, base))
 
     def _written(self) -> adapter_files.Described | None:
-        """Describe what a checkpoint has in the place of the model, if that is adapters."""
+        """Describe the adapters that a checkpoint has in place of the model, if any."""
         described = self._described
         if described.adapters is None:
             return None
@@ -242,24 +242,24 @@ class HeldModel:
         return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
 
     def _num_tokens(self, here: int) -> int:
-        """Return the tokens of all rows of all replicas: each rank of context parallelism has its share."""
+        """Return the tokens of all rows of all replicas. Each context-parallel rank has its share."""
         total = torch.tensor(here, dtype=torch.int64, device=self.device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return int(total)
 
     def _balancing_biases(self) -> list[torch.Tensor]:
-        """Return what balances experts without a gradient, and changes before a step is known to be good."""
+        """Return the biases that balance experts without a gradient, and change before a step is known to be good."""
         buffers = (item for chunk in self.chunks for item in chunk.named_buffers())
         return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
 
 
 def _bits(scores: Sequence[Scores]) -> torch.Tensor:
-    """Return all numbers end to end, those of other types of four bytes as the floats that have the same bits."""
+    """Return all numbers end to end, with other four-byte types as floats of the same bits."""
     return torch.cat([values.flatten().view(torch.float32) for scores_BT in scores for values in scores_BT])
 
 
 def sum_over_replicas(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""
+    """Add a float64 tensor over the replicas, counting each replica's last stage once."""
     is_heard = (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

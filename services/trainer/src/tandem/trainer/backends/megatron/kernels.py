@@ -1,8 +1,8 @@
-"""CPU kernels, in few passes over memory, for what Megatron-Core fuses on a GPU.
+"""CPU kernels, with few passes over memory, for operations that Megatron-Core fuses on a GPU.
 
-Autograd's own formulas read and write whole tensors at each of their steps, and to split or join a tensor is a copy. On
-a core of a CPU that is where the time goes that matrix products and attention leave. Each function here computes what
-the plain formula does, with its gradients, and takes the place that Megatron-Core keeps for a kernel of a GPU.
+Autograd's own formulas read and write whole tensors at each of their steps, and copy a tensor to split or join it. On a
+CPU core, this takes most of the time outside of matrix products and attention. Each function here computes the plain
+formula with its gradients, in the place of a GPU kernel of Megatron-Core.
 
 Shapes: ``N`` tokens of a row, ``H`` heads, ``D`` elements of a head; ``C`` channels of a norm; ``F`` of a feed-forward
 layer; ``V`` and ``E``, outputs and inputs of a linear layer; ``P`` positions.
@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 _BLOCK = 2**18
-"""Elements of one tensor that stay in a core's cache, beside those of another, from one operation to the next."""
+"""Elements of a tensor that stay in a core's cache between operations, beside those of another tensor."""
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
@@ -53,7 +53,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class SwiGlu(torch.nn.Module):
-    """``silu(gate) * up`` of the halves of what a linear layer made (Shazeer 2020, arXiv:2002.05202, equation 6)."""
+    """``silu(gate) * up`` of the halves of a linear layer's output (Shazeer 2020, arXiv:2002.05202, equation 6)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class SwiGlu(torch.nn.Module):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Some tokens after the others; the gradients of gate and up are written side by side, where they belong."""
+    """The function in blocks of tokens. The gradients of gate and up are written side by side, in place."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _blocks(*tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
-    """Yield the tensors' rows, by the last dimension, as many at a time as stay in the cache."""
+    """Yield the tensors' rows, by the last dimension, in blocks that stay in the cache."""
     num_rows = max(1, _BLOCK // max(1, tensors[0].shape[-1]))
     return zip(*(torch.split(tensor.reshape(-1, tensor.shape[-1]), num_rows) for tensor in tensors), strict=True)
 
@@ -103,14 +103,14 @@ def rotate(
 ) -> torch.Tensor:
     """Return the heads of a packed row, rotated by their tokens' positions (RoPE; Su et al. 2021, arXiv:2104.09864).
 
-    With the arguments of Transformer Engine's ``fused_apply_rotary_pos_emb_thd``.
+    It has the arguments of Transformer Engine's ``fused_apply_rotary_pos_emb_thd``.
 
     Args:
-        heads_NHD: of queries or keys, of this rank's tokens.
-        bounds: where the row's sequences begin and end, on all ranks of context parallelism together.
-        angles_P11D: of each position, those of both halves of a head, or of what of it is rotated.
-        cp_size: ranks of context parallelism, of which each has two chunks of each sequence.
-        cp_rank: of this process among them.
+        heads_NHD: heads of queries or keys of this rank's tokens.
+        bounds: starts and ends of the row's sequences, over all context-parallel ranks.
+        angles_P11D: angles of each position for both halves of a head, or of its rotated part.
+        cp_size: context-parallel ranks. Each has two chunks of each sequence.
+        cp_rank: rank of this process among them.
     """
     cosine_N1D, sine_N1D = _of_row(bounds, angles_P11D, cp_size, cp_rank, heads_NHD.dtype)
     num_rotated = angles_P11D.shape[-1]
@@ -122,7 +122,7 @@ def rotate(
     return torch.cat((rotated, heads_NHD[..., num_rotated:]), dim=-1)
 
 
-@functools.lru_cache(maxsize=1)  # every layer asks for queries and for keys, of the same row
+@functools.lru_cache(maxsize=1)  # every layer asks for the same row's queries and keys
 def _of_row(
     bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int, cp_rank: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +139,7 @@ def _of_row(
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient is rotated back."""
+    """A rotation, with a gradient that is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: torch.Tensor, cosine_N1D: torch.Tensor, sine_N1D: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,8 @@ def _swapped(x_NHD: torch.Tensor) -> torch.Tensor:
 def add_weight_gradient(input_NE: torch.Tensor, grad_NV: torch.Tensor, total_VE: torch.Tensor) -> None:
     """Add a micro-batch's gradient of a linear layer's weight to the total, by the matrix product that computes it.
 
-    With the arguments of Apex's ``fused_weight_gradient_mlp_cuda``. The total may have more precision than the product.
+    It has the arguments of Apex's ``fused_weight_gradient_mlp_cuda``. The total may have more precision than the
+    product.
     """
     if total_VE.dtype == grad_NV.dtype:
         total_VE.addmm_(grad_NV.t(), input_NE)

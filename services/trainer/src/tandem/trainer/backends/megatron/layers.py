@@ -1,6 +1,6 @@
-"""Choose the modules of a chunk's layers: Transformer Engine's where installed, or torch's own.
+"""The modules of a chunk's layers: Transformer Engine's if it is installed, or torch's own.
 
-A model may have dense layers and layers with experts; each chunk gets the specifications of just its layers.
+A model may have dense layers and layers with experts. Each chunk gets the specifications of only its layers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | Non
     """Return the layers of this rank's chunk.
 
     Args:
-        transformer: of the whole model; its ``moe_layer_freq`` is a list that says which layers have experts.
-        biased: linear layers with a bias, by the names of transformers. Those of queries, keys and values are
-            Megatron-Core's own affair (``add_qkv_bias``); for the others it has but one switch.
-        stage: number of the chunk among those of this rank; None if it has but one.
+        transformer: configuration of the whole model. Its ``moe_layer_freq`` is a list of the layers with experts.
+        biased: linear layers with a bias, by the names of transformers. Megatron-Core handles those of queries, keys
+            and values itself (``add_qkv_bias``), but has only one switch for the others.
+        stage: number of the chunk among those of this rank; None if it has only one.
     """
     if HAS_TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -51,7 +51,7 @@ def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | Non
 
 
 def _plain(transformer: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Return a layer of Megatron-Core's own modules, with this project's norm and attention in it."""
+    """Return a layer of Megatron-Core's own modules, with this project's norm and attention."""
     is_latent = transformer.multi_latent_attention
     has_norms = is_latent or transformer.qk_layernorm
     layer = get_gpt_layer_local_spec(
@@ -86,7 +86,7 @@ def _add_biases(layer: ModuleSpec, biased: Set[str]) -> None:
 
 @functools.cache
 def _with_bias(linear: type) -> type:
-    """Return a linear layer of Megatron-Core that has a bias, whatever the configuration says of all layers."""
+    """Return a linear layer of Megatron-Core with a bias, whatever the configuration says of all layers."""
     if hasattr(linear, "always_has_bias"):  # a specification may stand for several layers
         return linear
 

@@ -1,4 +1,4 @@
-"""A rank's share of the model: process groups, and the chunks that Megatron-Core's pipeline runs."""
+"""A rank's part of the model: process groups, and the chunks that Megatron-Core's pipeline runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, Settin
 class Chunk(GPTModel):  # type: ignore[misc]
     """Some consecutive layers of a model, with the embedding before the first ones.
 
-    After the last ones come the final norm and nothing: ``forward`` returns hidden states ``[N, 1, E]``, and the output
-    layer is only a weight for whoever scores tokens with it.
+    The last ones are followed only by the final norm. ``forward`` returns hidden states ``[N, 1, E]``, and the output
+    layer is only a weight for scoring tokens.
     """
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
 
 
 class ScalarChunk(Chunk):
-    """The same with a layer that makes one number of a hidden state in place of the output layer.
+    """A chunk with a layer that makes one number from a hidden state, in place of the output layer.
 
     Every tensor-parallel rank of the last stage has all of it.
     """
@@ -59,7 +59,7 @@ class ScalarChunk(Chunk):
 
     @property
     def head(self) -> torch.nn.Module:
-        """The layer that makes one number of a hidden state. On the last stage only."""
+        """The layer that makes one number from a hidden state. On the last stage only."""
         head: torch.nn.Module = getattr(self, SCALAR_HEAD)
         return head
 
@@ -79,22 +79,22 @@ def make_groups(settings: Settings, timeout: datetime.timedelta) -> None:
         create_gloo_process_groups=False,
     )
     if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # which modules ask for, though nothing random is left
+        tensor_parallel.model_parallel_cuda_manual_seed(0)  # modules ask for it, though nothing random is left
 
 
 def build_chunks(
     section: Model, model: Mapping[str, Any], settings: Settings, head: Head = "vocabulary"
 ) -> list[Chunk]:
-    """Return this rank's chunks, with no values in their parameters yet. After `make_groups`.
+    """Return this rank's chunks, without values in their parameters. Call `make_groups` first.
 
     Args:
-        section: of the configuration, that says how to hold the model.
+        section: the model's section of the configuration.
         model: the Hugging Face configuration of the model.
-        settings: what the section comes to.
-        head: what is on top of the last layers.
+        settings: settings that follow from the section.
+        head: head on top of the last layers.
 
     Raises:
-        ModelError: Megatron-Core does not have what the model is made of.
+        ModelError: Megatron-Core does not support the model.
     """
     sizes = settings.sizes
     multiple = VOCABULARY_DIVISOR * sizes.tp
@@ -120,7 +120,7 @@ def build_chunks(
 
 
 def _mark(chunk: Chunk, *, freezes_routers: bool) -> None:
-    """Say which parameters are not trained, and which add up their gradients over tensor-parallel ranks."""
+    """Mark the parameters that are not trained, and those with gradients to sum over tensor-parallel ranks."""
     for module in chunk.modules():
         if isinstance(module, Linear):
             module.weight.sequence_parallel = chunk.config.sequence_parallel

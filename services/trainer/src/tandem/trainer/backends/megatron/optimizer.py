@@ -1,4 +1,4 @@
-"""Make Megatron-Core's optimizer and its schedule from ``policy.megatron_cfg``."""
+"""Megatron-Core's optimizer and its schedule, from ``policy.megatron_cfg``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.trainer.backends.megatron.settings import Settings
 
 
 def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> list[DistributedDataParallel]:
-    """Return the chunks with buffers for their gradients, reduced over the data-parallel ranks of each parameter."""
+    """Return the chunks with gradient buffers, which are reduced over the data-parallel ranks of each parameter."""
     transformer, data_parallel = settings.transformer, settings.data_parallel
     wrapped = [
         # Only the first chunk's gradients are ready late enough to be worth reducing a bucket at a time.
@@ -32,16 +32,16 @@ def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> lis
 
 
 def make_optimizer(chunks: Sequence[DistributedDataParallel], settings: Settings) -> ChainedOptimizer:
-    """Return the optimizer of all chunks. After their weights have been loaded."""
+    """Return the optimizer of all chunks, which must have their weights already."""
     optimizer = get_megatron_optimizer(settings.optimizer, list(chunks), use_gloo_process_groups=False)
     _fuse(optimizer)
     return optimizer
 
 
 def _fuse(optimizer: ChainedOptimizer) -> None:
-    """Make torch's Adam take one pass over memory, which Megatron-Core does not ask it for.
+    """Make torch's Adam take one pass over memory, which Megatron-Core does not request.
 
-    Transformer Engine's and Apex's, which it takes where they are installed, do so by themselves.
+    Those of Transformer Engine and Apex, which it uses if they are installed, already do.
     """
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one
@@ -50,7 +50,7 @@ def _fuse(optimizer: ChainedOptimizer) -> None:
 
 
 def clip(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Scale gradients of this norm down to ``clip_grad``; zero leaves them alone."""
+    """Scale gradients of this norm down to ``clip_grad``; zero leaves them unchanged."""
     largest = optimizer.config.clip_grad
     if not largest:
         return
@@ -62,7 +62,7 @@ def clip(optimizer: ChainedOptimizer, norm: float) -> None:
 
 
 def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return what only optimizer steps need: moments, and the float32 parameters of a model that has others."""
+    """Return the tensors that only optimizer steps need: moments, and float32 copies of other parameters."""
     trained = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
     found = []
     for part in optimizer.chained_optimizers:
@@ -76,9 +76,9 @@ def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> 
 def make_schedule(
     config: Config, section: schema.Model, optimizer: ChainedOptimizer, num_steps: int
 ) -> OptimizerParamScheduler:
-    """Return ``megatron_cfg.scheduler`` of a model's section as it stands after `num_steps` optimizer steps.
+    """Return ``megatron_cfg.scheduler`` of a model's section after `num_steps` optimizer steps.
 
-    Where it does not say for how long the learning rate decays, that is for the whole run.
+    By default, the learning rate decays over the whole run.
     """
     given, settings = section.megatron_cfg.scheduler, optimizer.config
     num_in_run, decay = _num_optimizer_steps(config), settings.weight_decay
@@ -102,5 +102,5 @@ def make_schedule(
 
 
 def _num_optimizer_steps(config: Config) -> int:
-    """Return how many optimizer steps the whole run makes."""
+    """Return the number of optimizer steps of the whole run."""
     return max(1, config.algorithm_section.max_num_steps) * config.num_optimizer_steps

@@ -1,7 +1,7 @@
 """The state of Megatron-Core's optimizers as boxes of the checkpoint's tensors.
 
 An optimizer keeps its state beside a flat range of a parameter (the distributed optimizer), or beside the parameter.
-The layout says which elements of which tensors those are, so the state can be written and read as
+The layout maps these to elements of the checkpoint's tensors, so the state can be written and read as
 ``exp_avg/model.layers.0.self_attn.q_proj.weight``, whatever the parallelism was or will be.
 """
 
@@ -22,33 +22,33 @@ from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.files.box_files import BoxFiles, Part, boxes_of_range
 
 _MAIN = "param"
-"""What the optimizer steps, where that is another copy of the parameter, of more precision."""
+"""The key of a more precise copy of the parameter, which the optimizer steps."""
 _MAIN_OF_AWARE = "master_param"
-"""The same to Transformer Engine's precision-aware optimizer, which keeps it among its state."""
+"""The same key in Transformer Engine's precision-aware optimizer, which keeps the copy in its state."""
 
 
 class _Shard(NamedTuple):
-    """What an optimizer of torch steps on this rank of one parameter."""
+    """The part of one parameter that an optimizer of torch steps on this rank."""
 
     parameter: str
     first: int
-    """Index in the flattened parameter of the first element."""
+    """Index of the first element in the flattened parameter."""
     stepped: torch.Tensor
     is_copy: bool
-    """Whether it is not the parameter's own memory."""
+    """Whether it is a copy, and not the parameter's own memory."""
     is_split: bool
-    """Whether each data-parallel replica has another part of the parameter, and not all the same."""
+    """Whether each data-parallel replica has a different part of the parameter."""
     item_size: int
-    """Bytes an element of the parameter, in which the layout counts."""
+    """Bytes of an element of the parameter, which the layout counts in."""
     optimizer: Any
     main_dtype: torch.dtype | None
-    """Of what a precision-aware optimizer keeps beside a parameter, int16 if that is only the bits it lacks."""
+    """The dtype of a precision-aware optimizer's copy of the parameter; int16 if it holds only the missing bits."""
 
 
 def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
-    """Yield what this rank writes of an optimizer's state: of what several ranks hold, one writes it.
+    """Yield this rank's part of an optimizer's state. A part that several ranks hold is written by one.
 
-    Raises `CheckpointError` for an optimizer whose state is unknown here.
+    Raises `CheckpointError` for an optimizer with unknown state.
     """
     for shard in _shards(optimizer, weights):
         for key, tensor in _tensors(shard).items():
@@ -62,7 +62,7 @@ def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
 
 @torch.no_grad()
 def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) -> None:
-    """Fill an optimizer's state, in memory of its own, with what any number of ranks wrote after `num_steps` steps.
+    """Fill an optimizer's state, in its own memory, from files that any number of ranks wrote after `num_steps` steps.
 
     Raises `CheckpointError`.
     """
@@ -80,11 +80,11 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
 
 
 def _set_steps(optimizer: Any, num_steps: int) -> None:
-    """Tell each optimizer how often it has stepped.
+    """Set the number of steps of each optimizer.
 
-    Torch's keep that beside every parameter, and add one to each. Megatron-Core's own loading gives all of them one
-    and the same tensor, which then counts every parameter's step: from there on, the corrections of Adam's biases
-    (arXiv:1412.6980, section 3) are those of a much later step. Here each has a tensor of its own.
+    Torch's optimizers keep it beside every parameter, and add one to each. Megatron-Core's own loading gives all of
+    them the same tensor, which then counts every parameter's step. From then on, Adam's bias corrections
+    (arXiv:1412.6980, section 3) are those of a much later step. Here each parameter has its own tensor.
     """
     for each in _chained(optimizer):
         inner = each.optimizer
@@ -92,12 +92,12 @@ def _set_steps(optimizer: Any, num_steps: int) -> None:
             for state in inner.state.values():
                 state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
         elif not isinstance(inner, torch.optim.SGD):
-            for group in inner.param_groups:  # Transformer Engine and Apex count once a group
+            for group in inner.param_groups:  # Transformer Engine and Apex count once for each group
                 group["step"] = num_steps
 
 
 def _chained(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that have parameters on this rank."""
+    """Return the optimizers with parameters on this rank."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [each for each in chained if not getattr(each, "is_stub_optimizer", False)]
 
@@ -118,7 +118,7 @@ def _shards(optimizer: Any, weights: RankWeights) -> Iterator[_Shard]:
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield each parameter, what the optimizer of torch steps of it, and the index of that's first element."""
+    """Yield each parameter, the tensor that torch's optimizer steps for it, and the index of its first element."""
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, index) in optimizer.model_param_group_index_map.items():
             first = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -134,7 +134,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]
 
 
 def _tensors(shard: _Shard) -> Mapping[str, torch.Tensor]:
-    """Return what is saved of a shard; the number of steps is not, which is the same for all."""
+    """Return the saved tensors of a shard, without the number of steps, which all share."""
     state = shard.optimizer.state.get(shard.stepped, {})
     if shard.main_dtype is not None:  # state may have few bits, and a scale
         unscaled = {key: shard.optimizer.get_unscaled_state(shard.stepped, key) for key in state}
@@ -144,7 +144,7 @@ def _tensors(shard: _Shard) -> Mapping[str, torch.Tensor]:
 
 
 def _blank(shard: _Shard, keys: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return tensors to read what `_tensors` returned into; padding stays zero."""
+    """Return tensors to read the result of `_tensors` into. Padding stays zero."""
     stepped = shard.stepped.detach()
     tensors = {key: torch.zeros_like(stepped, dtype=torch.float32) for key in keys if key != _MAIN}
     if shard.main_dtype is not None and keys:
@@ -153,7 +153,7 @@ def _blank(shard: _Shard, keys: Collection[str]) -> dict[str, torch.Tensor]:
 
 
 def _keep(shard: _Shard, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make tensors that have been read the state."""
+    """Make tensors that have been read the optimizer's state."""
     if shard.main_dtype is None:
         state = {key: tensor for key, tensor in tensors.items() if key != _MAIN}
         shard.optimizer.state[shard.stepped].update(state)
@@ -163,7 +163,7 @@ def _keep(shard: _Shard, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: bool) -> bool:
-    """Whether this rank, or its place's replicas among which state is split, are the first to hold a piece."""
+    """Tell whether this rank, or the replicas that split its state, are the first to hold a piece."""
     first = weights.first_holder(tensor, piece.box)
     if not is_split:
         return first == dist.get_rank()
@@ -174,7 +174,7 @@ def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: 
 
 
 def _boxes(piece: Piece, shard: _Shard, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield what a shard has of a piece: boxes of the piece's tensor, and the elements of `flat` that they are."""
+    """Yield a shard's part of a piece: boxes of the piece's tensor, with their elements in `flat`."""
     strides = tuple(stride // shard.item_size for stride in piece.strides)
     offset = piece.offset // shard.item_size - shard.first
     for box in boxes_of_range(piece.box.shape, strides, -offset, len(flat) - offset):

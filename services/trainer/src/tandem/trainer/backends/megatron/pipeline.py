@@ -1,4 +1,4 @@
-"""Run Megatron-Core's pipeline schedules over micro-batches, with this project's losses."""
+"""Megatron-Core's pipeline schedules over micro-batches, with this project's losses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tandem.trainer.scoring import (
 )
 
 Scored = Callable[[MicroBatch, Any], torch.Tensor]
-"""From a micro-batch and what the model says of its tokens to a scalar: called on the last stage, once each."""
+"""A function from a micro-batch and the model's scores to a scalar, called once for each on the last stage."""
 
 
 class Pipeline:
-    """One model's chunks on this rank. Everything here is collective over the ranks of a replica."""
+    """One model's chunks on this rank. Every method is collective over the ranks of a replica."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class Pipeline:
         num_likeliest: int = 0,
         learns_entropy: bool = False,
     ) -> None:
-        """Begin.
+        """Take the chunks and their sizes.
 
         Args:
-            chunks: `Chunk`, bare or in Megatron-Core's wrappers.
-            sizes: of the program.
-            num_tokens: of the vocabulary, without padding.
-            temperature: that tokens are sampled at.
-            num_likeliest: of the tokens that the model says are likeliest in the place of each, and nothing else; 0: it
-                says what it thinks of the tokens themselves.
+            chunks: `Chunk` objects, bare or in Megatron-Core's wrappers.
+            sizes: parallel sizes of the program.
+            num_tokens: size of the vocabulary, without padding.
+            temperature: sampling temperature.
+            num_likeliest: number of likeliest tokens that are returned at each position; 0 to return scores of the
+                tokens themselves.
             learns_entropy: whether the entropy has a gradient.
         """
         self._num_likeliest, self._learns_entropy = num_likeliest, learns_entropy
@@ -72,7 +72,7 @@ class Pipeline:
     def run(self, rows: Sequence[Row], scored: Scored, *, scale: float = 1.0, forward_only: bool = False) -> None:
         """Go forward, and unless `forward_only` backward, over the rows; call `scored` for each on the last stage.
 
-        The gradient is that of `scale` times the sum of what `scored` returns, added up over ranks and divided by the
+        The gradient is that of `scale` times the sum of the results of `scored`, summed over ranks and divided by the
         number of tokens of all rows of all ranks.
         """
         score = functools.partial(self._score, scored=scored, scale=scale)
@@ -89,7 +89,7 @@ class Pipeline:
             data_iterator=iterators if has_virtual else iterators[0],
             model=self._chunks if has_virtual else self._chunks[0],
             num_microbatches=len(rows),
-            seq_length=rows[0].token_ids_1M.shape[1] * self._sizes.cp,  # read only where all rows are equal
+            seq_length=rows[0].token_ids_1M.shape[1] * self._sizes.cp,  # read only if all rows are of equal length
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -97,7 +97,7 @@ class Pipeline:
     def _score(
         self, row: Row, hidden: torch.Tensor, *, scored: Scored, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the loss, the tokens of the row on this rank, and nothing to report, as the schedules want it."""
+        """Return the loss, the row's tokens on this rank, and an empty report, as the schedules require."""
         num_tokens = torch.tensor(row.token_ids_1M.numel(), dtype=torch.int, device=hidden.device)
         if row.batch is None:
             return (hidden * 0.0).sum(), num_tokens, {}
@@ -110,7 +110,7 @@ class Pipeline:
         return scored(row.batch, scores_BT) * scale, num_tokens, {}
 
     def blank(self, batch: MicroBatch) -> Scores:
-        """Return what a model says of a micro-batch that is only scored, without the values."""
+        """Return the scores of a micro-batch that is only scored, without the values."""
         shape = batch.token_ids_BT.shape
         like = functools.partial(torch.empty, device=batch.token_ids_BT.device)
         if self._num_likeliest:
@@ -120,7 +120,7 @@ class Pipeline:
         return says(*(like(shape, dtype=torch.float32) for _ in says._fields))
 
     def _said(self, row: Row, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
-        """Return what the head makes of hidden states, each of which predicts a token that is counted on this rank."""
+        """Return the head's output for hidden states, each of which predicts a valid token, on this rank."""
         if isinstance(self._last, ScalarChunk):
             return TokenValues(self._last.head(hidden_LE)[:, 0].float())
         weight_VE, vocabulary = self._output_layer()
@@ -140,10 +140,10 @@ class Pipeline:
         )
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
-        """Return this rank's rows of the output layer, and which they are; None if they are all of them."""
+        """Return this rank's rows of the output layer and their range; None for the range if it has all rows."""
         weight_VE = self._last.output_weight
         if self._sizes.tp == 1:
-            # A part of it would have a gradient that is copied into one of the whole.
+            # A view would have a gradient that is copied into the whole one.
             return weight_VE if len(weight_VE) == self._num_tokens else weight_VE[: self._num_tokens], None
         first_row = parallel_state.get_tensor_model_parallel_rank() * len(weight_VE)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -152,7 +152,7 @@ class Pipeline:
     def _of_all_ranks(self, values_L: torch.Tensor, row: Row, num_counted: int) -> torch.Tensor:
         """Return ``[K]`` values, each from the rank of context parallelism that has its predictor.
 
-        Every rank computes the same loss from them, of which its own values' gradients stay with it.
+        Every rank computes the same loss from them, and keeps the gradients of its own values.
         """
         if self._sizes.cp == 1:
             return values_L

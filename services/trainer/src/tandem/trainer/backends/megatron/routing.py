@@ -1,11 +1,11 @@
 """Rollout routing replay in Megatron-Core: tokens go to the experts that the engine chose.
 
-Routers ask an object of ours, in the place of Megatron-Core's ``RouterReplay``, for what they choose. Theirs knows one
-micro-batch at a time, in the order of a list for all models of the process. Here routes travel with the row that they
-are of, so that with pipelines and recomputation, too, each pass finds its own.
+Routers ask an object of this project, in the place of Megatron-Core's ``RouterReplay``, for their choice. The original
+knows one micro-batch at a time, in the order of a list for all models of the process. Here routes are stored with their
+row, so that each pass finds its own, also with pipelines and recomputation.
 
-Shapes: ``M`` tokens of a row on a rank; ``N`` of them that a router sees, where ranks of tensor parallelism share the
-row between layers; ``L`` layers of the whole model, ``K`` experts a token, ``V`` experts.
+Shapes: ``M`` tokens of a row on a rank; ``N`` of them that a router sees, if tensor-parallel ranks share the row
+    between layers; ``L`` layers of the whole model, ``K`` experts a token, ``V`` experts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 @dataclasses.dataclass
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Where the sequences of a row begin and end, which every layer is told, and where their tokens go."""
+    """Bounds of a row's sequences, which every layer gets, with the experts of their tokens."""
 
     lengths: tuple[int, ...] = ()
-    """Of the sequences, on all ranks of context parallelism together; here, because to read `cu_seqlens_q` is to wait
-    for the GPU."""
+    """Lengths of the sequences over all context-parallel ranks. They are kept here because reading `cu_seqlens_q` would
+    wait for the GPU.
+    """
     routed_experts_MLK: torch.Tensor | None = None
-    """int16; -1 where the router is to choose itself. None: it always is."""
+    """int16; -1 where the router chooses itself. None if it always does."""
 
 
 class RouterReplay:
-    """What one router chooses, in every forward pass; its method is Megatron-Core's."""
+    """The choice of one router in every forward pass. Its method has Megatron-Core's name."""
 
     def __init__(self) -> None:
         self.given_NK: torch.Tensor | None = None
-        """In the pass that is next."""
+        """The experts in the next pass."""
 
     def get_replay_topk(
         self,
@@ -47,7 +48,7 @@ class RouterReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of the experts that each token goes to, and which they are, ``[N, K]``."""
+        """Return the scores and the indices of the experts that each token goes to, ``[N, K]``."""
         own_scores_NK, own_NK = default_compute_topk(scores_NV, topk, num_groups=num_groups, group_topk=group_topk)
         if self.given_NK is None:
             return own_scores_NK, own_NK
@@ -57,7 +58,7 @@ class RouterReplay:
 
 
 def replay_routes(chunk: torch.nn.Module) -> None:
-    """Have the routers of a chunk choose what the `RoutedSequences` of each pass say."""
+    """Let the routers of a chunk choose the experts in the `RoutedSequences` of each pass."""
     for layer in chunk.modules():
         router = getattr(getattr(layer, "mlp", None), "router", None)
         if isinstance(layer, TransformerLayer) and router is not None:

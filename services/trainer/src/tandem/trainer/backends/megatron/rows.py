@@ -1,7 +1,7 @@
-"""Micro-batches as Megatron-Core takes them: one row of sequences, of which a rank has its share.
+"""Micro-batches in the form that Megatron-Core takes: one row of sequences, of which a rank has its share.
 
-Shapes: ``N`` tokens of the row, ``M`` of them on this rank of context parallelism; ``K`` counted tokens of the
-micro-batch, ``L`` of them predicted by a token of this rank; ``B`` and ``T`` as in `MicroBatch`.
+Shapes: ``N`` tokens of the row, ``M`` of them on this context-parallel rank; ``K`` valid tokens of the micro-batch,
+    ``L`` of them predicted by a token of this rank; ``B`` and ``T`` as in `MicroBatch`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """One forward pass of this rank."""
 
     batch: MicroBatch | None
-    """What is scored; None for a row that only keeps a schedule full."""
+    """The micro-batch to score; None for a row that only fills up a schedule."""
     token_ids_1M: torch.Tensor
     position_ids_1M: torch.Tensor
     sequences: RoutedSequences
-    """Where the sequences of the whole row begin and end, and where this rank's tokens go."""
+    """Bounds of the whole row's sequences, with the experts of this rank's tokens."""
     predictor_L: torch.Tensor
-    """Tokens of this rank that predict counted ones."""
+    """Tokens of this rank that predict valid ones."""
     counted_L: torch.Tensor
-    """Which of the ``K`` counted tokens those are."""
+    """Indices of these among the ``K`` valid tokens."""
 
 
 def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: int, equal: bool) -> list[Row]:
-    """Return the share of one rank of context parallelism of each micro-batch.
+    """Return the share of each micro-batch for one context-parallel rank.
 
     Args:
-        batches: whose sequences have lengths that are multiples of ``2 * size``, unless `size` is 1.
-        rank: of this process along the axis of context parallelism.
-        size: of that axis.
-        round_to: in virtual pipelines, micro-batches come in multiples of this; rows that nobody scores fill up.
-        equal: whether all rows have to be of one length; padding fills up.
+        batches: micro-batches. The lengths of their sequences are multiples of ``2 * size``, unless `size` is 1.
+        rank: context-parallel rank of this process.
+        size: context-parallel size.
+        round_to: divisor of the number of micro-batches in virtual pipelines. Rows without a micro-batch fill up.
+        equal: whether all rows must have the same length, by padding.
     """
     packed = [as_row(batch) for batch in batches]
     longest = max(sum(row.lengths) for row in packed)

@@ -1,4 +1,4 @@
-"""Translate ``policy.megatron_cfg`` for Megatron-Core, and correct what would give wrong numbers."""
+"""The settings of ``policy.megatron_cfg`` for Megatron-Core, with corrections of those that give wrong numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.trainer.backends.megatron.architecture import transformer_arguments
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, adds_weight_gradients, has_kernels
 
 VOCABULARY_DIVISOR = 128
-"""The vocabulary is padded to a multiple of this times the tensor parallel size, as Megatron-LM does."""
+"""Divisor of the padded vocabulary, times the tensor-parallel size, as in Megatron-LM."""
 
 _FORWARDED = (
     "tensor_model_parallel_size",
@@ -32,14 +32,14 @@ _FORWARDED = (
     "num_layers_in_last_pipeline_stage",
     "sequence_parallel",
 )
-"""Keys of ``policy.megatron_cfg`` that have the name they have in Megatron-Core, for every model."""
+"""Keys of ``policy.megatron_cfg`` with the same names in Megatron-Core, for every model."""
 
 _OWN_KERNELS = {"apply_rope_fusion", "gradient_accumulation_fusion", "use_te_activation_func"}
 _KERNELS = {"moe_permute_fusion", "moe_router_fusion"} | _OWN_KERNELS
-"""Keys of ``TransformerConfig`` that ask for kernels, some of which `kernels` has for the CPU."""
+"""Keys of ``TransformerConfig`` that request kernels. `kernels` has some of these for the CPU."""
 
 _OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
-"""The same, for models with experts."""
+"""Keys with the same names in Megatron-Core, for models with experts."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -49,22 +49,22 @@ class Settings(msgspec.Struct, frozen=True):
     data_parallel: DistributedDataParallelConfig
     optimizer: OptimizerConfig
     sizes: Megatron
-    """The same, as the weight plane knows it."""
+    """The parallel sizes, as the weight plane knows them."""
     notices: tuple[str, ...]
-    """What was set otherwise than the configuration says, a line each."""
+    """The settings that differ from the configuration, one a line."""
 
 
 def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: Model = "policy") -> Settings:
     """Return Megatron-Core's configurations.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         model: the Hugging Face configuration of the model.
-        num_ranks: of the default process group.
-        name: of the model, whose section of the configuration says how to hold it.
+        num_ranks: size of the default process group.
+        name: name of the model, which has its own section in the configuration.
 
     Raises:
-        ModelError: Megatron-Core does not have what the model is made of.
+        ModelError: Megatron-Core does not support the model.
     """
     notices: list[str] = []
     section = config.settings_of(name)
@@ -135,7 +135,7 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
 def _set_right(
     arguments: dict[str, Any], *, has_experts: bool, replays: bool, adapts: bool, notices: list[str]
 ) -> None:
-    """Change what Megatron-Core would take, and give wrong numbers or an error much later."""
+    """Change settings that would give wrong numbers, or an error much later."""
 
     def set_(key: str, value: object, why: str) -> None:
         if key in arguments and arguments[key] != value:
@@ -163,9 +163,9 @@ def _set_right(
             set_("overlap_p2p_comm", True, "virtual stages give wrong gradients otherwise")
             set_("batch_p2p_comm", False, "virtual stages give wrong gradients otherwise")
         else:
-            # Micro-batches are of different lengths; virtual stages have them padded to one.
+            # Micro-batches are of different lengths. Virtual stages have them padded to one length.
             arguments["variable_seq_lengths"] = True
-        arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # which is checked in dense models as well
+        arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # it is also checked in dense models
     if not HAS_TRANSFORMER_ENGINE:
         own = _OWN_KERNELS if has_kernels() else {"gradient_accumulation_fusion"}
         for key in sorted(_KERNELS - own):
@@ -200,7 +200,7 @@ def _data_parallel(
 
 
 def _with_types(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with element types, and kernels of attention, in the place of their names."""
+    """Return arguments with dtypes, and attention kernels, in place of their names."""
     typed = dict(arguments)
     for key, value in arguments.items():
         if key.endswith("_dtype") and key != "moe_router_dtype" and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Read a model's first weights from safetensors files, a box at a time, or make them from a seed."""
+"""Sources of a model's first weights: safetensors files, read a box at a time, or tensors in memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.refit.adapters import headers
 from tandem.refit.layout import Box
 
 _WEIGHTS = {"F64", "F32", "BF16", "F16"}
-"""Element types that are the weights' own and not a quantisation of them."""
+"""Dtypes of weights that are not quantised."""
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint's safetensors files, of which only what is asked for is read.
+    """The tensors of a checkpoint's safetensors files, which are read only as requested.
 
     Raises `ModelError` if there are none or they cannot be read.
     """
@@ -67,10 +67,10 @@ class TensorsInMemory:
 
 
 class Joined:
-    """The tensors of adapters, whole and in memory, and those of the model that they belong to."""
+    """The whole tensors of adapters, in memory, and those of their base model."""
 
     def __init__(self, adapters: Mapping[str, torch.Tensor], base: Any) -> None:
-        """Begin, with a `base` that is read as this is."""
+        """Join adapters with their `base`, which has the same method `read`."""
         self._adapters, self._own = adapters, TensorsInMemory(adapters)
         self._base = base
 
@@ -81,6 +81,6 @@ class Joined:
 
 
 def require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
-    """Raise `ModelError` unless a tensor of a checkpoint has the shape that it should."""
+    """Raise `ModelError` unless a checkpoint's tensor has the expected shape."""
     if tuple(expected) != tuple(found):
         raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(found)}")

@@ -1,8 +1,8 @@
 """The weights of a Megatron-Core rank: filled from a checkpoint, gathered, laid out for engines.
 
-What lies where is told by `tandem.refit.adapters.megatron` and by nothing else: each piece of a rank's layout is a box
-of a tensor of the Hugging Face checkpoint and its place in a parameter of the rank. Loading reads just those boxes,
-saving sends them, and refits copy them.
+Only `tandem.refit.adapters.megatron` knows the places of tensors. Each piece of a rank's layout is a box of a tensor in
+the Hugging Face checkpoint, with its place in a parameter of the rank. Loading reads just those boxes, saving sends
+them, and refits copy them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
 from tandem.trainer import shards
 
 BATCH_BYTES = 2**28
-"""Of tensors that are gathered at once; one that is larger is a batch of its own."""
+"""Bytes of tensors that are gathered at once. A larger tensor is a batch of its own."""
 _ROUTER_BIAS = "router.expert_bias"
-"""What keeps experts evenly loaded is a buffer, which training changes and engines need."""
+"""The bias that balances experts. It is a buffer that training changes and engines need."""
 
 
 class Tensors(Protocol):
-    """Where weights come from: tensors by the names of a Hugging Face checkpoint."""
+    """A source of weights: tensors by the names of a Hugging Face checkpoint."""
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
@@ -40,10 +40,10 @@ class Tensors(Protocol):
 
 
 def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return all weights of a rank, by the names that its layout has for them.
+    """Return all weights of a rank, by the names in its layout.
 
     Args:
-        chunks: the rank's ``GPTModel``, or one for each virtual stage, in whatever wrappers.
+        chunks: the rank's ``GPTModel``, or one for each virtual stage, in any wrappers.
     """
     found: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
@@ -63,9 +63,9 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 class RankWeights:
-    """What one rank of the default process group holds of a model.
+    """One model's weights on one rank of the default process group.
 
-    Raises `ModelError` if its parameters are not those that the layout describes.
+    Raises `ModelError` if its parameters do not match the layout.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RankWeights:
         model: ModelShape,
         adapters: Adapters | None = None,
     ) -> None:
-        """Begin, with a model that has `adapters`, which come last among its tensors, or is trained whole."""
+        """Take a model. It has `adapters`, the last of its tensors, or is trained whole."""
         self._chunks = chunks
         self.sizes = sizes
         self._adapters = adapters
@@ -83,7 +83,7 @@ class RankWeights:
         self._first = 0 if adapters is None else next(of_adapters)
         parameters = parameters_of(chunks)
         trained = [tensor for tensor in parameters.values() if isinstance(tensor, torch.nn.Parameter)]
-        # The parameters may be of another type than the checkpoint's tensors.
+        # The parameters may have another dtype than the checkpoint's tensors.
         self._model = model.with_dtype(str(trained[0].dtype).removeprefix("torch."))
         self._layout = sizes.layout(self._model, dist.get_rank(), host_name(), device_name(trained[0].device))
         described = {storage.name: storage.num_bytes for storage in self._layout.storages}
@@ -100,18 +100,18 @@ class RankWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of what `gathered` yields, in the precision of the parameters."""
+        """Bytes of the tensors from `gathered`, in the precision of the parameters."""
         gathered = self._model.tensors[self._first :]
         return sum(Box((), each.shape).num_elements * ITEM_SIZES[each.dtype] for each in gathered)
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of all adapters of the model, by name; nothing if it has none."""
+        """The shapes of the tensors of all adapters, by name; empty without adapters."""
         return {each.name: each.shape for each in self._model.tensors[self._first :]} if self._adapters else {}
 
     @functools.cached_property
     def pieces(self) -> dict[str, list[tuple[Tensor, Piece]]]:
-        """What lies in each parameter, and which tensors those are boxes of."""
+        """The pieces in each parameter, with their tensors."""
         found: dict[str, list[tuple[Tensor, Piece]]] = {storage.name: [] for storage in self._layout.storages}
         for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
             piece = self._layout.piece(row)
@@ -124,7 +124,7 @@ class RankWeights:
 
     @torch.no_grad()
     def load(self, source: Tensors) -> None:
-        """Fill the parameters; what no tensor covers, the vocabulary's padding, becomes zero. Raises `ModelError`."""
+        """Fill the parameters. The vocabulary's padding, which no tensor covers, becomes zero. Raises `ModelError`."""
         for name, parameter in self.parameters.items():
             if sum(piece.box.num_elements for _, piece in self.pieces[name]) < parameter.numel():
                 parameter.zero_()
@@ -133,10 +133,10 @@ class RankWeights:
 
     @functools.cached_property
     def shared(self) -> Weights:
-        """The parameters in the memory they lie in, for engines: on the CPU it becomes shared memory, in place.
+        """The parameters in their own memory, for engines. On the CPU it becomes shared memory, in place.
 
-        Parameters that lie in one buffer, as the distributed optimizer's do, are views of one storage. Wrap the model
-        first: what a wrapper does afterwards to the parameters' memory, engines do not see.
+        Parameters in one buffer, as in the distributed optimizer, are views of one storage. Wrap the model first:
+        engines do not see later changes of the parameters' memory by a wrapper.
         """
         parameters = self.parameters
         shards.share(parameters)
@@ -161,12 +161,13 @@ class RankWeights:
 
     @torch.no_grad()
     def gathered(self, batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield whole tensors by their names in a checkpoint, on the CPU: a batch at a time on rank 0, else nothing.
+        """Yield whole tensors by their names in a checkpoint, on the CPU: a batch at a time on rank 0, nothing
+        elsewhere.
 
-        Of a model with adapters, only theirs.
+        For a model with adapters, these are only the adapters' tensors.
 
         Collective: every rank must go through all of it. Each box goes straight to rank 0 from the first rank that has
-        it. Raises `ModelError` on every rank if there is a tensor that no rank has.
+        it. Raises `ModelError` on every rank if no rank has a tensor.
         """
         parameters, rank = self.parameters, dist.get_rank()
         for batch, transfers in self._transfers(batch_bytes):
@@ -188,7 +189,7 @@ class RankWeights:
             yield tensors
 
     def _transfers(self, batch_bytes: int) -> Iterator[tuple[range, list[_Transfer]]]:
-        """Yield the tensors of each batch, by index, and what is sent of them; the same on every rank."""
+        """Yield the tensors of each batch, by index, and their transfers; the same on every rank."""
         for batch in _batches(self._model, self._first, batch_bytes):
             by_sender: dict[int, list[tuple[str, Piece]]] = {}
             for index in batch:
@@ -220,7 +221,7 @@ class RankWeights:
 
 
 class _Transfer(NamedTuple):
-    """What one rank sends for one batch: boxes one after the other, row-major, each with the name of its tensor."""
+    """One rank's transfer for one batch: boxes end to end, row-major, each with the name of its tensor."""
 
     sender: int
     pieces: Sequence[tuple[str, Piece]]
@@ -228,7 +229,7 @@ class _Transfer(NamedTuple):
 
 
 def _batches(model: ModelShape, first: int, batch_bytes: int) -> Iterator[range]:
-    """Deal tensors out, in order, from a first one on."""
+    """Divide the tensors, in order, from a first one on."""
     num_bytes = 0
     for index, tensor in list(enumerate(model.tensors))[first:]:
         size = Box((), tensor.shape).num_elements * ITEM_SIZES[tensor.dtype]
@@ -247,10 +248,10 @@ def view_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _scatter(flat: torch.Tensor, transfer: _Transfer, tensors: dict[str, torch.Tensor]) -> None:
-    """Write what has been received into whole tensors."""
+    """Write received elements into whole tensors."""
     first = 0
     for name, piece in transfer.pieces:
         part = tensors[name][piece.box.region]
-        # A copy: bytes that lie between those of other types need not be aligned.
+        # A copy, because bytes between those of other types need not be aligned.
         part.copy_(flat[first : first + part.nbytes].clone().view(part.dtype).view(part.shape))
         first += part.nbytes
