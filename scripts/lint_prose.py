@@ -21,6 +21,9 @@ _OPENS = re.compile(r"(Who|Whoever|Whom|Whose|Of|That|Which|So|As|What|To whom|B
 _PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|everybody|anybody|himself)\b", re.IGNORECASE)
 """Not "whose", which things have as well."""
 _FENCED = re.compile(r"```.*?```", re.DOTALL)
+_QUOTED = re.compile(r"::\n\n( {4}.*\n|\n)+")
+_DRAWN = re.compile(r"^(\s*\|.*|.*(──|▲|│|└).*)$", re.MULTILINE)
+"""Tables and drawings."""
 ALLOWED: dict[str, str] = {
     "The user who starts a run, and root": "users are people",
 }
@@ -50,7 +53,7 @@ def _of_source(path: Path) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, re.sub(r"::\n\n( {4}.*\n|\n)+", ":\n", text), True  # without what is quoted
+                yield node.lineno, _DRAWN.sub("", _QUOTED.sub(":\n", text)), True
             case ast.Raise():
                 for part in ast.walk(node):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
