@@ -1,4 +1,4 @@
-"""Micro-batches: a rank's sequences of a batch, divided by sequences or by tokens and laid out for models.
+"""Micro-batches: a rank's sequences of a batch, divided by sequences or tokens, laid out for models.
 
 `Shard` divides them, as a pure function of the batch's table and the configuration, so that every rank knows the number
 of micro-batches of the others. `pad` lays them out. Beside the padded rows that losses read, a micro-batch may have one

@@ -1,5 +1,7 @@
 """The table of rollout groups, each a prompt and its samples, and how far each is.
 
+A group moves through these states::
+
     WAITING ── assigned to an engine ──▶ IN_FLIGHT ── every sample is there ──▶ READY ── a step trains on it ──▶ TAKEN
        ▲                                     │                                   │
        └── its engine is lost, too slow, or did not hold the version it should ──┘

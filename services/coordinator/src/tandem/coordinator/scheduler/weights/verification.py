@@ -1,4 +1,4 @@
-"""Verification that engines hold the trainers' weights, by digests that are taken while the run goes on.
+"""Verification that engines hold the trainers' weights, by digests taken while the run goes on.
 
 digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is verified
 

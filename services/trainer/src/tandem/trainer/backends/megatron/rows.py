@@ -1,4 +1,4 @@
-"""Micro-batches in the form that Megatron-Core takes: one row of sequences, of which a rank has its share.
+"""Micro-batches as Megatron-Core takes them: one row of sequences, of which a rank has its share.
 
 Shapes: ``N`` tokens of the row, ``M`` of them on this context-parallel rank; ``K`` valid tokens of the micro-batch,
     ``L`` of them predicted by a token of this rank; ``B`` and ``T`` as in `MicroBatch`.

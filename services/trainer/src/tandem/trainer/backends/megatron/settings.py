@@ -1,4 +1,4 @@
-"""The settings of ``policy.megatron_cfg`` for Megatron-Core, with corrections of those that give wrong numbers."""
+"""Settings for Megatron-Core from ``policy.megatron_cfg``, with those corrected that give wrong numbers."""
 
 from __future__ import annotations
 
