@@ -60,6 +60,8 @@ class HubServer(ThreadingHTTPServer):
         """Of each large file that was sent: its name, and the first and last byte."""
         self.cuts: dict[str, list[int]] = {}
         """By name of a large file, after how many bytes the next answers break off."""
+        self.connections: set[int] = set()
+        """Threads that answer a client, or have not seen yet that it is gone."""
         self.is_broken = False
         """Whether every question is answered with error 503."""
         self.hold: threading.Event | None = None
@@ -75,6 +77,13 @@ class HubServer(ThreadingHTTPServer):
     def add(self, name: str, files: dict[str, bytes], kind: str = "models", **how: bool) -> Repository:
         """Add a repository."""
         return self.repositories.setdefault((kind, name), Repository(files, **how))
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self.connections.add(threading.get_ident())
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.discard(threading.get_ident())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that are killed."""

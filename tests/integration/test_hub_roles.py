@@ -150,6 +150,7 @@ def test_a_fetch_of_several_files_that_was_killed_is_gone_on_with(hub: HubServer
         process.wait()
     hub.hold.set()
     hub.hold = None
+    wait_until(lambda: not hub.connections, lambda: "the server to see that the process is gone")
     hub.bodies.clear()
     checked(config)
     assert hub.bodies == []
@@ -162,7 +163,7 @@ def test_another_command_does_not_take_part_of_a_model_for_all_of_it(hub: HubSer
     shards = sorted(name for name in files if name.endswith(".safetensors"))
     hub.add(NAME, files)
     hub.hold, hub.is_held = threading.Event(), lambda name: name not in shards[:1]
-    program = f"from tandem.common import hub; print(hub.fetched({NAME!r}, print))"
+    program = f"from tandem.config.models import hub; print(hub.fetched({NAME!r}, print))"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     snapshots = Path("hf/hub/models--tiny--digits/snapshots")
     try:
