@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.config import Config, load_config
 from tandem.refit.layout import Box
-from tandem.samples.batch import TrainingBatch
+from tandem.samples.batch import Batch
 from tandem.trainer.backends import dtensor, make_backend
 from tandem.trainer.backends.megatron import cpu
 from tandem.trainer.backends.sharding import Ranks
@@ -99,11 +99,11 @@ class Meter(TorchDispatchMode):
         self.current -= self._sizes.pop(key)
 
 
-def batch_of(config: Config) -> TrainingBatch:
+def batch_of(config: Config) -> Batch:
     """Return the longest sequences that the plan allows, the second half of each generated."""
     num, length = config.policy.train_global_batch_size, config.policy.max_total_sequence_length
     is_counted_T = np.tile(np.arange(length) >= length // 2, num)
-    return TrainingBatch(
+    return Batch(
         lengths_S=np.full(num, length, np.int32),
         token_ids_T=np.ones(num * length, np.int32),
         loss_mask_T=is_counted_T,
