@@ -1,4 +1,4 @@
-"""Setting aside of rollout groups with numbers that no loss can compute with; their tokens do not count.
+"""Setting aside of rollout groups with numbers that no loss can compute with: no token of them counts.
 
 The numbers come from an engine, from a rollout log, or from the loss itself. A group is set aside as a whole, because
 its samples are compared with each other. The other groups are trained on as if it had not been there.
