@@ -141,7 +141,7 @@ def test_routers_of_each_family_take_what_they_are_given(model_type: str) -> Non
 
 
 def test_a_dense_model_has_no_routers(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no routers"):
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no Transformers-style routers"):
         intercept(make_model("qwen3", tmp_path), lambda layer, own_NK: own_NK)
     assert experts_in({"model_type": "qwen3", "num_hidden_layers": 2}) is None
 

@@ -57,7 +57,7 @@ def test_it_needs_no_network(site: Path) -> None:
 
 def test_the_reference_is_that_of_the_code(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text())
-    for said in ("RecordedSample", "That made it.", "read_step", "Raises SamplesError", "Score", "Turn"):
+    for said in ("RecordedSample", "Rollout that generated it.", "read_step", "Raises SamplesError", "Score", "Turn"):
         assert said in text
 
 

@@ -170,8 +170,7 @@ def test_each_turn_draws_anew() -> None:
         ("text", "environment 'mine', problem 'p0': the messages of a Turn are '1', not a list of {role, content}"),
         (
             "assistant",
-            "environment 'mine', problem 'p0': a Turn holds a message of the assistant, which the policy alone can "
-            "give",
+            "environment 'mine', problem 'p0': a Turn holds an assistant message, which only the policy can give",
         ),
         ("none", "environment 'mine', problem 'p0': step() returned NoneType, not a Score or a Turn"),
     ],

@@ -1,4 +1,4 @@
-"""Settings for Megatron-Core from ``policy.megatron_cfg``, corrected where they would give wrong numbers."""
+"""Settings for Megatron-Core from ``policy.megatron_cfg``, corrected where they give wrong numbers."""
 
 from __future__ import annotations
 
