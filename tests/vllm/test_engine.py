@@ -190,7 +190,7 @@ def test_alternatives_are_the_likeliest_tokens_of_the_model(filled: Filled, temp
 def test_a_grammar_is_refused(filled: Filled) -> None:
     plain = request(0, random_prompts(1, seed=11)[0])
     sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "grammar": cast(Grammar, object())})
-    with pytest.raises(DataError, match="response_format: vLLM is given no tokenizer"):
+    with pytest.raises(DataError, match="response_format: vLLM has no tokenizer here"):
         filled.engine.add_request(msgspec.structs.replace(plain, sampling=sampling))
 
 
