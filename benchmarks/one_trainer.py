@@ -64,7 +64,7 @@ def make_batch() -> Batch:
     """Return random tokens."""
     random = np.random.default_rng(0)
     num_tokens = NUM_SEQUENCES * LENGTH
-    return Batch(
+    batch = Batch(
         lengths_S=np.full(NUM_SEQUENCES, LENGTH, dtype=np.int32),
         token_ids_T=random.integers(3, len(CHARACTERS), num_tokens).astype(np.int32),
         loss_mask_T=np.tile(np.arange(LENGTH) >= LENGTH // 4, NUM_SEQUENCES),
@@ -72,3 +72,4 @@ def make_batch() -> Batch:
         advantages_S=random.normal(0.0, 1.0, NUM_SEQUENCES).astype(np.float32),
         rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
     )
+    return batch.replace(**batch.table().columns)
