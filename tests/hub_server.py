@@ -59,7 +59,7 @@ class HubServer(ThreadingHTTPServer):
         self.bodies: list[tuple[str, int, int]] = []
         """Of each large file that was sent: its name, and the first and last byte."""
         self.cuts: dict[str, list[int]] = {}
-        """By name of a large file, after how many bytes the next answers break off."""
+        """By name of a file, after how many bytes the next answers break off."""
         self.connections: set[int] = set()
         """Threads that answer a client, or have not seen yet that it is gone."""
         self.is_broken = False
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if name.endswith(_LARGE):
+        if name.endswith(_LARGE) or name in self.server.cuts:
             if self.server.cuts.get(name):
                 body = body[: self.server.cuts[name].pop(0)]
                 self.close_connection = True

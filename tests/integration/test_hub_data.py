@@ -87,6 +87,17 @@ def commit_in(run: str) -> str | None:
         return config_from_json(journal.config_json).data.commit
 
 
+def test_a_connection_that_breaks_costs_no_row(hub: HubServer) -> None:
+    sums_on(hub)
+    configured()
+    hub.cuts["train.jsonl"] = [100]
+    (said,) = probed([])
+    assert said.startswith(("0+", "1+", "2+", "3+", "4+", "5+", "6+", "7+", "8+", "9+")), said
+    sent = [(first, last) for name, first, last in hub.bodies if name == "train.jsonl"]
+    assert sent[0] == (0, 100), "it broke off"
+    assert sent[-1][1] == len(rows()), "it was taken up again, to the end"
+
+
 def test_a_run_keeps_its_commit_when_the_branch_moves(hub: HubServer) -> None:
     repository = sums_on(hub)
     first = repository.branches["main"]
