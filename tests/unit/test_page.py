@@ -13,8 +13,9 @@ from page_harness import a_refit, a_sample, client, commit, get, make_run, recor
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import build_config
 from tandem.coordinator.loop.run import recorded
-from tandem.coordinator.scheduler.events import Finish, Outcome
+from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.page.server import make_app
+from tandem.observe.run_folder.ending import Outcome
 from tandem.observe.run_folder.journal import Journal
 from tandem.observe.run_folder.live import LIVE_NAME, Live
 

@@ -34,11 +34,12 @@ from tandem.coordinator.observers.live_file import LiveFile, Said
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.scheduler.engines.members import Failures
 from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.events import Finish, Lost, Outcome
+from tandem.coordinator.scheduler.events import Finish, Lost
 from tandem.launch.expected import launched_processes
 from tandem.launch.restarts import within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.ending import Outcome
 from tandem.samples.sample_folder import KeptLimits
 
 _GRACE_S = 10.0

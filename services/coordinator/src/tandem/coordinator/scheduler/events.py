@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
@@ -28,6 +27,7 @@ from tandem.common.messages import (
     SaveCheckpoint,
     ServiceKind,
 )
+from tandem.observe.run_folder.ending import Outcome
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,10 +303,6 @@ class Say(msgspec.Struct, frozen=True, kw_only=True):
     """Let the user know."""
 
     text: str
-
-
-Outcome = Literal["finished", "interrupted", "failed"]
-"""The ways in which a run ends."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

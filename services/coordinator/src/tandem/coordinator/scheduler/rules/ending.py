@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tandem.common.errors import ServiceError
-from tandem.coordinator.scheduler.events import Action, Finish, Outcome, Say
+from tandem.coordinator.scheduler.events import Action, Finish, Say
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
 from tandem.coordinator.scheduler.tables import Tables
+from tandem.observe.run_folder.ending import Outcome
 
 
 def finish(tables: Tables) -> list[Action] | None:
