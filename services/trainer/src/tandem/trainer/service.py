@@ -297,14 +297,13 @@ class TrainerService:
             self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
-            trained, keeps = self._config.trained_in(order.step), self._recorder is not None
             result = step.train(
                 backend,
                 table,
                 own,
                 self._config,
-                trained=trained,
-                keeps_logprobs=keeps,
+                trained=None if order.step > self._config.num_steps_without_policy else self._config.trained_early,
+                keeps_logprobs=self._recorder is not None,
                 exchange=self._exchange,
             )
         self._fetcher.clear()
