@@ -141,6 +141,7 @@ class TrainerService:
     def close(self) -> None:
         """Leave the transfer groups and the process group."""
         self._gpus.close()
+        self._fetcher.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._endpoint is not None:
