@@ -420,7 +420,7 @@ def _shards(
             replicas,
             shares_prompts=settings.share_prompts and backend.shares_prompts,
             unit=config.sequences_per_sample,
-            experts=replayed_experts(config, model),
+            experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
         )
     return shards
 
