@@ -59,8 +59,10 @@ class SampleFetcher:
         """Connections to these rollouts; None before the first fetch, and after one that failed."""
         self._num_requests = 0
         self._step: int | None = None
-        self._kept: dict[tuple[str, int, int, int, int], Batch] = {}
-        """Sequences by rollout and key."""
+        self._kept: list[Batch] = []
+        """The answers so far."""
+        self._places: dict[tuple[str, int, int, int, int], int] = {}
+        """Place of each sequence in these answers, by rollout and key."""
 
     def fetch(
         self, step: int, table: Batch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
@@ -85,7 +87,7 @@ class SampleFetcher:
         }
         wanted: dict[str, Rows] = {}
         for row, key in keys.items():
-            if key not in self._kept:
+            if key not in self._places:
                 wanted.setdefault(key[0], []).append(row)
         missing: dict[str, str] = {}
         if wanted:
@@ -95,16 +97,18 @@ class SampleFetcher:
                 self._num_requests = inquiry.end
             missing = self._ask(sources, inquiries, timeout_s)
             for inquiry in inquiries.values():
-                self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
+                self._places |= {keys[row]: place for place, row in enumerate(inquiry.rows, len(self._places))}
+                self._kept += inquiry.answers
         if missing:
             return None, missing
-        own = with_samples(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
+        own = with_samples(table.take(rows), self._kept, [self._places[keys[int(row)]] for row in rows])
         missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
         return (None if missing else own), missing
 
     def clear(self) -> None:
         """Forget the fetched samples."""
         self._kept.clear()
+        self._places.clear()
         self._step = None
 
     def close(self) -> None:
@@ -178,8 +182,9 @@ class _Inquiry:
         self._first = first
         self.num_taken = 0
         """Requests that have been answered."""
-        self.found: dict[int, Batch] = {}
-        """Samples found, by row of the table."""
+        self.answers: list[Batch] = []
+        self.rows: Rows = []
+        """Rows of the table that the answers hold, in their order."""
         self.why_missing = ""
 
     @property
@@ -205,8 +210,8 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self.num_taken]
-        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts)
-        self.found |= {row: arrays.take([place]) for place, row in enumerate(rows)}
+        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts))
+        self.rows += rows
         self.num_taken += 1
 
 
@@ -258,8 +263,11 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
     return arrays
 
 
-def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
-    """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole."""
+def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) -> Batch:
+    """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole.
+
+    `places` are those of the table's sequences among the samples.
+    """
     if not samples:
         nothing = np.zeros(0, dtype=np.int32)
         samples = [
@@ -272,6 +280,8 @@ def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
             )
         ]
     arrays = Batch.concatenate(samples)
+    if [*places] != [*range(len(arrays))]:
+        arrays = arrays.take(places)
     loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S)
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
