@@ -418,9 +418,10 @@ class Loop:
         self._recorder.publish_checkpoint(step)
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
-            self._recorder.note(line)
-        self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
+        if action.validated:
+            for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
+                self._recorder.note(line)
+            self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
         if self._limit is not None:
