@@ -188,7 +188,7 @@ class Loop:
     def _replace_missing(self) -> None:
         """Replace processes that have not come back to this coordinator, once everything received is handled."""
         for name in self._registry.not_back() if self._finish is None else ():
-            if self._registry.needs(name):
+            if self._registry.names.needs(name):
                 self.lost[name] = _NOT_BACK
                 self._replace(name, _NOT_BACK)
             else:
@@ -397,7 +397,7 @@ class Loop:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
             self._handle(AwaitedByHand(now=time.monotonic(), member=member))
         else:
-            self._registry.reserve(*launched)
+            self._registry.names.reserve(*launched)
             how = "another is launched in its place"
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
