@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tandem.common.wire import pump
@@ -11,5 +9,5 @@ from tandem.common.wire import pump
 
 @pytest.fixture(autouse=True)
 def _patient_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let links outlast a slow machine: one that is told to end, and does not soon, ends its process, the test's own."""
+    """Let links outlast a slow machine: one that is told to end, and does not soon, ends the test's own process."""
     monkeypatch.setattr(pump, "SHUTDOWN_GRACE_S", 600.0)
