@@ -7,7 +7,6 @@ import http.client
 import os
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from argparse import ArgumentParser
@@ -28,6 +27,7 @@ from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
 from tandem.rollout.openai_api.app import make_app, read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tests.descriptors import limited
 from tests.unit.page_harness import client, make_run
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ def test_a_body_that_breaks_off_is_no_traceback(capfd: pytest.CaptureFixture[str
 
 SERVING = textwrap.dedent(
     """
-    import resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+    import sys
     from starlette.applications import Starlette
     from starlette.responses import Response
     from starlette.routing import Route
@@ -155,8 +154,7 @@ SERVING = textwrap.dedent(
 
 METRICS = textwrap.dedent(
     """
-    import resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+    import sys
     from tandem.config.schema import Prometheus
     from tandem.coordinator.observers.prometheus import Exporter
     exporter = Exporter(Prometheus(port=0))
@@ -170,9 +168,8 @@ METRICS = textwrap.dedent(
 @contextlib.contextmanager
 def few_descriptors(program: str) -> Iterator[tuple[str, int]]:
     """Run a program that serves with few descriptors, and ends without a traceback; yield where it listens."""
-    words = [sys.executable, "-c", program, str(LIMIT)]
     with subprocess.Popen(
-        words,
+        limited(LIMIT, program),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
