@@ -42,6 +42,31 @@ class Returns:
         return self.returned
 
 
+class Prints:
+    """Prints the response a hundred times."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        for _ in range(100):
+            print(response)
+        return Score(1.0, correct=True)
+
+
+class PrintsInThreads(Prints):
+    """Does so in threads."""
+
+    runs_in = "threads"
+
+
+class PrintsInCoroutines:
+    """Prints the response a hundred times, in turns with others."""
+
+    async def score(self, problem: Problem, response: str) -> Score:
+        for _ in range(100):
+            print(response)
+            await asyncio.sleep(0)
+        return Score(1.0, correct=True)
+
+
 class Raises:
     """Fails."""
 

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import re
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from rollout_harness import Rollout
 
 from tandem.common.messages import SampleScored
 from tandem.samples.batch import Batch
+from tests.descriptors import descriptors_left
 
 Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 
@@ -304,30 +304,10 @@ def test_an_episode_whose_programs_are_killed_again_and_again_has_failed(tmp_pat
         assert len(Path("begun").read_text()) == 3
 
 
-@contextlib.contextmanager
-def few_descriptors(count: int) -> Iterator[None]:
-    """Let this process have so many more descriptors inside the block."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
-    taken = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for _ in range(count):
-            os.close(taken.pop())
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_that_no_program_can_be_started_is_no_failure_of_the_agent(tmp_path: Path) -> None:
     """Another process may have descriptors left: this one says what it lacks, and ``on_error`` is not asked."""
     with rollout_of(tmp_path, "reward(1)") as rollout:
-        with few_descriptors(2):  # a program takes more
+        with descriptors_left(2):  # a program takes more
             rollout.start(rollout.group(0, [7]))
             rollout.finish()
         (error,) = rollout.member.errors

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import resource
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord, read_journal
+from tests.descriptors import descriptors_left
 
 
 def record(step: int, **metrics: float) -> StepRecord:
@@ -117,33 +115,22 @@ def test_errors_are_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[Callable[[], None]]:
-    """Have this process get no descriptor until what is returned is called, or to the end of the block."""
-    former = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def end() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, former)
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, former[1]))
-    try:
-        yield end
-    finally:
-        end()
-
-
 def test_a_step_is_written_once_there_are_descriptors_again(tmp_path: Path) -> None:
+    """Other threads have taken the reserve's, too."""
     with Journal.create(tmp_path, b"{}", "grpo") as journal:
-        with no_descriptors() as end:
+        journal.reserve.close()
+        with descriptors_left(0) as end:
             threading.Timer(0.5, end).start()
             journal.record_event("rollout-0", "is there")
         assert [text for _, _, text in journal.events()] == ["is there"]
+        assert journal.reserve.num_held > 0
 
 
 def test_a_journal_that_gets_no_descriptor_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.observe.run_folder.journal._SHORTAGE_S", 0.2)
     with Journal.create(tmp_path, b"{}", "grpo") as journal:
-        with no_descriptors(), pytest.raises(RunFolderError, match="unable to open database file"):
+        journal.reserve.close()
+        with descriptors_left(0), pytest.raises(RunFolderError, match="unable to open database file"):
             journal.record_event("rollout-0", "is there")
         journal.record_event("rollout-1", "is there")
         assert [member for _, member, _ in journal.events()] == ["rollout-1"]

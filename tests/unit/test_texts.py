@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from pathlib import Path
@@ -14,10 +13,8 @@ from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, Sam
 from tandem.common.returned import line
 from tandem.common.texts import last_lines, shortened, visible
 from tandem.coordinator.members.members import _readable
-from tandem.rollout.environments import printing
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
-from tandem.rollout.environments.printing import MOST_OF_CALL, bounded
 from tandem.samples.tokenizer import Messages
 
 ESC = "\x1b"
@@ -82,58 +79,3 @@ def test_a_failure_of_a_sample_cannot_be_long_on_the_wire() -> None:
     field = next(each for each in msgspec.structs.fields(SampleScored) if each.name == "failure")
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert("x" * 5_000_000, field.type)
-
-
-def test_prints_of_environments_are_bounded_in_each_call(capsys: pytest.CaptureFixture[str]) -> None:
-    def prints(problem: Problem, conversation: Messages) -> object:
-        for _ in range(3):
-            print(LONG)
-        return Score(reward=1.0, correct=True)
-
-    for _ in range(2):
-        outcome_of(CALL, prints, converses=False, module="")
-    print("a plain line")
-    said, errors = capsys.readouterr()
-    assert is_harmless(said)
-    assert said.endswith("a plain line\n")
-    assert len(said) < 2 * 10 * MOST_OF_CALL, "a control character is written out with up to six others"
-    assert errors.count("more characters that the environment printed are left out") == 2
-
-
-def test_prints_of_all_calls_of_a_minute_are_bounded_together(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(printing, "_minute", printing._Minute())
-
-    def prints(problem: Problem, conversation: Messages) -> object:
-        print("x" * MOST_OF_CALL)
-        return Score(reward=1.0, correct=True)
-
-    def printed(num_calls: int) -> tuple[int, str]:
-        for _ in range(num_calls):
-            outcome_of(CALL, prints, converses=False, module="")
-        said, errors = capsys.readouterr()
-        return said.count("x"), errors
-
-    num, errors = printed(100)
-    assert printing.MOST_OF_MINUTE - MOST_OF_CALL < num <= printing.MOST_OF_MINUTE
-    assert errors.count("the rest is left out") == 1
-    assert len(errors) < MOST_OF_CALL, "nor do the notes add up"
-    assert printed(100) == (0, "")
-    monkeypatch.setattr(printing, "_MINUTE_S", 0.0)
-    assert printed(1)[0] > MOST_OF_CALL - 10
-
-
-def test_prints_of_coroutines_are_bounded_for_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    async def prints(letter: str) -> None:
-        with bounded():
-            for _ in range(10):
-                print(letter * 1000)
-                await asyncio.sleep(0)
-
-    async def both() -> None:
-        await asyncio.gather(prints("a"), prints("b"))
-
-    asyncio.run(both())
-    said, _ = capsys.readouterr()
-    assert {said.count(letter) for letter in "ab"} <= {*range(MOST_OF_CALL - 10, MOST_OF_CALL + 1)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import ROOT, load_script
+
 MOST_CHARACTERS = 100
 MOST_FILES = 25
 """Of a folder: more would be two folders."""
@@ -17,12 +16,7 @@ MOST_FILES = 25
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tree", ROOT / "scripts" / "tree.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tree")
 
 
 def test_the_tree_is_up_to_date(script: ModuleType) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import zmq
 
 from tandem.common import curve
 from tandem.common.keys import KeyPair
+from tests.descriptors import limited
 
 LIMIT = 128
 """Descriptors of the process that listens: it may have 16 connections of an address that have proven nothing."""
@@ -25,12 +25,11 @@ WAIT_S = 30
 
 LISTENING = textwrap.dedent(
     """
-    import os, resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+    import os, sys
     from tandem.common.curve import Admitted
     from tandem.common.keys import KeyPair
     from tandem.common.wire import Hub
-    hub = Hub("tcp://127.0.0.1:0", KeyPair(sys.argv[2], sys.argv[3]), Admitted([sys.argv[4]]))
+    hub = Hub("tcp://127.0.0.1:0", KeyPair(sys.argv[1], sys.argv[2]), Admitted([sys.argv[3]]))
     print(hub.address, flush=True)
     while True:
         for peer, frames in hub.receive(1.0):
@@ -42,7 +41,7 @@ LISTENING = textwrap.dedent(
 
 @contextmanager
 def listening(own: KeyPair, admitted: str) -> Iterator[str]:
-    words = [sys.executable, "-c", LISTENING, str(LIMIT), own.public, own.secret, admitted]
+    words = limited(LIMIT, LISTENING, own.public, own.secret, admitted)
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -29,11 +25,11 @@ from tandem.rollout.openai_api.app import make_app, read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tests.unit.page_harness import client, make_run
+from tests.web_servers import SERVERS, WAIT_S, Address, ask, web_server
 
 if TYPE_CHECKING:
     from tandem.rollout.openai_api.generator import ServedModel
 
-WAIT_S = 30.0
 LIMIT = 200
 
 
@@ -49,19 +45,12 @@ def echo() -> Starlette:
 
 
 @contextlib.contextmanager
-def served(*, asks_for_token: bool = False) -> Iterator[tuple[str, int]]:
+def served(*, asks_for_token: bool = False) -> Iterator[Address]:
     with HttpServer(echo(), listen("127.0.0.1", 0), asks_for_token=asks_for_token) as server:
         parts = urlsplit(server.url)
         assert parts.hostname is not None
         assert parts.port is not None
         yield parts.hostname, parts.port
-
-
-def ask(at: tuple[str, int], headers: dict[str, str], body: bytes | None = b"{}") -> int:
-    connection = http.client.HTTPConnection(*at, timeout=WAIT_S)
-    with contextlib.closing(connection):
-        connection.request("GET" if body is None else "POST", "/", body, headers)
-        return connection.getresponse().status
 
 
 JSON = {"content-type": "application/json"}
@@ -137,78 +126,17 @@ def test_a_body_that_breaks_off_is_no_traceback(capfd: pytest.CaptureFixture[str
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-SERVING = textwrap.dedent(
-    """
-    import resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
-    from starlette.applications import Starlette
-    from starlette.responses import Response
-    from starlette.routing import Route
-    from tandem.rollout.openai_api.server import HttpServer, listen
-    app = Starlette(routes=[Route("/", lambda _: Response(), methods=["POST"])])
-    with HttpServer(app, listen("127.0.0.1", 0)) as server:
-        print(server.url, flush=True)
-        sys.stdin.read()
-    """
-)
-
-
-METRICS = textwrap.dedent(
-    """
-    import resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
-    from tandem.config.schema import Prometheus
-    from tandem.coordinator.observers.prometheus import Exporter
-    exporter = Exporter(Prometheus(port=0))
-    print(exporter.url, flush=True)
-    sys.stdin.read()
-    exporter.close()
-    """
-)
-
-
-@contextlib.contextmanager
-def few_descriptors(program: str) -> Iterator[tuple[str, int]]:
-    """Run a program that serves with few descriptors, and ends without a traceback; yield where it listens."""
-    words = [sys.executable, "-c", program, str(LIMIT)]
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            parts = urlsplit(process.stdout.readline().strip())
-            yield str(parts.hostname), int(parts.port or 0)
-            _, errors = process.communicate("", timeout=WAIT_S)
-            assert process.returncode == 0
-            assert "Traceback" not in errors
-        finally:
-            process.kill()
-
-
-def test_idle_connections_do_not_keep_others_out() -> None:
-    with few_descriptors(SERVING) as at:
-        held = [socket.socket() for _ in range(2 * LIMIT)]
-        try:
-            for each in held:
-                each.setblocking(False)
-                each.connect_ex(at)
-            assert ask(at, JSON) == 200
-        finally:
-            for each in held:
-                each.close()
-
-
-def test_idle_connections_do_not_keep_metrics_from_being_read() -> None:
+@pytest.mark.parametrize("limit", [LIMIT, 4096])
+@pytest.mark.parametrize("kind", SERVERS)
+def test_idle_connections_do_not_keep_others_out(kind: str, limit: int) -> None:
     held: list[socket.socket] = []
-    with few_descriptors(METRICS) as at:
+    with web_server(kind, limit) as server:
         try:
             for _ in range(2 * LIMIT):
-                held.append(socket.create_connection(at, timeout=WAIT_S))
-            assert ask(at, {}, None) == 200
+                held.append(each := socket.socket())
+                each.setblocking(False)
+                each.connect_ex(server.at)
+            assert server.ask() == 200
         finally:
             for each in held:
                 each.close()

@@ -1,12 +1,37 @@
-"""A web server that ends once when it is told to."""
+"""The settings that all web servers share, and a server that ends once when it is told to."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from tandem.common import web
+
+
+def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
+    """Return uvicorn's settings for `app`; unfinished answers have `end_s` seconds at the end.
+
+    All servers bound idle connections and headers (`web.Protocol`), say nothing of themselves, and log only what goes
+    wrong.
+    """
+    shared = {
+        "log_config": None,
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "lifespan": "off",
+        "http": web.Protocol,
+        "backlog": web.backlog(),
+        "ws": "none",
+        "loop": "asyncio",
+        "timeout_graceful_shutdown": int(end_s),
+    }
+    return uvicorn.Config(app, **{**shared, **others})
 
 
 class SignalledServer(uvicorn.Server):

@@ -84,6 +84,8 @@ class Protocol(H11Protocol):
     def _make_room(self) -> None:
         """Close the oldest idle connection from this one's address if it has too many."""
         most = min(_MOST_IDLE, descriptors.limit() // _SHARE_IDLE)
+        if self.limit_concurrency is not None:  # above it uvicorn refuses all requests
+            most = min(most, self.limit_concurrency // 2)
         if len(self.connections) <= most or self.client is None:
             return
         idle = [

@@ -478,7 +478,7 @@ class RolloutService:
         has_turns_left = conversation.num_turns < self._config.rollout_section.max_rollout_turns
         if has_turns_left and environments.converses(conversation.group):
             self._awaited.add(number)
-        environments.submit(number, conversation.group, tuple(conversation.messages))
+        environments.submit(number, conversation.group, tuple(conversation.messages), generation.order.step)
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Report which samples have ended; let the others go on."""

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import uvicorn
 
-from tandem.common import web
-from tandem.common.http_server import SignalledServer
+from tandem.common.http_server import SignalledServer, settings
 from tandem.observe.page.address import END
 from tandem.observe.page.server import make_app
 from tandem.observe.page.stream import Watch
 
 _END_S = 5
 """Longest time for unfinished requests once the program is to end."""
+_MOST_AT_ONCE = 200
+"""Connections and requests beyond which requests are refused."""
 
 
 def serve(
@@ -25,18 +26,7 @@ def serve(
 ) -> None:
     """Serve the page of these runs until SIGINT or SIGTERM, or only `END` without `heeds_signals`."""
     app = make_app(folders, token)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        http=web.Protocol,
-        backlog=web.backlog(),
-        ws="none",
-        timeout_graceful_shutdown=_END_S,
-        limit_concurrency=200,
-    )
+    config = settings(app, end_s=_END_S, limit_concurrency=_MOST_AT_ONCE)
     server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
     with asyncio.Runner() as runner:
         # Block signals: an event loop interrupted during creation warns when it is collected.

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import msgspec
 
+from tandem.common.descriptors import Reserve
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal_file import (
     SCHEMA_VERSION,
@@ -36,7 +37,8 @@ from tandem.observe.run_folder.journal_file import (
 )
 
 _SHORTAGE_S = 8.0
-"""Longest wait for a descriptor: connections of strangers end after five seconds (`tandem.common.curve`)."""
+"""Longest wait for a descriptor if other threads have taken the reserve's, too: connections of strangers end after five
+seconds (`tandem.common.curve`)."""
 _LOOK_S = 0.05
 
 
@@ -220,7 +222,13 @@ class Journal(JournalReader):
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
         self._lock = lock
-        super().__init__(folder, connection)
+        self.reserve = Reserve()
+        """Descriptors for the run's record: this journal, and what else its thread must write."""
+        try:
+            super().__init__(folder, connection)
+        except BaseException:
+            self.reserve.close()
+            raise
 
     @classmethod
     def create(cls, folder: Path, config_json: bytes, algorithm: str, run_id: str | None = None) -> Self:
@@ -321,10 +329,11 @@ class Journal(JournalReader):
     def close(self) -> None:
         """Close the file and release the folder."""
         super().close()
+        self.reserve.close()
         os.close(self._lock)
 
     def _begin(self) -> None:
-        """Begin a transaction; if the process has no free descriptor, wait for one."""
+        """Begin a transaction; if even the reserve has no descriptor for it, wait for one."""
         deadline = time.monotonic() + _SHORTAGE_S
         while True:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -341,7 +350,7 @@ class Journal(JournalReader):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with file_errors(self.folder):
+        with file_errors(self.folder), self.reserve.lent():
             self._begin()
             try:
                 yield self._connection

@@ -100,7 +100,8 @@ class Recorder:
             metric=self._journal.step(step).metrics.get(name),
             config_json=config_to_json(self._config).decode(),
         )
-        folder = self._checkpoints.publish(record, fingerprint(self._config))
+        with self._journal.reserve.lent():
+            folder = self._checkpoints.publish(record, fingerprint(self._config))
         self._journal.record_checkpoint(step, str(folder))
 
     def commit(self, action: CommitStep, step_metrics: StepMetrics) -> None:

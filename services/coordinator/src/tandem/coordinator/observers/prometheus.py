@@ -14,14 +14,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.common import web
+from tandem.common import http_server
 from tandem.common.errors import ConfigError
-from tandem.common.http_server import SignalledServer
 from tandem.common.network import url_of
 from tandem.config.schema import Prometheus
 from tandem.coordinator.scheduler.engines.joining import Stage
@@ -54,19 +52,8 @@ class Exporter:
                 f"logger.prometheus.port: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
         self.url = f"{url_of(self._socket)}/metrics"
-        config = uvicorn.Config(
-            make_asgi_app(registry),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            http=web.Protocol,
-            backlog=web.backlog(),
-            ws="none",
-            loop="asyncio",
-            timeout_graceful_shutdown=_END_S,
-        )
-        self._server = SignalledServer(config, heeds_signals=False)
+        config = http_server.settings(make_asgi_app(registry), end_s=_END_S)
+        self._server = http_server.SignalledServer(config, heeds_signals=False)
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
 

@@ -42,7 +42,7 @@ class _Async:
     async def _call(self, call: Call) -> Outcome:
         result: object = None
         try:
-            with bounded():
+            with bounded(call.step):
                 result = self._step(call.problem, call.conversation)
                 if inspect.isawaitable(result):
                     result = await result

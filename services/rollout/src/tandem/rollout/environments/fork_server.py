@@ -33,6 +33,7 @@ from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader,
 from tandem.rollout.environments.environment import converses, is_async, step_of
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
+from tandem.rollout.environments.printing import bounded, say_left_out
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
@@ -60,6 +61,7 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
             _work(calls, config)
+        say_left_out()
 
 
 def _fork_workers(orders: socket.socket) -> socket.socket | None:
@@ -98,7 +100,8 @@ def _work(calls: socket.socket, config: Config) -> None:
         _work_in_batches(calls, config)
         return
     try:
-        environment = make_environment(config, _begin.decode(told).engine)
+        with bounded():
+            environment = make_environment(config, _begin.decode(told).engine)
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return

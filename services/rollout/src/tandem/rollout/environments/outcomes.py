@@ -51,6 +51,8 @@ class Call(msgspec.Struct, frozen=True):
     number: int
     problem: Problem
     conversation: Messages
+    step: int | None = None
+    """Step of the run, if it is known."""
 
 
 class Job(msgspec.Struct, eq=False):
@@ -70,7 +72,7 @@ class Job(msgspec.Struct, eq=False):
 def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, converses: bool, module: str) -> Outcome:
     """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
     try:
-        with bounded():
+        with bounded(call.step):
             result = step(call.problem, call.conversation)
     except BaseException as error:  # sys.exit(), for example
         return failure_of(error, module)

@@ -8,61 +8,55 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from tandem.common.texts import visible
 
-MOST_OF_CALL = 4000
-"""Characters that one call of an environment may print."""
-MOST_OF_MINUTE = 40_000
-"""Characters that all calls of a process may print within a minute: a step may have thousands of calls."""
+MOST = 20_000
+"""Characters that a process of an environment may print in a step; in a minute, where no step is known."""
 _MINUTE_S = 60.0
 
 
-class _Minute:
-    """The characters left of this process's minute."""
-
-    def __init__(self) -> None:
-        self._began = -math.inf
-        self._left = 0
-
-    def take(self, wanted: int) -> int:
-        """Return how many of these characters may be printed; announce the first that may not."""
-        now = time.monotonic()
-        if now - self._began > _MINUTE_S:
-            self._began, self._left = now, MOST_OF_MINUTE
-        given = min(wanted, max(self._left, 0))
-        if given < wanted and self._left >= 0:
-            _say(f"environments have printed {MOST_OF_MINUTE} characters within a minute; the rest is left out")
-            self._left = -1
-        else:
-            self._left -= given
-        return given
-
-
-_minute = _Minute()
-
-
 class _Allowance:
-    """The characters left of a call's allowance, and how many more it wanted."""
+    """The characters left of a step or minute, and how many more were wanted.
+
+    Calls of an earlier step than the newest count for the newest: a process has one allowance at a time, whatever the
+    order of its calls.
+    """
 
     def __init__(self) -> None:
-        self._left = MOST_OF_CALL
-        self.num_left_out = 0
+        self._period = -math.inf
+        self._name = ""
+        self._left = 0
+        self._num_left_out = 0
+
+    def of(self, period: float, name: str) -> Self:
+        """Return the allowance, renewed if this is a later period."""
+        if period > self._period:
+            self.end()
+            self._period, self._name, self._left = period, name, MOST
+        return self
 
     def taken(self, text: str) -> str:
         """Return the part of a text that may be printed."""
-        kept = text[: _minute.take(min(self._left, len(text)))]
+        kept = text[: self._left]
         self._left -= len(kept)
-        self.num_left_out += len(text) - len(kept)
+        self._num_left_out += len(text) - len(kept)
         return visible(kept)
 
+    def end(self) -> None:
+        """Say how much was left out, if anything was."""
+        if self._num_left_out:
+            _say(f"prints of environments, {self._name}: {self._num_left_out} more characters not shown")
+        self._num_left_out = 0
 
+
+_of_step, _of_minute = _Allowance(), _Allowance()
 _allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
 
 
 class _Bounded:
-    """A stream that enforces the allowance of the current call, if there is one in this thread or task."""
+    """A stream that enforces the allowance of the call in this thread or task, if there is one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -83,21 +77,27 @@ class _Bounded:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Bound what this thread or task prints in the block; at its end, say how much was left out."""
+def bounded(step: int | None = None) -> Iterator[None]:
+    """Bound what this thread or task prints in the block, for a step of the run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Bounded):
             setattr(sys, name, _Bounded(stream))
-    allowance = _Allowance()
-    before = _allowance.set(allowance)
+    if step is None:
+        minute = time.monotonic() // _MINUTE_S
+        before = _allowance.set(_of_minute.of(minute, "a minute"))
+    else:
+        before = _allowance.set(_of_step.of(step, f"step {step}"))
     try:
         yield
     finally:
         _allowance.reset(before)
-        note = f"... {allowance.num_left_out} more characters that the environment printed are left out"
-        if allowance.num_left_out and _minute.take(len(note)) == len(note):
-            _say(note)
+
+
+def say_left_out() -> None:
+    """Say at once how much was left out so far, before the process ends."""
+    for allowance in (_of_step, _of_minute):
+        allowance.end()
 
 
 def _say(note: str) -> None:

@@ -39,10 +39,10 @@ class Environments:
         """Return whether a response to this prompt may be answered."""
         return self._of(group).converses
 
-    def submit(self, key: int, group: PromptGroup, conversation: Messages) -> None:
+    def submit(self, key: int, group: PromptGroup, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
         self._scorer_of[key] = scorer = self._of(group)
-        scorer.submit(key, group.problem, conversation)
+        scorer.submit(key, group.problem, conversation, step)
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
         """Return what is ready. Raises `RewardError` where a failure of an environment ends the run."""

@@ -115,10 +115,10 @@ class Scorer:
             self._pool = WorkerPool(self._server, self._config, engine)
             self.converses = self._pool.await_ready()
 
-    def submit(self, key: int, problem: Problem, conversation: Messages) -> None:
+    def submit(self, key: int, problem: Problem, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
         self._num_calls += 1
-        self._wanted[key] = job = Job(key, Call(self._num_calls, problem, conversation))
+        self._wanted[key] = job = Job(key, Call(self._num_calls, problem, conversation, step))
         self._started().submit(job)
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:

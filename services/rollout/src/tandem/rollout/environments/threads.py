@@ -16,6 +16,7 @@ from tandem.config import Config
 from tandem.rollout.environments.environment import converses, step_of
 from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
+from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.samples.tokenizer import Messages
 
 
@@ -25,7 +26,8 @@ class ThreadPool:
     def __init__(self, config: Config) -> None:
         """Make the environment. Raises `ConfigError`."""
         settings = config.env[str(config.data.environment)]
-        environment = make_environment(config)
+        with bounded():
+            environment = make_environment(config)
         self.converses = converses(environment)
         self._timeout_s = settings.timeout_s
         self._module = (settings.class_path or "").rpartition(".")[0]
@@ -56,6 +58,7 @@ class ThreadPool:
             self._waiting.put(None)
         for thread in self._at_work:
             thread.join(timeout=0.2)
+        say_left_out()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=f"reward-{len(self._at_work)}", daemon=True)

@@ -1,0 +1,72 @@
+"""A process that has used up its descriptors still writes its run's record, at once and whole."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tandem.common.descriptors import Reserve
+from tandem.observe.run_folder.journal import read_journal
+from tests.descriptors import descriptors_left, said_by_limited
+
+RECORDING = textwrap.dedent(
+    """
+    import contextlib, os, sys
+    from pathlib import Path
+    from tandem.observe.run_folder import journal as module
+    from tandem.observe.run_folder.journal import Journal, StepRecord
+
+    def wait(_):
+        raise AssertionError("it waits for a descriptor")
+
+    def take_all():
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    taken = []
+    module.time.sleep = wait
+    folder = Path(sys.argv[1])
+    with Journal.create(folder, b"{}", "grpo") as journal:
+        full = journal.reserve.num_held
+        take_all()
+        for step in range(1, 51):
+            journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0}, seconds={"total": 1.0}))
+            journal.record_event("trainer-0", f"step {step}")
+            assert journal.reserve.num_held == full, "they are taken back, though no other is free"
+        with journal.reserve.lent():
+            take_all()  # as another thread might
+        assert journal.reserve.num_held == 0
+        for descriptor in taken:
+            os.close(descriptor)
+        journal.record_event("trainer-0", "there are descriptors again")
+        assert journal.reserve.num_held == full
+        print(full)
+    """
+)
+
+
+def test_a_journal_writes_at_once_where_no_descriptor_is_left(tmp_path: Path) -> None:
+    assert int(said_by_limited(64, RECORDING, str(tmp_path / "run"))) > 2
+    with read_journal(tmp_path / "run") as journal:
+        assert [step.step for step in journal.steps()] == [*range(1, 51)]
+        assert len(journal.events()) == 51
+
+
+def test_what_is_lent_can_be_opened_and_comes_back(tmp_path: Path) -> None:
+    reserve = Reserve(2)
+    try:
+        with descriptors_left(0):
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+            with reserve.lent():
+                os.close(os.open(tmp_path, os.O_RDONLY))
+            assert reserve.num_held == 2
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+    finally:
+        reserve.close()
+    assert reserve.num_held == 0
