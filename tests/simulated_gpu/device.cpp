@@ -43,19 +43,30 @@ T& forever() {
 
 }  // namespace
 
-const Settings& settings() {
-  static const Settings found = [] {
-    Settings settings;
-    settings.num_devices = std::atoi(environment("SIMULATED_GPU_COUNT", "1"));
-    settings.memory = std::strtoull(environment("SIMULATED_GPU_MEMORY", "4294967296"), nullptr, 10);
-    settings.has_peers = std::atoi(environment("SIMULATED_GPU_PEERS", "1")) != 0;
-    settings.is_late = std::atoi(environment("SIMULATED_GPU_LATE", "0")) != 0;
-    settings.state = environment("SIMULATED_GPU_STATE", "");
-    settings.carried = environment("SIMULATED_GPU_CARRIED", "");
-    return settings;
-  }();
+namespace {
+
+Settings read_settings() {
+  Settings settings;
+  settings.num_devices = std::atoi(environment("SIMULATED_GPU_COUNT", "1"));
+  settings.memory = std::strtoull(environment("SIMULATED_GPU_MEMORY", "4294967296"), nullptr, 10);
+  settings.has_peers = std::atoi(environment("SIMULATED_GPU_PEERS", "1")) != 0;
+  settings.is_late = std::atoi(environment("SIMULATED_GPU_LATE", "0")) != 0;
+  settings.state = environment("SIMULATED_GPU_STATE", "");
+  settings.carried = environment("SIMULATED_GPU_CARRIED", "");
+  return settings;
+}
+
+Settings& mutable_settings() {
+  static Settings found = read_settings();
   return found;
 }
+
+}  // namespace
+
+const Settings& settings() { return mutable_settings(); }
+
+// For processes that are forked from one that has asked for devices, before they use one.
+extern "C" void simulated_gpu_read_environment() { mutable_settings() = read_settings(); }
 
 void fail(const std::string& what) {
   std::fprintf(stderr, "simulated GPU: %s\n", what.c_str());
