@@ -342,8 +342,10 @@ class WithoutPython {
  public:
   WithoutPython() {
     static auto holds = symbol<int()>("PyGILState_Check");
+    static auto is_ending = symbol<int()>("_Py_IsFinalizing");
     static auto save = symbol<void*()>("PyEval_SaveThread");
-    if (settings().is_late && holds != nullptr && holds() != 0) saved_ = save();
+    if (!settings().is_late || holds == nullptr || save == nullptr) return;
+    if ((is_ending == nullptr || is_ending() == 0) && holds() != 0) saved_ = save();
   }
   ~WithoutPython() {
     static auto restore = symbol<void(void*)>("PyEval_RestoreThread");
