@@ -65,8 +65,7 @@ def take_part(rank: int, config: Config, checkpoint: Path, dtype: str, folder: P
     os.environ["SIMULATED_GPU_CARRIED"] = str(folder / "carried")
     ctypes.CDLL("libcuda.so.1").simulated_gpu_read_environment()
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
-    dist.destroy_process_group()
-    (store,) = trainer_harness._STORE
+    (store,) = trainer_harness.STORE
     torch.cuda.set_device(rank)
     backend: Any = None
     if rank < NUM_TRAINERS:
@@ -128,7 +127,7 @@ def scene(config: Config, checkpoint: Path, dtype: str, folder: Path, is_late: b
     """Refit the engine to each version; compare all that it holds with what trainers save, and the digests."""
     folder.mkdir()
     found: list[Found] = run_ranks(
-        NUM_TRAINERS + NUM_WORKERS, take_part, config, checkpoint, dtype, folder, is_late, deadline_s=200.0
+        NUM_TRAINERS + NUM_WORKERS, take_part, config, checkpoint, dtype, folder, is_late, deadline_s=200.0, are_group=False
     )
     trainers, workers = found[:NUM_TRAINERS], found[NUM_TRAINERS:]
     for version in range(NUM_STEPS + 1):
