@@ -66,10 +66,10 @@ def test_copies_are_waited_for_before_the_memory_goes() -> None:
             offloaded.reload()
         print(float(tensor.sum()))
     """
-    # Where GPUs are simulated: what nobody waits for happens much later.
+    # Where GPUs are simulated: what nobody waits for does not happen.
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "SIMULATED_GPU_DELAY": "30"},
+        env={**os.environ, "SIMULATED_GPU_LATE": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -100,7 +100,7 @@ def make_checkpoint(folder: Path, model: str, *, seed: int = 0, max_file_size: s
     """Write a random model with its tokenizer, 26 tokens, to `folder`, in float32, in files of this size."""
     write_new_model(folder, NewModel(config=MODELS[model], characters="0123456789+-= abcdefghi", seed=seed))
     settings = transformers.AutoConfig.from_pretrained(folder)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         with torch.no_grad():

@@ -228,7 +228,7 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     )
 
 
-_STORE: list[Any] = []
+STORE: list[Any] = []
 """Where the processes of a test meet: one, in each of them."""
 
 
@@ -237,7 +237,7 @@ def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Ba
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     if len(config.processes_of) == 1:
         return make_backend(config, checkpoint=checkpoint), None
-    (store,) = _STORE
+    (store,) = STORE
     exchange = meet(config, rank, store, "127.0.0.1", 60.0)
     return make_backend(config, checkpoint=checkpoint, world=world_at(config, rank)), exchange
 
@@ -369,8 +369,12 @@ def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: i
     )
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S, are_group: bool = True
+) -> list[Any]:
     """Call ``function(rank, *args)`` in `world_size` processes that form a process group; return what each returned.
+
+    Without `are_group` they form none, and may do so by the store in `STORE`.
 
     Fails if a rank raises, dies, or has not returned by the deadline.
     """
@@ -378,7 +382,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
     processes, ends = [], []
     for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_rank, args=(theirs, rank, world_size, store.port, function, args))
+        size = world_size if are_group else 0
+        process = CONTEXT.Process(target=_rank, args=(theirs, rank, size, store.port, function, args))
         process.start()
         theirs.close()
         processes.append(process)
@@ -415,12 +420,13 @@ def _result(rank: int, end: Connection, deadline: float) -> tuple[str, Any]:
 
 
 def _rank(end: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    """Be a rank; of no group if there is none in its world."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    _STORE.append(store)
-    if not any(isinstance(each, Config) and len(each.processes_of) > 1 for each in args):  # else `begin` does it
+    STORE.append(store)
+    if world_size and not any(isinstance(each, Config) and len(each.processes_of) > 1 for each in args):  # else `begin` does it
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         end.send((None, function(rank, *args)))

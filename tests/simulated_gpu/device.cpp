@@ -1,6 +1,7 @@
 // Devices, memory, streams and events: see device.h.
 #include "device.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/file.h>
@@ -8,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -41,18 +43,30 @@ T& forever() {
 
 }  // namespace
 
-const Settings& settings() {
-  static const Settings found = [] {
-    Settings settings;
-    settings.num_devices = std::atoi(environment("SIMULATED_GPU_COUNT", "1"));
-    settings.memory = std::strtoull(environment("SIMULATED_GPU_MEMORY", "4294967296"), nullptr, 10);
-    settings.has_peers = std::atoi(environment("SIMULATED_GPU_PEERS", "1")) != 0;
-    settings.delay_s = std::atof(environment("SIMULATED_GPU_DELAY", "0"));
-    settings.state = environment("SIMULATED_GPU_STATE", "");
-    return settings;
-  }();
+namespace {
+
+Settings read_settings() {
+  Settings settings;
+  settings.num_devices = std::atoi(environment("SIMULATED_GPU_COUNT", "1"));
+  settings.memory = std::strtoull(environment("SIMULATED_GPU_MEMORY", "4294967296"), nullptr, 10);
+  settings.has_peers = std::atoi(environment("SIMULATED_GPU_PEERS", "1")) != 0;
+  settings.is_late = std::atoi(environment("SIMULATED_GPU_LATE", "0")) != 0;
+  settings.state = environment("SIMULATED_GPU_STATE", "");
+  settings.carried = environment("SIMULATED_GPU_CARRIED", "");
+  return settings;
+}
+
+Settings& mutable_settings() {
+  static Settings found = read_settings();
   return found;
 }
+
+}  // namespace
+
+const Settings& settings() { return mutable_settings(); }
+
+// For processes that are forked from one that has asked for devices, before they use one.
+extern "C" void simulated_gpu_read_environment() { mutable_settings() = read_settings(); }
 
 void fail(const std::string& what) {
   std::fprintf(stderr, "simulated GPU: %s\n", what.c_str());
@@ -61,6 +75,14 @@ void fail(const std::string& what) {
 }
 
 void missing(const char* name) { fail(std::string(name) + " is called, and the simulated GPU does not provide it"); }
+
+void note_carried(const char* what, std::size_t bytes) {
+  if (settings().carried.empty()) return;
+  int fd = open(settings().carried.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  std::string line = std::string(what) + " " + std::to_string(bytes) + "\n";
+  if (fd < 0 || write(fd, line.data(), line.size()) < 0) fail("SIMULATED_GPU_CARRIED cannot be written");
+  close(fd);
+}
 
 // --- devices ---------------------------------------------------------------------------------------------------------
 
@@ -303,10 +325,42 @@ char* import_memory(const Handle& handle, int device) {
   close(fd);
   if (at == MAP_FAILED) return nullptr;
   note({static_cast<char*>(at), handle.bytes, device, Kind::imported, 0});
+  note_carried("ipc", handle.bytes);
   return static_cast<char*>(at);
 }
 
 // --- streams and events ----------------------------------------------------------------------------------------------
+
+namespace {
+
+// How often something is asked whether it is done, until that counts as waiting for it: who asks in a loop does wait, who
+// asks now and then, as the allocator and NCCL's watchdog do, does not.
+constexpr int MOST_ASKED = 50;
+
+// Lets other threads of Python go on while this one waits: what it waits for may be a kernel that Triton interprets.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    static auto holds = symbol<int()>("PyGILState_Check");
+    static auto is_ending = symbol<int()>("_Py_IsFinalizing");
+    static auto save = symbol<void*()>("PyEval_SaveThread");
+    if (!settings().is_late || holds == nullptr || save == nullptr) return;
+    if ((is_ending == nullptr || is_ending() == 0) && holds() != 0) saved_ = save();
+  }
+  ~WithoutPython() {
+    static auto restore = symbol<void(void*)>("PyEval_RestoreThread");
+    if (saved_ != nullptr) restore(saved_);
+  }
+
+ private:
+  template <typename Function>
+  static Function* symbol(const char* name) {
+    return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  }
+  void* saved_ = nullptr;
+};
+
+}  // namespace
 
 class Stream {
  public:
@@ -315,16 +369,14 @@ class Stream {
   std::uint64_t enqueue(std::function<void()> work, bool waits) {
     std::unique_lock lock(mutex_);
     std::uint64_t number = ++num_queued_;
-    if (settings().delay_s == 0 && !waits && num_done_ + 1 == number) {
+    if (!settings().is_late && !waits && num_done_ + 1 == number) {
       lock.unlock();
       work();
       lock.lock();
       finish(number);
       return number;
     }
-    auto delay = waits ? Clock::duration::zero() : std::chrono::duration_cast<Clock::duration>(
-                                                       std::chrono::duration<double>(settings().delay_s));
-    tasks_.push_back({std::move(work), Clock::now() + delay, number});
+    tasks_.push_back({std::move(work), number});
     if (!has_thread_) {
       has_thread_ = true;
       std::thread([this] { run(); }).detach();
@@ -333,13 +385,18 @@ class Stream {
     return number;
   }
 
-  void wait_for(std::uint64_t number) {
-    std::unique_lock lock(mutex_);
-    if (num_done_ >= number) return;
-    num_waiting_++;
+  void want(std::uint64_t number) {
+    std::lock_guard lock(mutex_);
+    num_wanted_ = std::max(num_wanted_, number);
     changed_.notify_all();
+  }
+
+  void wait_for(std::uint64_t number) {
+    if (has_done(number)) return;
+    want(number);
+    WithoutPython without;
+    std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return num_done_ >= number; });
-    num_waiting_--;
   }
 
   std::uint64_t last() {
@@ -352,12 +409,25 @@ class Stream {
     return num_done_ >= number;
   }
 
+  // Return whether it is done; `num_asked` are those that asked before.
+  bool ask(std::uint64_t number, std::atomic<int>& num_asked) {
+    bool is_done = has_done(number);
+    if (!is_done && ++num_asked >= MOST_ASKED) want(number);
+    return is_done;
+  }
+
+  bool is_idle() {
+    std::uint64_t number = last();
+    bool is_idle = ask(number, num_asked_);
+    if (is_idle) num_asked_ = 0;
+    return is_idle;
+  }
+
   const int device;
 
  private:
   struct Task {
     std::function<void()> work;
-    Clock::time_point due;
     std::uint64_t number;
   };
 
@@ -370,8 +440,10 @@ class Stream {
     set_device(device);
     std::unique_lock lock(mutex_);
     while (true) {
-      changed_.wait(lock, [&] { return !tasks_.empty() && num_done_ + 1 == tasks_.front().number; });
-      changed_.wait_until(lock, tasks_.front().due, [&] { return num_waiting_ > 0; });
+      changed_.wait(lock, [&] {
+        return !tasks_.empty() && num_done_ + 1 == tasks_.front().number &&
+               (!settings().is_late || tasks_.front().number <= num_wanted_);
+      });
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
@@ -386,7 +458,8 @@ class Stream {
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   std::uint64_t num_queued_ = 0, num_done_ = 0;
-  int num_waiting_ = 0;  // threads that wait for something of it, for which it hurries
+  std::uint64_t num_wanted_ = 0;  // what is late runs up to here
+  std::atomic<int> num_asked_{0};
   bool has_thread_ = false;
 };
 
@@ -423,6 +496,8 @@ std::uint64_t enqueue(Stream* stream, std::function<void()> work, bool waits) {
   return stream->enqueue(std::move(work), waits);
 }
 
+void want(Stream* stream, std::uint64_t number) { stream->want(number); }
+
 void synchronize(Stream* stream) { stream->wait_for(stream->last()); }
 
 void synchronize_device(int device) {
@@ -434,14 +509,15 @@ void synchronize_device(int device) {
   for (Stream* stream : all) synchronize(stream);
 }
 
-bool is_idle(Stream* stream) { return stream->has_done(stream->last()); }
+bool is_idle(Stream* stream) { return stream->is_idle(); }
 
 class Event {
  public:
   struct Mark {
-    Stream* stream;
+    Stream* stream = nullptr;
     std::uint64_t number = 0;
     Clock::time_point at;
+    std::atomic<int> num_asked{0};
   };
 
   std::shared_ptr<Mark> mark() {
@@ -463,14 +539,15 @@ Event* new_event() { return new Event(); }
 void delete_event(Event* event) { delete event; }
 
 void record(Event* event, Stream* stream) {
-  auto mark = std::make_shared<Event::Mark>(Event::Mark{stream, 0, {}});
+  auto mark = std::make_shared<Event::Mark>();
+  mark->stream = stream;
   mark->number = stream->enqueue([mark] { mark->at = Clock::now(); }, false);
   event->set(mark);
 }
 
 bool is_done(Event* event) {
   auto mark = event->mark();
-  return mark == nullptr || mark->stream->has_done(mark->number);
+  return mark == nullptr || mark->stream->ask(mark->number, mark->num_asked);
 }
 
 void synchronize(Event* event) {

@@ -1,6 +1,7 @@
 // A GPU that is simulated on the CPU: its devices, memory, streams and events, which the files beside this one give the
 // names of CUDA and NCCL. Device memory is host memory at its own address; what is queued on a stream is run by the
-// thread that queues it or, where something of the stream is still awaited, by a thread of the stream.
+// thread that queues it or, where something of the stream is still awaited, by a thread of the stream; or as late as may
+// be, when somebody waits for it.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +17,15 @@ struct Settings {
   int num_devices = 1;                  // SIMULATED_GPU_COUNT
   std::size_t memory = 4ull << 30;      // SIMULATED_GPU_MEMORY, bytes of each device
   bool has_peers = true;                // SIMULATED_GPU_PEERS, 0 or 1: whether devices reach each other's memory
-  double delay_s = 0;                   // SIMULATED_GPU_DELAY: what is queued runs so much later, unless awaited
+  bool is_late = false;                 // SIMULATED_GPU_LATE, 0 or 1: what is queued runs when it is awaited
   std::string state;                    // SIMULATED_GPU_STATE: a file in which processes count what they hold
+  std::string carried;                  // SIMULATED_GPU_CARRIED: a file in which they note what crosses, a line each
 };
 const Settings& settings();
 
 [[noreturn]] void fail(const std::string& what);
 [[noreturn]] void missing(const char* name);
+void note_carried(const char* what, std::size_t bytes);
 
 // --- devices ---------------------------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ Stream* new_stream(int device);
 int device_of(Stream* stream);
 // Queue work. `waits`: it takes time that is not the caller's, as a kernel that spins or a message of a peer does.
 std::uint64_t enqueue(Stream* stream, std::function<void()> work, bool waits = false);
+void want(Stream* stream, std::uint64_t number);   // as soon as may be, and all before it; nobody waits here
 void synchronize(Stream* stream);
 void synchronize_device(int device);
 bool is_idle(Stream* stream);

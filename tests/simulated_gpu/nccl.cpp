@@ -2,6 +2,9 @@
 //
 // What the real library does when something goes wrong, this does: a peer that is gone is not noticed, so that what
 // waits for it waits until `ncclCommAbort`; a communicator that is made without `blocking = 0` waits for all its ranks.
+//
+// Where what is queued runs as late as may be, an operation runs when it is awaited here, or when a rank that takes part
+// has begun it, which tells the others: there it may be awaited by what this rank's host waits for in turn.
 #include <nccl.h>
 
 #include <poll.h>
@@ -30,6 +33,15 @@
 
 using namespace simulated;
 
+// Operations that are queued together on one stream.
+struct Batch {
+  simulated::Stream* stream = nullptr;
+  std::uint64_t number = 0;           // of the communicator's
+  std::uint64_t task = 0;             // of the stream's
+  std::vector<std::uint64_t> before;  // by peer: messages between the two that are queued before it
+  std::vector<std::uint64_t> own;     // by peer: its own
+};
+
 struct ncclComm {
   std::string name;  // the same for all ranks
   int rank = 0, num_ranks = 1, device = 0;
@@ -42,7 +54,14 @@ struct ncclComm {
   std::uint64_t num_queued = 0, num_carried = 0;
   int num_splits = 0;
 
+  // Of use only where what is queued is late.
+  int listening = -1;                  // where peers tell of what they have begun
+  std::vector<std::uint64_t> queued;   // messages with each peer
+  std::vector<std::uint64_t> begun;    // as many of these as the peer has begun
+  std::deque<Batch> waiting;           // not carried yet
+
   ~ncclComm() {
+    if (listening >= 0) close(listening);
     for (int socket : sockets) {
       if (socket >= 0) close(socket);
     }
@@ -67,17 +86,69 @@ Comm comm_of(ncclComm_t comm) {
 
 // --- connecting ------------------------------------------------------------------------------------------------------
 
-socklen_t address_of(const std::string& name, int rank, sockaddr_un* address) {
-  std::string path = "simulated-nccl/" + name + "/" + std::to_string(rank);
+socklen_t address_of(const std::string& name, int rank, sockaddr_un* address, const char* what = "") {
+  std::string path = "simulated-nccl/" + name + "/" + std::to_string(rank) + what;
   *address = {};
   address->sun_family = AF_UNIX;  // an abstract name: no file that could be left
   std::memcpy(address->sun_path + 1, path.data(), path.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }
 
+struct Begun {
+  int rank;
+  std::uint64_t num_messages;
+};
+
+// Have a batch run if a peer has begun what it is for.
+void want_if_begun(const ncclComm& comm, const Batch& batch) {
+  bool is_begun = false;
+  for (int peer = 0; peer < comm.num_ranks; peer++) is_begun |= batch.before[peer] < comm.begun[peer];
+  if (is_begun && batch.task != 0) want(batch.stream, batch.task);
+}
+
+void listen_to_peers(const Comm& comm) {
+  while (!comm->is_aborted) {
+    pollfd awaited{comm->listening, POLLIN, 0};
+    if (poll(&awaited, 1, 20) <= 0) continue;
+    Begun told;
+    if (recv(comm->listening, &told, sizeof told, 0) != sizeof told) continue;
+    std::lock_guard lock(comm->mutex);
+    comm->begun[told.rank] = std::max(comm->begun[told.rank], told.num_messages);
+    for (const Batch& batch : comm->waiting) want_if_begun(*comm, batch);
+  }
+}
+
+void tell_peers(const Comm& comm, const Batch& batch) {
+  for (int peer = 0; peer < comm->num_ranks; peer++) {
+    if (peer == comm->rank || batch.own[peer] == 0) continue;
+    Begun told{comm->rank, batch.before[peer] + batch.own[peer]};
+    sockaddr_un address;
+    socklen_t size = address_of(comm->name, peer, &address, "/begun");
+    auto* to = reinterpret_cast<sockaddr*>(&address);
+    while (sendto(comm->listening, &told, sizeof told, MSG_NOSIGNAL | MSG_DONTWAIT, to, size) < 0 &&
+           (errno == EAGAIN || errno == EINTR) && !comm->is_aborted) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
+void want_all_before(const ncclComm& comm, std::uint64_t number) {
+  for (const Batch& batch : comm.waiting) {
+    if (batch.number < number && batch.task != 0) want(batch.stream, batch.task);
+  }
+}
+
 void connect_all(const Comm& comm) {
   comm->sockets.assign(comm->num_ranks, -1);
   sockaddr_un address;
+  if (settings().is_late) {
+    comm->listening = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    socklen_t size = address_of(comm->name, comm->rank, &address, "/begun");
+    if (bind(comm->listening, reinterpret_cast<sockaddr*>(&address), size) != 0) {
+      fail("rank " + std::to_string(comm->rank) + " of a communicator of NCCL exists already");
+    }
+    std::thread([comm] { listen_to_peers(comm); }).detach();
+  }
   socklen_t size = address_of(comm->name, comm->rank, &address);
   int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(listener, 128) != 0) {
@@ -117,6 +188,8 @@ ncclResult_t start(ncclComm_t* made, const std::string& name, int rank, int num_
   comm->rank = rank;
   comm->num_ranks = num_ranks;
   comm->device = device;
+  comm->queued.assign(num_ranks, 0);
+  comm->begun.assign(num_ranks, 0);
   {
     std::lock_guard lock(mutex);
     comms()[comm.get()] = comm;
@@ -385,14 +458,10 @@ void finish(Operation& operation, const ncclComm& comm) {
 }
 
 // Operations of one communicator go one after the other, in the order in which they were queued, whatever their streams.
-std::uint64_t take_number(const Comm& comm) {
-  std::lock_guard lock(comm->mutex);
-  return comm->num_queued++;
-}
-
 template <typename Work>
 void in_order(const Comm& comm, std::uint64_t number, Work work) {
   std::unique_lock lock(comm->mutex);
+  want_all_before(*comm, number);
   comm->has_carried.wait(lock, [&] { return comm->num_carried == number; });
   lock.unlock();
   work();
@@ -401,16 +470,57 @@ void in_order(const Comm& comm, std::uint64_t number, Work work) {
   comm->has_carried.notify_all();
 }
 
+void want_all(const Comm& comm) {
+  std::lock_guard lock(comm->mutex);
+  want_all_before(*comm, comm->num_queued);
+}
+
+Batch begin(const Comm& comm, std::uint64_t number) {
+  std::lock_guard lock(comm->mutex);
+  auto found = std::find_if(
+      comm->waiting.begin(), comm->waiting.end(), [&](const Batch& batch) { return batch.number == number; });
+  Batch batch = std::move(*found);
+  comm->waiting.erase(found);
+  return batch;
+}
+
 void carry(const Comm& comm, std::uint64_t number, std::vector<Operation>& operations) {
   while (comm->state == ncclInProgress && !comm->is_aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  Batch batch = begin(comm, number);
   in_order(comm, number, [&] {
+    if (settings().is_late) tell_peers(comm, batch);
     Exchange exchange(comm);
     for (Operation& operation : operations) prepare(operation, exchange, *comm);
     if (exchange.run()) {
-      for (Operation& operation : operations) finish(operation, *comm);
+      for (Operation& operation : operations) {
+        finish(operation, *comm);
+        if (operation.what == What::send) note_carried("nccl", operation.bytes());
+      }
     }
   });
   comm->num_running--;
+}
+
+// Count the messages that an operation has with each peer; both ranks count the same.
+void count(const Operation& operation, const ncclComm& comm, std::vector<std::uint64_t>& by_peer) {
+  bool is_for_all = operation.what == What::all_gather || operation.what == What::all_to_all ||
+                    operation.what == What::all_reduce || operation.what == What::reduce_scatter ||
+                    ((operation.what == What::reduce || operation.what == What::broadcast) &&
+                     comm.rank == operation.peer);
+  for (int peer = 0; peer < comm.num_ranks; peer++) by_peer[peer] += is_for_all || peer == operation.peer;
+}
+
+void put(const Comm& comm, Stream* stream, std::shared_ptr<std::vector<Operation>> operations) {
+  comm->num_running++;
+  std::lock_guard lock(comm->mutex);
+  Batch batch{stream, comm->num_queued++, 0, comm->queued, std::vector<std::uint64_t>(comm->num_ranks, 0)};
+  for (const Operation& operation : *operations) count(operation, *comm, batch.own);
+  for (int peer = 0; peer < comm->num_ranks; peer++) comm->queued[peer] += batch.own[peer];
+  comm->waiting.push_back(batch);
+  std::uint64_t number = batch.number;
+  comm->waiting.back().task =
+      enqueue(stream, [comm, number, operations] { carry(comm, number, *operations); }, true);
+  want_if_begun(*comm, comm->waiting.back());
 }
 
 struct Queued {
@@ -437,9 +547,7 @@ void flush() {
       }
     }
     all = std::move(others);
-    comm->num_running++;
-    std::uint64_t number = take_number(comm);
-    enqueue(stream, [comm, number, operations] { carry(comm, number, *operations); }, true);
+    put(comm, stream, operations);
   }
 }
 
@@ -502,14 +610,17 @@ ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* ma
   Comm comm = comm_of(handle);
   if (comm == nullptr) return ncclInvalidArgument;
   std::vector<std::pair<int, int>> all(comm->num_ranks);
-  std::pair<int, int> own{color, key};
+  std::pair<int, int> asked{color, key};
   Exchange exchange(comm);
   for (int peer = 0; peer < comm->num_ranks; peer++) {
-    exchange.send(peer, &own, sizeof own);
-    exchange.receive(peer, &all[peer], sizeof own);
+    exchange.send(peer, &asked, sizeof asked);
+    exchange.receive(peer, &all[peer], sizeof asked);
   }
   bool is_done = false;
-  in_order(comm, take_number(comm), [&] { is_done = exchange.run(); });
+  std::unique_lock lock(comm->mutex);
+  std::uint64_t number_queued = comm->num_queued++;
+  lock.unlock();
+  in_order(comm, number_queued, [&] { is_done = exchange.run(); });
   if (!is_done) return ncclInternalError;
   int number = comm->num_splits++;
   *made = nullptr;
@@ -535,18 +646,21 @@ ncclResult_t ncclCommAbort(ncclComm_t handle) {
   Comm comm = comm_of(handle);
   if (comm == nullptr) return ncclInvalidArgument;
   comm->is_aborted = true;
+  want_all(comm);
   std::lock_guard lock(mutex);
   comms().erase(handle);
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   Comm comm = comm_of(handle);
+  if (comm != nullptr) want_all(comm);
   while (comm != nullptr && comm->num_running > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   ncclCommFinalize(handle);
   std::lock_guard lock(mutex);
+  if (auto found = comms().find(handle); found != comms().end()) found->second->is_aborted = true;  // nobody listens now
   comms().erase(handle);
   return ncclSuccess;
 }

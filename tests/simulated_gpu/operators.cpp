@@ -1,7 +1,8 @@
 // torch's operators on the simulated GPU: each that has a kernel for CUDA is computed by its kernel for the CPU, on
-// views of the same memory. They replace the kernels in torch's dispatcher, so that they hold for every thread, that of
+// views of the same memory: at once or, where what is queued is late, when somebody waits for it. They replace the kernels in torch's dispatcher, so that they hold for every thread, that of
 // the backward pass included, and for whatever is built on operators: FSDP, DTensor, checkpointing, autocast.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
@@ -9,12 +10,16 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <functional>
+#include <memory>
 #include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 extern "C" void simulated_gpu_synchronize(int device, void* stream);
+extern "C" int simulated_gpu_is_late();
+extern "C" void simulated_gpu_enqueue(int device, void* stream, void (*work)(void*), void* argument);
 
 namespace {
 
@@ -33,6 +38,15 @@ const std::set<std::string> LEFT_TO_CUDA = {
 // Wait for what the calling thread has queued on a device; every device calls its default stream by the same name.
 void wait_for_current_stream(c10::DeviceIndex device) {
   simulated_gpu_synchronize(device, c10::cuda::getCurrentCUDAStream(device).stream());
+}
+
+void enqueue_on_current_stream(c10::DeviceIndex device, std::function<void()> work) {
+  auto* held = new std::function<void()>(std::move(work));
+  auto run = [](void* held) {
+    std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(held));
+    (*own)();
+  };
+  simulated_gpu_enqueue(device, c10::cuda::getCurrentCUDAStream(device).stream(), run, held);
 }
 
 // A tensor for the CPU that lies where a tensor of the GPU lies.
@@ -56,23 +70,30 @@ at::Tensor on_gpu(const at::Tensor& tensor, c10::Device device) {
   return made;
 }
 
+// Put other tensors in the place of those in an argument, if it has any.
+template <typename Change>
+std::optional<IValue> with_tensors(const IValue& value, Change change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& each : value.toTensorVector()) list.push_back(change(each));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& each : value.toOptionalTensorList()) {
+      list.push_back(each.has_value() ? std::optional<at::Tensor>(change(*each)) : std::nullopt);
+    }
+    return list;
+  }
+  return std::nullopt;
+}
+
 // One call of an operator, on its way to the CPU and back.
 class Call {
  public:
   IValue down(const IValue& value) {
-    if (value.isTensor()) return down(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& each : value.toTensorVector()) list.push_back(down(each));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& each : value.toOptionalTensorList()) {
-        list.push_back(each.has_value() ? std::optional<at::Tensor>(down(*each)) : std::nullopt);
-      }
-      return list;
-    }
+    if (auto found = with_tensors(value, [&](const at::Tensor& each) { return down(each); })) return *found;
     if (value.isDevice() && value.toDevice().is_cuda()) {
       device_ = value.toDevice();
       is_made_on_device_ = true;
@@ -85,13 +106,7 @@ class Call {
   }
 
   IValue up(const IValue& value) {
-    if (value.isTensor()) return up(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& each : value.toTensorVector()) list.push_back(up(each));
-      return list;
-    }
-    return value;
+    return with_tensors(value, [&](const at::Tensor& each) { return up(each); }).value_or(value);
   }
 
   // What has another size now was given to be filled, whatever its size.
@@ -108,6 +123,7 @@ class Call {
 
   std::optional<c10::Device> device() const { return device_; }
   const std::optional<at::Generator>& generator() const { return generator_; }
+  bool is_of_one_device() const { return devices_.size() == 1; }
 
   void synchronize() const {
     for (c10::DeviceIndex index : devices_) wait_for_current_stream(index);
@@ -179,6 +195,137 @@ void run_seeded(const c10::OperatorHandle& op, Stack& arguments, const Call& cal
   shared.set_state(before);
 }
 
+// What an operator returns, learned from tensors without elements: of its arguments' sizes alone.
+class Shapes {
+ public:
+  // Return whether it could be learned, and no argument has another size now.
+  bool learn(const c10::OperatorHandle& op, const std::vector<IValue>& given) {
+    Stack stack;
+    for (const IValue& value : given) stack.push_back(without_elements(value));
+    if (!is_known_) return false;
+    try {
+      at::AutoDispatchBelowAutograd below;
+      op.callBoxed(stack);
+    } catch (const std::exception&) {
+      return false;  // it depends on elements, or is wrong: which is seen, and said, when it is computed
+    }
+    for (auto& [made, original] : originals_) {
+      at::Tensor own = held_.at(made);
+      if (own.sizes() != original.sizes() || own.strides() != original.strides()) return false;
+    }
+    for (const IValue& value : stack) {
+      if (!value.isTensor()) return false;
+      const at::Tensor& tensor = value.toTensor();
+      if (tensor.defined() && !original_of(tensor) && is_view_of_an_argument(tensor)) return false;
+    }
+    returned_ = std::move(stack);
+    return true;
+  }
+
+  // Return tensors of the GPU that the results come to lie in: arguments, or new ones.
+  std::vector<at::Tensor> make(c10::Device device) const {
+    std::vector<at::Tensor> made;
+    for (const IValue& value : returned_) {
+      const at::Tensor& tensor = value.toTensor();
+      if (!tensor.defined()) {
+        made.emplace_back();
+      } else if (auto original = original_of(tensor)) {
+        made.push_back(*original);
+      } else {
+        made.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device)));
+      }
+    }
+    return made;
+  }
+
+  bool is_argument(std::size_t index) const { return original_of(returned_[index].toTensor()).has_value(); }
+
+ private:
+  IValue without_elements(const IValue& value) {
+    if (auto found = with_tensors(value, [&](const at::Tensor& each) { return without_elements(each); })) return *found;
+    if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(at::kMeta);
+    if (value.isGenerator()) is_known_ = false;
+    return value;
+  }
+
+  at::Tensor without_elements(const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      is_known_ &= tensor.dim() == 0;  // a number
+      return tensor;
+    }
+    for (auto& [made, original] : originals_) {
+      if (original.is_same(tensor)) return held_.at(made);
+    }
+    at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+    originals_.emplace(made.unsafeGetTensorImpl(), tensor);
+    held_.emplace(made.unsafeGetTensorImpl(), made);
+    return made;
+  }
+
+  std::optional<at::Tensor> original_of(const at::Tensor& tensor) const {
+    auto found = originals_.find(tensor.unsafeGetTensorImpl());
+    return found == originals_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  bool is_view_of_an_argument(const at::Tensor& tensor) const {
+    for (auto& [made, own] : held_) {
+      if (own.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) return true;
+    }
+    return false;
+  }
+
+  std::unordered_map<c10::TensorImpl*, at::Tensor> originals_, held_;
+  Stack returned_;
+  bool is_known_ = true;
+};
+
+// A number may be another by the time that it is used.
+IValue held_now(const IValue& value) {
+  auto held = [](const at::Tensor& each) {
+    if (!each.defined() || each.dim() > 0) return each;
+    at::Tensor made = each.clone();
+    if (each.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  };
+  return with_tensors(value, held).value_or(value);
+}
+
+// Queue a call on the current stream and return what its results come to lie in; not what reads elements to know its
+// result's size, nor random numbers, nor what copies from or to the host, all of which is computed at once.
+std::optional<std::vector<at::Tensor>> queue(
+    const c10::OperatorHandle& op, const std::vector<IValue>& given, const Call& call, const Stack& arguments) {
+  Shapes shapes;
+  if (is_random(op) || !call.device() || !call.is_of_one_device() || !shapes.learn(op, given)) return std::nullopt;
+  std::vector<at::Tensor> made = shapes.make(*call.device()), there;
+  for (std::size_t index = 0; index < made.size(); index++) {
+    bool is_new = made[index].defined() && !shapes.is_argument(index);
+    there.push_back(is_new ? on_cpu(made[index]) : at::Tensor());
+  }
+  Stack stack;
+  for (std::size_t index = 0; index < arguments.size(); index++) {
+    // Views of the GPU's memory stay as they are; they have no elements of their own.
+    bool is_number = given[index].isTensor() && !given[index].toTensor().is_cuda();
+    stack.push_back(is_number ? held_now(arguments[index]) : arguments[index]);
+  }
+  int num_threads = at::get_num_threads();
+  auto work = [op, stack = std::move(stack), there, num_threads]() mutable {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
+    try {
+      op.callBoxed(stack);
+      for (std::size_t index = 0; index < there.size(); index++) {
+        if (there[index].defined()) there[index].copy_(stack[index].toTensor());
+      }
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "simulated GPU: %s fails: %s\n", op.schema().name().c_str(), error.what());
+      std::abort();
+    }
+  };
+  enqueue_on_current_stream(call.device()->has_index() ? call.device()->index() : c10::cuda::current_device(), work);
+  return made;
+}
+
 void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   std::size_t num_arguments = op.schema().arguments().size();
   Call call;
@@ -188,8 +335,17 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   for (std::size_t index = 0; index < declared.size(); index++) {
     if (declared[index].name() == "pin_memory") arguments[index] = IValue();
   }
-  call.synchronize();
   c10::OptionalDeviceGuard guard(call.device());
+  if (simulated_gpu_is_late()) {
+    std::vector<IValue> given;
+    for (const IValue& value : torch::jit::last(*stack, num_arguments)) given.push_back(value);
+    if (auto made = queue(op, given, call, arguments)) {
+      torch::jit::drop(*stack, num_arguments);
+      for (const at::Tensor& each : *made) torch::jit::push(*stack, each);
+      return;
+    }
+  }
+  call.synchronize();
   {
     at::AutoDispatchBelowAutograd below;
     try {
@@ -215,6 +371,14 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   bool is_plain = self.dtype() == source.dtype() && self.sizes() == source.sizes() && self.is_contiguous() &&
                   source.is_contiguous() && self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
   if (is_plain) return at::native::copy_(self, source, non_blocking);
+  bool is_within = self.is_cuda() && self.device() == source.device() && self.sizes() == source.sizes();
+  if (simulated_gpu_is_late() && is_within) {
+    enqueue_on_current_stream(self.device().index(), [to = on_cpu(self), from = on_cpu(source)]() mutable {
+      at::AutoDispatchBelowADInplaceOrView below;
+      to.copy_(from);
+    });
+    return self;
+  }
   for (const at::Tensor& each : {self, source}) {
     if (each.is_cuda()) wait_for_current_stream(each.device().index());
   }

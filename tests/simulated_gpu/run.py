@@ -9,8 +9,10 @@ headers that torch brings, once for each version of them. Triton's kernels run i
 usage: python tests/simulated_gpu/run.py COMMAND ...
 
 Read from the environment: SIMULATED_GPU_COUNT (2), SIMULATED_GPU_MEMORY (bytes of a device), SIMULATED_GPU_PEERS
-(0: no device reaches another's memory), SIMULATED_GPU_DELAY (seconds: what is queued on a stream runs so much later,
-unless somebody waits for it, so that a wait which is missing shows), SIMULATED_GPU_STATE (a file in which processes
+(0: no device reaches another's memory), SIMULATED_GPU_LATE (1: what is queued on a stream, kernels and NCCL's
+operations too, runs when somebody waits for it and no earlier, so that a wait which is missing shows),
+SIMULATED_GPU_CARRIED (a file with a line for what crosses between processes: "nccl" or "ipc", and bytes),
+SIMULATED_GPU_STATE (a file in which processes
 count what they hold of each device), SIMULATED_GPU_STAND_IN (1: an engine in the place of vLLM's,
 `hook/stand_in_engine.py`), CUDA_VISIBLE_DEVICES.
 """

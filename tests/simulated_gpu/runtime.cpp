@@ -399,7 +399,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(
   return cudaSuccess;
 }
 
-// --- for operators.cpp ---
+// --- for operators.cpp and the hook ---
 
 void simulated_gpu_synchronize(int device, void* handle) { synchronize(stream_of(handle, device)); }
+int simulated_gpu_is_late() { return settings().is_late; }
+void simulated_gpu_enqueue(int device, void* handle, void (*work)(void*), void* argument) {
+  enqueue(stream_of(handle, device), [=] { work(argument); });
+}
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -71,6 +72,7 @@ def test_memory_that_is_freed_is_gone() -> None:
         import ctypes
         held = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
         address = held.data_ptr()
+        torch.cuda.synchronize()
         print(ctypes.string_at(address, 2), flush=True)
         del held
         torch.cuda.empty_cache()
@@ -106,30 +108,47 @@ def test_an_operator_that_cannot_be_computed_says_its_name() -> None:
         )
 
 
-MISSING_WAIT = """
-    source = torch.ones(1000).pin_memory()
-    there = torch.zeros(1000, device="cuda")
-    torch.cuda.synchronize()
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        there.copy_(source, non_blocking=True)
-    {wait}
-    print(float(there.sum()))
+MISSING_WAITS = """
+    import json
+    other, source = torch.cuda.Stream(), torch.ones(1000).pin_memory()
+
+    def polled():
+        done = other.record_event()
+        while not done.query():
+            pass
+
+    def found(work, wait):
+        there = torch.zeros(1000, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            work(there)
+        wait()
+        return float(there.sum())
+
+    works = {
+        "a copy": lambda there: there.copy_(source, non_blocking=True),
+        "a kernel": lambda there: there.add_(1),
+        "kernels": lambda there: there.add_((there.cos() / 2).sum(0, keepdim=True) / 500),
+        "a product": lambda there: torch.mm(there.view(10, 100) + 0.1, torch.ones(100, 100, device="cuda") / 10,
+                                            out=there.view(10, 100)),
+    }
+    waits = {
+        "stream": lambda: torch.cuda.current_stream().wait_stream(other),
+        "synchronized stream": other.synchronize,
+        "synchronized device": torch.cuda.synchronize,
+        "event that is asked": polled,
+        "nothing": lambda: None,
+    }
+    print(json.dumps({wait: [round(found(work, waits[wait])) for work in works.values()] for wait in waits}))
 """
 
 
-@pytest.mark.parametrize(
-    ("wait", "delay_s", "found"),
-    [
-        ("", 30, "0.0"),
-        ("", 0, "1000.0"),
-        ("torch.cuda.current_stream().wait_stream(other)", 30, "1000.0"),
-        ("other.synchronize()", 30, "1000.0"),
-        ("torch.cuda.synchronize()", 30, "1000.0"),
-    ],
-)
-def test_a_wait_that_is_missing_shows_as_a_wrong_result(wait: str, delay_s: int, found: str) -> None:
-    assert printed(MISSING_WAIT.format(wait=wait), SIMULATED_GPU_DELAY=delay_s) == found
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_wait_that_is_missing_shows_as_a_wrong_result(late: int) -> None:
+    found = json.loads(printed(MISSING_WAITS, SIMULATED_GPU_LATE=late))
+    without = found.pop("nothing")
+    assert set(map(tuple, found.values())) == {(1000, 1000, 1000, 1000)}
+    assert without == ([0, 0, 0, 0] if late else [1000, 1000, 1000, 1000])
 
 
 def test_an_operator_waits_for_the_device_that_its_tensors_are_on() -> None:
@@ -140,7 +159,7 @@ def test_an_operator_waits_for_the_device_that_its_tensors_are_on() -> None:
         there.copy_(source, non_blocking=True)
         print(torch.cuda.current_device(), float(there.sum()))
     """
-    assert printed(program, SIMULATED_GPU_DELAY=30).split() == ["0", "1000.0"]
+    assert printed(program, SIMULATED_GPU_LATE=1).split() == ["0", "1000.0"]
 
 
 def test_random_numbers_follow_from_its_own_seed() -> None:

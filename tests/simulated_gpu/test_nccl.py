@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,11 +42,57 @@ def gather_and_scatter(rank: int, meeting: str) -> None:
     dist.destroy_process_group()
 
 
+WAITS = ("the queue for what wrote the weights", "unpacking for the message", "the host for the queue")
+"""Of a refit by a stream (`tandem.refit.transports.exchange`), in its order."""
+
+
+def refit_without(rank: int, meeting: str) -> None:
+    """Send weights that are the number of a refit to the other rank, with the calls of a refit but for one wait."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=NUM_RANKS, store=dist.FileStore(meeting, NUM_RANKS))
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    queue = torch.cuda.Stream()
+    weights, message = (torch.zeros(NUM, device="cuda") for _ in range(2))
+    wrong = {}
+    for number, left_out in enumerate((*WAITS, "nothing"), start=1):
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            weights.fill_(number)
+        if left_out != WAITS[0]:
+            queue.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(queue):
+            if rank == 0:
+                message.copy_(weights.view(-1, 2).flip(1).view(-1))
+            backend._start_coalescing()
+            backend.send([message], 1, 0) if rank == 0 else backend.recv([message], 0, 0)
+            work = backend._end_coalescing()
+            if left_out != WAITS[1]:
+                work.wait()
+            if rank == 1:
+                weights.copy_(message.view(-1, 2).flip(1).view(-1))
+        if left_out != WAITS[2] or rank == 0:
+            queue.synchronize()
+        if rank == 1:
+            wrong[left_out] = not bool((weights == number).all())
+    if rank == 1:
+        assert wrong == {**dict.fromkeys(WAITS, True), "nothing": False}, wrong
+    dist.destroy_process_group()
+
+
+def test_each_wait_of_a_refit_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMULATED_GPU_LATE", "1")
+    run(refit_without, tmp_path)
+
+
 def test_operations_of_two_streams_do_not_mix(tmp_path: Path) -> None:
+    run(gather_and_scatter, tmp_path)
+
+
+def run(work: Callable[[int, str], None], tmp_path: Path) -> None:
+    """Do something in each rank, in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=gather_and_scatter, args=(rank, str(tmp_path / "meeting"))) for rank in range(NUM_RANKS)
-    ]
+    ranks = [context.Process(target=work, args=(rank, str(tmp_path / "meeting"))) for rank in range(NUM_RANKS)]
     for process in ranks:
         process.start()
     try:

@@ -1,16 +1,16 @@
 """Whole runs on simulated GPUs, with an engine that does with memory what vLLM does (`hook/stand_in_engine.py`).
 
-Trainers and engines take turns on one GPU, or have two GPUs each, all held in a file in which processes count their
-memory: what is left of it when a run is over is seen.
+Trainers and engines take turns on one GPU, whose memory engines open, or have two GPUs each, none of which reaches
+another's memory, so that weights stream over NCCL. Processes count in a file what they hold of a GPU, and note in another
+what crosses between them: what is left when a run is over is seen, and by which way the weights went.
 """
 
 from __future__ import annotations
 
 import statistics
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -44,30 +44,71 @@ COLOCATED: dict[str, Any] = {
     },
     "refit": {"verify": "full"},
     "checkpointing": {"save_period": 2},
-    "cluster": {"gpus_per_node": 1, "deadlines": {"refit_s": 20.0}},
+    "cluster": {"gpus_per_node": 1, "max_replacements": 20, "deadlines": {"refit_s": 20.0}},
 }
 DISJOINT: dict[str, Any] = merged(
     COLOCATED,
     {
         "policy": {"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 2}}}},
-        "cluster": {"gpus_per_node": 4, "trainers": 2, "rollouts": 2, "max_replacements": 20},
+        "cluster": {"gpus_per_node": 4, "trainers": 2, "rollouts": 2},
     },
 )
 
 
-@pytest.fixture
-def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Have four GPUs, and the stand-in for vLLM; return what says how many bytes processes that live hold."""
-    state = tmp_path / "held"
-    monkeypatch.setenv("SIMULATED_GPU_COUNT", "4")
-    monkeypatch.setenv("SIMULATED_GPU_STAND_IN", "1")
-    monkeypatch.setenv("SIMULATED_GPU_STATE", str(state))
+class Placement(NamedTuple):
+    """Where trainers and engines are, and how weights come from the ones to the others."""
 
-    def look() -> int:
-        entries = struct.iter_unpack("iiQQ", state.read_bytes())
+    config: dict[str, Any]
+    way: str
+    has_peers: bool
+    victims: tuple[tuple[str, int], ...]
+    """Whom to kill, one after each step: the kind of process, and which of them."""
+
+
+PLACEMENTS = {
+    "colocated": Placement(
+        COLOCATED, "ipc", True, (("rollout", 0), ("trainer", 0), ("refit", 0), ("coordinator", 0))
+    ),
+    "disjoint": Placement(
+        DISJOINT, "nccl", False, (("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0))
+    ),
+}
+
+
+class Gpus:
+    """Four GPUs, and what processes wrote down about them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state, self._carried = folder / "held", folder / "carried"
+        self.variables = {
+            "SIMULATED_GPU_COUNT": "4",
+            "SIMULATED_GPU_STAND_IN": "1",
+            "SIMULATED_GPU_STATE": str(self.state),
+            "SIMULATED_GPU_CARRIED": str(self._carried),
+        }
+
+    def num_bytes_held(self) -> int:
+        """Return the bytes that processes hold that live."""
+        entries = struct.iter_unpack("iiQQ", self.state.read_bytes())
         return sum(num_bytes for pid, _, _, num_bytes in entries if psutil.pid_exists(pid))
 
-    return look
+    def carried(self) -> dict[str, int]:
+        """Return the bytes that crossed between processes since this was last asked, by the way that they went."""
+        found: dict[str, int] = {}
+        for line in self._carried.read_text().splitlines():
+            way, num_bytes = line.split()
+            found[way] = found.get(way, 0) + int(num_bytes)
+        self._carried.unlink()
+        return found
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """Have four GPUs, and the stand-in for vLLM."""
+    made = Gpus(tmp_path)
+    for name, value in made.variables.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 def assert_learned(run: str | Path) -> None:
@@ -94,20 +135,22 @@ def victims_of(run: Command, kind: str) -> list[psutil.Process]:
     return [each for each in run.children() if "tandem.coordinator.cli up" in " ".join(each.cmdline())]
 
 
-def test_training_and_an_engine_that_unmaps_its_weights_take_turns(tmp_path: Path, held: Callable[[], int]) -> None:
-    run = undisturbed(tmp_path / "colocated", COLOCATED)
-    assert_learned(run)
-    assert held() == 0
-
-
-def test_two_trainers_and_two_engines_survive_the_loss_of_each(tmp_path: Path, held: Callable[[], int]) -> None:
-    expected = undisturbed(tmp_path / "alone", DISJOINT)
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_run_survives_the_loss_of_each_process(
+    placement: Placement, tmp_path: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIMULATED_GPU_PEERS", str(int(placement.has_peers)))
+    config, victims = placement.config, placement.victims
+    expected = undisturbed(tmp_path / "alone", config)
     assert_learned(expected)
-    assert held() == 0
-    victims = [("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0)]
+    assert gpus.num_bytes_held() == 0
+    carried = gpus.carried()
+    assert carried.keys() == {placement.way}
+    if placement.way == "nccl":
+        assert carried["nccl"] == sum(sum(refit.num_bytes.values()) for refit in refits_of(expected))
     (tmp_path / "harried").mkdir()
     with in_folder(tmp_path / "harried"):
-        with Command("coordinator", "up", write_config(DISJOINT), "--supervise") as run:
+        with Command("coordinator", "up", write_config(config), "--supervise") as run:
             for after, (kind, index) in enumerate(victims, start=1):
                 run.wait_for(rf"(?m)^step +{after}/{NUM_STEPS}  ")
                 wait_until(lambda at=(kind, index): len(victims_of(run, at[0])) > at[1], run.output)
@@ -116,4 +159,5 @@ def test_two_trainers_and_two_engines_survive_the_loss_of_each(tmp_path: Path, h
             assert run.wait() == 0, run.output()
             assert not all_gone(children, 20.0)
         assert_same_results("run", expected)
-        assert held() == 0
+        assert gpus.num_bytes_held() == 0
+        assert gpus.carried().keys() == {placement.way}

@@ -255,6 +255,15 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
             f"{KEY}.optimizer.optimizer_cpu_offload: true, but its state cannot be saved (checkpointing.enabled)",
         ),
         (
+            [
+                f"{KEY}.optimizer={{optimizer_cpu_offload: true, use_distributed_optimizer: true}}",
+                "checkpointing.enabled=false",
+                "policy.precision=float32",
+            ],
+            f"{KEY}.optimizer.optimizer_cpu_offload: true, but in float32 it needs "
+            f"{KEY}.optimizer.use_distributed_optimizer off",
+        ),
+        (
             [f"{KEY}.optimizer={{use_precision_aware_optimizer: true, use_distributed_optimizer: false}}"],
             f"{KEY}.optimizer.use_precision_aware_optimizer: true, but it needs {KEY}.optimizer.optimizer adam and "
             "use_distributed_optimizer",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
+import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -54,12 +57,9 @@ def _interpret(interpreter: Any) -> None:
     """
     import torch
 
-    def wait(self: Any, arguments: Any, named: Any) -> tuple[Any, Any]:
-        torch.cuda.current_stream().synchronize()
-        return arguments, named
-
-    interpreter.GridExecutor._init_args_hst = wait
+    interpreter.GridExecutor._init_args_hst = lambda _, arguments, named: (arguments, named)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    _queue(interpreter.GridExecutor)
     convert = interpreter._convert_float
 
     def rounded(values: Any, from_: Any, to: Any, rounding: Any) -> Any:
@@ -91,6 +91,46 @@ def _interpret(interpreter: Any) -> None:
         return interpreter.TensorHandle(bits, interpreter.tl.bfloat16)
 
     builder.create_dot, builder.binary_op = dot, binary
+
+
+class _Pointer:
+    """A tensor's address and type, which do not keep its memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.dtype = tensor.dtype
+        self._address = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return int(self._address)
+
+
+def _queue(executor: Any) -> None:
+    """Have a kernel run at its turn in the stream that it is launched on, which may be in another thread."""
+    import torch
+
+    runtime = ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0])
+    run, kept, number, one_at_a_time = executor.__call__, dict[int, Any](), itertools.count(), threading.Lock()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def work(which: int | None) -> None:
+        kernel, arguments, named = kept.pop(which or 0)
+        with one_at_a_time:
+            run(kernel, *arguments, **named)
+
+    def pointer(value: Any) -> Any:
+        return _Pointer(value) if isinstance(value, torch.Tensor) else value
+
+    def call(self: Any, *arguments: Any, **named: Any) -> None:
+        stream, which = torch.cuda.current_stream(), next(number)
+        kept[which] = self, [*map(pointer, arguments)], {name: pointer(value) for name, value in named.items()}
+        runtime.simulated_gpu_enqueue(stream.device_index, ctypes.c_void_p(stream.cuda_stream), work, which)
+
+    def call_at_once(self: Any, *arguments: Any, **named: Any) -> None:
+        torch.cuda.current_stream().synchronize()
+        run(self, *arguments, **named)
+
+    runtime.simulated_gpu_enqueue.argtypes = [ctypes.c_int, ctypes.c_void_p, type(work), ctypes.c_void_p]
+    executor.__call__ = call if runtime.simulated_gpu_is_late() else call_at_once
 
 
 def _take_the_place(engine: Any) -> None:
