@@ -66,12 +66,8 @@ class Placement(NamedTuple):
 
 
 PLACEMENTS = {
-    "colocated": Placement(
-        COLOCATED, "ipc", True, (("rollout", 0), ("trainer", 0), ("refit", 0), ("coordinator", 0))
-    ),
-    "disjoint": Placement(
-        DISJOINT, "nccl", False, (("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0))
-    ),
+    "colocated": Placement(COLOCATED, "ipc", True, (("rollout", 0), ("trainer", 0), ("refit", 0), ("coordinator", 0))),
+    "disjoint": Placement(DISJOINT, "nccl", False, (("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0))),
 }
 
 
