@@ -34,6 +34,7 @@ from tandem.launch.service import Member
 from tandem.refit import layout
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
+from tandem.rollout.generating import Generating
 from tandem.rollout.service import RolloutService
 from tandem.samples.tokenizer import write_new_model
 
@@ -73,22 +74,23 @@ class Slow:
         return Score(1.0, correct=True) if num_turns == NUM_TURNS else Turn([{"role": "user", "content": "1"}])
 
 
-class Service(RolloutService):
+class HoldsBack(Generating):
     """The real one, which can also hand all responses to the environment at once when the last is there."""
 
-    def __init__(self, member: Member) -> None:
-        super().__init__(member)
-        self._holds_back = False
+    holds_back = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._held: list[Completion] = []
 
     def choose(self, way: str) -> None:
         """Do what comes next this way."""
-        self._is_async = way == "async_engine"
-        self._holds_back = way == "turn by turn"
+        self._parts.is_async = way == "async_engine"
+        self.holds_back = way == "turn by turn"
 
     def _take(self, completion: Completion) -> None:
         self._held.append(completion)
-        if not self._holds_back or not self._built().num_unfinished:
+        if not self.holds_back or not self._parts.engine.num_unfinished:
             held, self._held = self._held, []
             for one in held:
                 super()._take(one)
@@ -99,11 +101,12 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
     if member.name.startswith("trainer"):
         trainer = Trainer(member, folder)
         return trainer, {"layout": lambda: layout.encode(trainer.layout), "write": trainer.write}
-    service = Service(member)
+    service = RolloutService(member)
     service.handle(BuildEngine(command_id=0, deadline_s=TIMEOUT_S), {})
+    service._generating = generating = HoldsBack(member, service.parts, None)
     return service, {
-        "layout": lambda: layout.encode(service._built().layouts()[0]),
-        "choose": service.choose,
+        "layout": lambda: layout.encode(service.parts.engine.layouts()[0]),
+        "choose": generating.choose,
         "take": lambda command_id: take_samples(service, command_id),
     }
 

@@ -64,7 +64,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
 
     def watch() -> None:
         """Note when the engine has made its first tokens."""
-        engine = service._built()
+        engine = service.parts.engine
         step = engine.step
 
         def timed() -> Any:
@@ -76,8 +76,8 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
         engine.step = timed  # type: ignore[method-assign]
 
     return service, {
-        "layout": lambda: layout.encode(service._built().layouts()[0]),
-        "verify": lambda mode: setattr(service._plane(), "_verify", mode),
+        "layout": lambda: layout.encode(service.parts.engine.layouts()[0]),
+        "verify": lambda mode: setattr(service.parts.endpoint, "_verify", mode),
         "watch": watch,
         "forget": first.clear,
         "first": lambda: first[0],

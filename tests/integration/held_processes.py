@@ -94,9 +94,9 @@ def _rollout(arguments: Sequence[str]) -> int:
     from tandem.launch.service import Member
     from tandem.rollout import cli
     from tandem.rollout.engines.transformers import TransformersEngine
-    from tandem.rollout.service import RolloutService
+    from tandem.rollout.generating import Generating
 
-    apply, start, reply = TransformersEngine.apply, RolloutService._start, Member.reply
+    apply, start, reply = TransformersEngine.apply, Generating.start, Member.reply
 
     def applying(self: Any, version: int, *args: Any) -> Any:
         if version > 1 and self.num_unfinished:
@@ -114,7 +114,7 @@ def _rollout(arguments: Sequence[str]) -> int:
             versions = {"oldest": sample.oldest_version, "newest": sample.newest_version}
             _note("sent", at=time.monotonic(), step=message.step, purpose=message.purpose, **versions)
 
-    TransformersEngine.apply, RolloutService._start = applying, starting  # type: ignore[method-assign]
+    TransformersEngine.apply, Generating.start = applying, starting  # type: ignore[method-assign]
     Member.reply = replying  # type: ignore[method-assign]
     return cli.main(arguments)
 

@@ -1,8 +1,8 @@
 """Whole runs on simulated GPUs, with an engine that does with memory what vLLM does (`hook/stand_in_engine.py`).
 
 Trainers and engines take turns on one GPU, whose memory engines open, or have two GPUs each, none of which reaches
-another's memory, so that weights stream over NCCL. Processes count in a file what they hold of a GPU, and note in another
-what crosses between them: what is left when a run is over is seen, and by which way the weights went.
+another's memory, so that weights stream over NCCL. Processes count in a file what they hold of a GPU, and note in
+another what crosses between them: what is left when a run is over is seen, and by which way the weights went.
 """
 
 from __future__ import annotations

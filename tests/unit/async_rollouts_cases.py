@@ -58,7 +58,7 @@ def test_others_go_on_while_an_answer_is_awaited(start: Start, is_async: bool) -
     if is_async:
         work_until(rollout, lambda: len(finished(rollout)) == 6)
         assert {group for _, group in finished(rollout)} == {1, 2, 3}
-        assert rollout.service._built().num_unfinished == 0
+        assert rollout.service.parts.engine.num_unfinished == 0
     else:
         for _ in range(300):
             assert rollout.service.work()
@@ -107,7 +107,7 @@ def test_orders_run_beside_each_other_until_one_says_otherwise(start: Start) -> 
     assert tokens_of(rollout.finish()) == {key: tokens for key, tokens in expected.items() if key[0] in (1, 2)}
     assert generated(rollout) == [third]
     assert not given_up.count(third)
-    assert rollout.service._built().num_unfinished == 0
+    assert rollout.service.parts.engine.num_unfinished == 0
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Guest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        guests = self._rollout.service._guests
+        guests = self._rollout.service.parts.guests
         assert guests is not None
         guests._driver.drop("the test is over")  # where it has failed, somebody may wait
         self._client.close()
@@ -84,8 +84,8 @@ def test_samples_are_the_same_to_the_bit_whoever_asks_meanwhile(start: Start, pl
     alone = steps(start(guests=False, **placement))
     rollout = start(**placement)
     num_tokens = 40 if placement else 190  # more than are made in the moment of one step
-    assert rollout.service._guests is not None
-    driver = rollout.service._guests._driver
+    assert rollout.service.parts.guests is not None
+    driver = rollout.service.parts.guests._driver
     with Guest(rollout) as guest:
         answers: list[Any] = []
 
@@ -134,7 +134,7 @@ def test_guests_run_beside_samples_where_these_join_and_leave_at_any_time(start:
         rollout.start(rollout.group(0, range(12)), max_new_tokens=60, ends=False)  # more than there are slots
         asked = guest.ask(max_tokens=20)
         answer = guest.answer(asked)
-        assert rollout.service._generations, "it did not wait for them"
+        assert rollout.service.generating.generations, "it did not wait for them"
         assert len(answer.choices[0].token_ids) == 20
         assert tokens_of(rollout.finish()) == alone
 
@@ -143,7 +143,7 @@ def test_weights_change_in_the_middle_of_an_answer(start: Start) -> None:
     rollout = start(**DISJOINT)
     with Guest(rollout) as guest:
         asked = guest.ask(max_tokens=100)
-        until(lambda: rollout.service.work() and rollout.service._guests is not None)
+        until(lambda: rollout.service.work() and rollout.service.parts.guests is not None)
         with torch.no_grad():
             for parameter in rollout.model.parameters():
                 parameter.mul_(1.5)

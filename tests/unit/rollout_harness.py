@@ -295,8 +295,7 @@ class Rollout:
     @property
     def store(self) -> SampleStore:
         """Where the service keeps its samples."""
-        assert self.service._store is not None
-        return self.service._store
+        return self.service.parts.store
 
     def error(self, *groups: PromptGroup) -> str:
         self.start(*groups)

@@ -170,7 +170,7 @@ def test_an_episode_that_is_given_up_is_refused_and_its_program_ended(tmp_path: 
         rollout.refit(1)
         assert not rollout.service.work()
         program.wait(WAIT_S)
-        assert rollout.service._built().num_unfinished == 0
+        assert rollout.service.parts.engine.num_unfinished == 0
         Path("go on").touch()
         ((scored, _, _),) = played(rollout.run(rollout.group(0, [7])))
         assert scored.oldest_version == 1

@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_beyond_loopback_a_token_is_asked_for(start: Start) -> None:
     rollout = start(guests=False, **DISJOINT)
-    engine = rollout.service._engine
+    engine = rollout.service.parts.engine
     assert engine is not None
     guests = Guests(rollout.config, engine, rollout.tokenizer, "0.0.0.0", lambda: None)
     with contextlib.closing(guests):
@@ -67,7 +67,7 @@ def test_beyond_loopback_a_token_is_asked_for(start: Start) -> None:
 
 def test_a_guest_who_leaves_makes_room(start: Start) -> None:
     rollout = start(**DISJOINT)
-    guests = rollout.service._guests
+    guests = rollout.service.parts.guests
     assert guests is not None
     assert rollout.guests is not None
     left = threading.Event()
@@ -110,7 +110,7 @@ def test_an_answer_that_is_interrupted_is_the_one_that_is_not(start: Start) -> N
             while not asked.done():
                 service.work()
                 if number % 3 == 0:
-                    service._pause_guests()
+                    service.parts.pause_guests()
                 number += 1
             interrupted, wanted = asked.result(), stopped if stops else alone
             assert interrupted.choices[0].token_ids == wanted.choices[0].token_ids

@@ -113,11 +113,11 @@ def test_an_engine_that_begins_anew_stays_and_has_nothing_to_do_with_what_it_mad
     rollout, folder = start("Scores"), tmp_path / "samples"
     samples = rollout.run(rollout.group(0, [1, 2]))
     rollout.record("rollout-0", *all_of(rollout._generated[0], samples))
-    engine, address = rollout.service._engine, rollout.samples_at
+    engine, address = rollout.service.parts.engine, rollout.samples_at
     rollout.start(rollout.group(1, [3]), ends=False, max_new_tokens=50)
     assert rollout.service.work()
     rollout.build()
-    assert rollout.service._engine is engine
+    assert rollout.service.parts.engine is engine
     assert rollout.samples_at == address
     assert not rollout.service.work(), "it has given up what it was at"
     assert "does not have sample" in str(fetch(address, [(rollout._generated[0], 0, 0)]))
@@ -289,7 +289,7 @@ def test_the_engine_gives_way_to_training_before_samples_from_disk_are_there(
     assert rollout.config.takes_turns
     rollout.restore(where, num_samples=2)
     with pytest.raises(Exception, match="while the engine sleeps"):
-        rollout.service._built().step()
+        rollout.service.parts.engine.step()
 
 
 def test_groups_that_are_not_there_any_more_are_an_error(start: Callable[..., Rollout], tmp_path: Path) -> None:

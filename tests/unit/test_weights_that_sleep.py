@@ -54,11 +54,11 @@ def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout
 
 
 def test_what_is_digested_is_finished_before_they_go(rollout: Rollout) -> None:
-    (expected,) = rollout.service._plane().digests(0)
+    (expected,) = rollout.service.parts.endpoint.digests(0)
     rollout.order(Attest(command_id=next(rollout._command_ids), deadline_s=WAIT_S, version=0))
     rollout.start(rollout.group(0, range(2)), max_new_tokens=3)
     rollout.finish()
-    engine = rollout.service._built()
+    engine = rollout.service.parts.engine
     assert isinstance(engine, Sleeper)
     assert engine.kept, "it sleeps"
     (attested,) = [message for message, _ in rollout.member.sent if isinstance(message, Attested)]
@@ -68,7 +68,7 @@ def test_what_is_digested_is_finished_before_they_go(rollout: Rollout) -> None:
 
 def test_it_wakes_to_pass_them_on(rollout: Rollout) -> None:
     rollout.run(rollout.group(0, range(2)), max_new_tokens=3)
-    engine = rollout.service._built()
+    engine = rollout.service.parts.engine
     assert isinstance(engine, Sleeper)
     assert engine.kept, "it sleeps"
     refit = Refit(command_id=next(rollout._command_ids), deadline_s=WAIT_S, version=0, only=("rollout-1",))

@@ -1,0 +1,308 @@
+"""Generations in progress on one engine: prompts in, scored samples out.
+
+    Generate ─▶ `start`: conversations ─▶ engine: a token each ─▶ `_take`: responses ─▶ environments
+                                            ▲                                               │
+                                            └───────────── another turn ────────────────────┤
+                                                                                            ▼
+                                            `_finish`: Generated ◀── `_send`: SamplesFinished, stored, recorded
+
+A sample's metadata, such as its reward, goes to the coordinator. Its arrays stay in the store for trainers to fetch.
+Without ``async_engine`` the engine pauses while an environment may answer, so that the batch of running sequences does
+not depend on how long that takes. With it the engine continues with other samples, and an answered one joins at once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from tandem.common.errors import DataError, WireError
+from tandem.common.memory import MemoryMeter
+from tandem.common.messages import Generate, Generated, PromptGroup, Purpose, SampleScored, SamplesFinished
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.launch.service import Member
+from tandem.rollout.conversation import Conversation
+from tandem.rollout.engine import Completion
+from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments.outcomes import beyond_in_sum
+from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Unscored
+from tandem.rollout.parts import Parts
+from tandem.samples.batch import Batch
+from tandem.samples.routed_experts import RoutedExperts
+
+if TYPE_CHECKING:
+    from tandem.rollout.agents.agents import Agents
+
+_REWARD_POLL_S = 0.001
+_UNSCORED = Score(0.0, correct=False)
+"""Score of a sample that a limit ended before the environment did; it keeps the rewards of its turns."""
+_GUEST_SHARE, _MOST_GUEST_S = 0.1, 5.0
+"""Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
+
+
+_Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
+"""Samples that finished together, by the command that asked for them."""
+
+
+class Generation:
+    """One `Generate` in progress."""
+
+    def __init__(self, order: Generate, first_number: int, experts: RoutedExperts | None) -> None:
+        self.order = order
+        self.started_at = time.time()
+        samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
+        self.conversations = {
+            number: Conversation(group, sample, experts) for number, (group, sample) in enumerate(samples, first_number)
+        }
+        """Unfinished samples by number, which is also the number of their request."""
+        self.num_samples = len(samples)
+        self.num_tokens = 0
+        self.seconds = {"generation": 0.0, "rewards": 0.0}
+
+
+class Generating:
+    """The `Generate` commands that an engine is carrying out."""
+
+    def __init__(self, member: Member, parts: Parts, experts: RoutedExperts | None) -> None:
+        self._member = member
+        self._config = member.config
+        self._parts = parts
+        self._experts = experts
+        self._vocabulary = vocabulary_size(member.config.policy)
+        self._max_turns = member.config.rollout_section.max_rollout_turns
+        self.generations: dict[int, Generation] = {}
+        """Generations in progress, by command."""
+        self._generation_of: dict[int, Generation] = {}
+        """Generations by the number of an unfinished sample."""
+        self._num_samples = 0
+        """Samples ever asked for, and so the number of the next one."""
+        self._awaited: set[int] = set()
+        """Samples at the environment, which may go on."""
+        self._answered: list[int] = []
+        """Samples that continue after an answer."""
+        self._memory = MemoryMeter()
+
+    def start(self, order: Generate) -> None:
+        """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
+        if order.command_id in self.generations:
+            return  # repeated so late that it is not recognised as a repetition
+        with self._member.phase(f"reading the prompts of step {order.step}"):
+            self._check(order)
+        engine = self._parts.engine
+        self._give_up([command_id for command_id in self.generations if command_id < order.cancel_before])
+        if not self.generations:
+            self._memory.begin()
+        engine.wake()
+        generation = Generation(order, self._num_samples, self._experts)
+        self._num_samples += generation.num_samples
+        self.generations[order.command_id] = generation
+        for number, conversation in generation.conversations.items():
+            self._generation_of[number] = generation
+            if self._parts.agents is not None:
+                self._parts.agents.begin(number, conversation.group, conversation.sample, order)
+            else:
+                engine.add_request(conversation.request(number, order.sampling))
+
+    def _check(self, order: Generate) -> None:
+        """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
+        longest = self._config.policy.max_total_sequence_length
+        for index, group in enumerate(order.groups):
+            highest, size = max(group.prompt_ids), len(group.prompt_ids)
+            field = f"Generate.groups[{index}].prompt_ids"
+            if highest >= self._vocabulary:
+                raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
+            if size >= longest:
+                raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
+            if self._parts.environments is not None and group.environment not in self._parts.environments:
+                raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
+        if len({group.group for group in order.groups}) < len(order.groups):
+            raise WireError("Generate.groups: a group is there twice")
+
+    def _give_up(self, command_ids: list[int]) -> None:
+        """Stop generations that the coordinator no longer awaits; whole groups of their samples stay."""
+        for command_id in command_ids:
+            conversations = self.generations.pop(command_id).conversations
+            self._parts.store.release_groups(command_id, {each.group.group for each in conversations.values()})
+            numbers = conversations.keys()
+            for number in numbers:
+                del self._generation_of[number]
+            if self._parts.agents is not None:
+                self._parts.agents.forget(numbers)
+                continue
+            for number in numbers:
+                self._parts.engine.abort(number)
+            self._environments.forget(numbers)
+            self._awaited.difference_update(numbers)
+            self._answered = [number for number in self._answered if number not in numbers]
+
+    def give_up_all(self) -> None:
+        """Stop all generations."""
+        self._give_up([*self.generations])
+
+    def work(self) -> None:
+        """Make a token for each sample, and take what environments have answered; report what fails."""
+        step = next(iter(self.generations.values())).order.step
+        begun = [*self.generations]  # a generation at its end may fail while answering
+        try:
+            with self._member.phase(f"generating step {step}"):
+                self._advance()
+        except Exception as error:
+            for command_id in begun:
+                self._member.fail(command_id, error)
+            self.give_up_all()
+
+    @property
+    def _environments(self) -> Environments:
+        assert self._parts.environments is not None, "asked only where no agents play"
+        return self._parts.environments
+
+    def _advance(self) -> None:
+        if self._parts.agents is not None:
+            self._play(self._parts.agents)
+        else:
+            self._converse()
+        for generation in [*self.generations.values()]:
+            if not generation.conversations:
+                self._finish(generation)
+
+    def _play(self, agents: Agents) -> None:
+        """Make one token for each request of an agent; take the episodes that have ended."""
+        started = time.perf_counter()
+        phase = "generation" if agents.work() else "rewards"
+        if self._parts.guests is not None and not self._parts.num_running:
+            self._parts.guests.work()
+        for generation in self.generations.values():
+            generation.seconds[phase] += time.perf_counter() - started
+        finished: _Finished = {}
+        for number, session, result in agents.poll():
+            score, unscored = (result, None) if isinstance(result, Score) else (_UNSCORED, result)
+            sample, arrays = session.finish(score, self._parts.engine.version or 0, unscored)
+            self._generation_of[number].num_tokens += sample.response_length
+            self._end(finished, number, sample, arrays)
+        self._send(finished)
+
+    def _converse(self) -> None:
+        """Make one token for each conversation; let environments answer those with a response."""
+        parts, environments = self._parts, self._environments
+        started = time.perf_counter()
+        phase = "rewards"
+        num_running = parts.num_running
+        if num_running and (parts.is_async or not self._awaited):
+            phase = "generation"
+            for completion in parts.step():
+                self._take(completion)
+        elif num_running or parts.guests is None or not parts.guests.work():
+            time.sleep(_REWARD_POLL_S)
+        for generation in self.generations.values():
+            generation.seconds[phase] += time.perf_counter() - started
+        self._answer(environments.poll())
+        if parts.is_async or not self._awaited:
+            for number in sorted(self._answered):
+                generation = self._generation_of[number]
+                request = generation.conversations[number].request(number, generation.order.sampling)
+                parts.engine.add_request(request)
+            self._answered.clear()
+
+    def _take(self, completion: Completion) -> None:
+        """Pass a response to the environment."""
+        environments, number = self._environments, completion.request_id
+        generation = self._generation_of[number]
+        conversation = generation.conversations[number]
+        conversation.add_response(completion, self._parts.tokenizer.decode(completion.token_ids_T.tolist()))
+        generation.num_tokens += len(completion.token_ids_T)
+        has_turns_left = conversation.num_turns < self._max_turns
+        if has_turns_left and environments.converses(conversation.group):
+            self._awaited.add(number)
+        environments.submit(number, conversation.group, tuple(conversation.messages), generation.order.step)
+
+    def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
+        """Report which samples have ended; let the others go on."""
+        finished: _Finished = {}
+        for number, result in results:
+            self._awaited.discard(number)
+            generation = self._generation_of[number]
+            conversation = generation.conversations[number]
+            if wrong := beyond_in_sum(conversation.reward, result):
+                result = self._environments.refuse(conversation.group, conversation.messages, wrong)
+            ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
+            match ended:
+                case None:
+                    self._answered.append(number)
+                    continue
+                case Score():
+                    sample = conversation.finish(ended, "score")
+                case Unscored():
+                    sample = conversation.finish(_UNSCORED, "score", ended)
+                case _:
+                    sample = conversation.finish(_UNSCORED, ended)
+            self._end(finished, number, *sample)
+        self._send(finished)
+
+    def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
+        """Note a sample as finished, to be reported with the others of its command."""
+        generation = self._generation_of.pop(number)
+        group = generation.conversations.pop(number).group
+        finished.setdefault(generation.order.command_id, []).append((group, scored, arrays))
+
+    def _send(self, finished: _Finished) -> None:
+        """Store the samples that have finished, and report them."""
+        for command_id, samples in finished.items():
+            order = self.generations[command_id].order
+            if order.purpose == "train":
+                for _, scored, arrays in samples:
+                    self._parts.store.put((command_id, scored.group, scored.sample), arrays)
+            self._record(self.generations[command_id], samples)
+            message = SamplesFinished(
+                command_id=command_id,
+                step=order.step,
+                purpose=order.purpose,
+                samples=tuple(_as_sent(scored, order.purpose) for _, scored, _ in samples),
+            )
+            self._member.reply(command_id, message)
+
+    def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, Batch]]) -> None:
+        if self._parts.recorder is not None:
+            order = generation.order
+            self._parts.recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)
+
+    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
+        """Add the environment's reply if another response may follow; else return what ends the sample."""
+        conversation.reward += turn.reward
+        if conversation.num_turns >= self._max_turns:
+            return "turns"
+        try:
+            token_ids = self._parts.tokenizer.encode_continuation(turn.messages, conversation.last_id)
+        except DataError as error:
+            return self._environments.refuse(conversation.group, conversation.messages, str(error))
+        if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
+            return "length"
+        conversation.add_answer(turn.messages, token_ids)
+        return None
+
+    def _finish(self, generation: Generation) -> None:
+        del self.generations[generation.order.command_id]
+        if self._parts.agents is not None and not self.generations:
+            self._parts.agents.rest()
+        if self._config.takes_turns and not self.generations:
+            if self._parts.guests is not None and not self._parts.is_async:
+                self._parts.guests.work_for(min(_GUEST_SHARE * sum(generation.seconds.values()), _MOST_GUEST_S))
+            self._parts.sleep()
+        reply = Generated(
+            command_id=generation.order.command_id,
+            step=generation.order.step,
+            purpose=generation.order.purpose,
+            num_samples=generation.num_samples,
+            num_tokens=generation.num_tokens,
+            seconds=generation.seconds,
+            memory=self._memory.use(),
+            gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
+        )
+        self._member.reply(generation.order.command_id, reply)
+
+
+def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
+    """Return a sample as sent to the coordinator, which shows only validation texts."""
+    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="", extracted_answer=None)

@@ -1,0 +1,198 @@
+"""The parts of a rollout that `BuildEngine` makes: its engine, and what works beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.common.messages import BuildEngine, Listener, RewardServer
+from tandem.common.network import address_towards
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.placement import gpus_per_engine
+from tandem.config.threads import limit_threads
+from tandem.launch.service import Member
+from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.refit.endpoint import Endpoint
+from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.environments.program import Program
+from tandem.rollout.environments.routing import Environments
+from tandem.samples.routed_experts import RoutedExperts, replayed_experts
+from tandem.samples.sample_store import SampleStore
+from tandem.samples.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tandem.rollout.agents.agents import Agents
+    from tandem.rollout.guests import Guests
+    from tandem.rollout.sample_recorder import SampleRecorder
+
+
+@dataclasses.dataclass(kw_only=True)
+class Parts:
+    """The engine of a rollout, and what works beside it."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    endpoint: Endpoint
+    store: SampleStore = dataclasses.field(init=False)
+    environments: Environments | None
+    """None where agents play."""
+    is_async: bool
+    """Whether the engine goes on while environments answer (``async_engine``)."""
+    agents: Agents | None = None
+    guests: Guests | None = None
+    """None if external requests are not allowed."""
+    recorder: SampleRecorder | None = None
+    """None if there is no rollout log."""
+    gpus: GpuMonitor | None = None
+    """None where it computes on the CPU."""
+
+    @classmethod
+    def build(cls, order: BuildEngine, member: Member, experts: RoutedExperts | None) -> Parts:
+        """Build all that a run's configuration asks for, in the order in which they need each other."""
+        config, host = member.config, address_towards(member.coordinator)
+        limit_threads(config, "rollouts")
+        tokenizer = load_tokenizer(config)
+        with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
+            environments = None
+            if config.agent is None:
+                environments = Environments(config, _program(order.reward_server, member.coordinator))
+                stack.callback(environments.close)
+            engine = _make_engine(config)
+            stack.callback(engine.close)
+            parts = cls(
+                tokenizer=tokenizer,
+                engine=engine,
+                endpoint=Endpoint(member, engine),
+                environments=environments,
+                is_async=config.policy.generation.is_async,
+            )
+            if config.policy.generation.has_guests:
+                parts.guests = _make_guests(member, engine, tokenizer, host)
+                stack.callback(parts.guests.close)
+            if environments is not None:  # its import has begun beside the engine's
+                environments.await_ready(None if parts.guests is None else parts.guests.address)
+            else:
+                parts.agents = _make_agents(parts, config, host)
+                stack.callback(parts.agents.close)
+            if num_gpus := gpus_per_engine(config):
+                parts.gpus = GpuMonitor(config.logger)
+                parts.gpus.begin(0, num_gpus)
+                stack.callback(parts.gpus.close)
+            # After engine and agents: processes that they fork must not hold the socket.
+            max_tokens = config.policy.generation.max_stored_tokens
+            parts.store = SampleStore(host, member.run_id, max_tokens, member.trainers)
+            stack.callback(parts.store.close)
+            if order.samples_folder:
+                parts.recorder = _make_recorder(Path(order.samples_folder), member, parts.store, tokenizer, experts)
+            stack.pop_all()
+            return parts
+
+    def step(self) -> list[Completion]:
+        """Make one token for each sample; return the finished ones.
+
+        External requests run beside samples only with ``async_engine``.
+        """
+        if self.guests is None:
+            return self.engine.step()
+        if not self.is_async:
+            self.guests.pause()
+            return self.engine.step()
+        self.guests.admit()
+        return self.guests.hand_out(self.engine.step())
+
+    @property
+    def num_running(self) -> int:
+        """Requests for samples that the engine has."""
+        return self.engine.num_unfinished - (0 if self.guests is None else self.guests.num_running)
+
+    def pause_guests(self) -> None:
+        """Keep external requests from the engine, if it takes any, until there is room for them again."""
+        if self.guests is not None:
+            self.guests.pause()
+
+    def sleep(self) -> None:
+        """Release the device to training."""
+        self.pause_guests()
+        if self.engine.weights_sleep:
+            self.endpoint.finish_digest()
+        self.engine.sleep()
+
+    def close(self) -> None:
+        """Release the engine and the environments."""
+        for part in (
+            self.guests,
+            self.gpus,
+            self.recorder,
+            self.agents,
+            self.environments,
+            self.store,
+            self.endpoint,
+            self.engine,
+        ):
+            if part is not None:
+                part.close()
+
+
+def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
+    # Imported only where agents play: it serves HTTP.
+    from tandem.rollout.agents.agents import Agents
+
+    return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
+
+
+def _make_guests(member: Member, engine: Engine, tokenizer: Tokenizer, host: str) -> Guests:
+    # Likewise.
+    from tandem.rollout.guests import Guests
+
+    tokenizer.encode("")  # as for the recorder
+    return Guests(member.config, engine, tokenizer, host, member.wake)
+
+
+def _make_recorder(
+    folder: Path, member: Member, store: SampleStore, tokenizer: Tokenizer, experts: RoutedExperts | None
+) -> SampleRecorder:
+    # Importing Arrow starts threads, and services are forked by a process that must have none.
+    from tandem.rollout.sample_recorder import SampleRecorder
+
+    tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
+    recorder = SampleRecorder(folder, member, store, tokenizer, vocabulary_size(member.config.policy), experts)
+    store.give_after(recorder.flush)
+    return recorder
+
+
+def _program(server: RewardServer | None, coordinator: str) -> Program | None:
+    """Return where the program that began the run scores samples, if it does: on the coordinator's host."""
+    if server is None:
+        return None
+    address = f"{coordinator.rpartition(':')[0]}:{server.port}"
+    return Program(Listener(address=address, public_key=server.public_key), server.callers)
+
+
+def _make_engine(config: Config) -> Engine:
+    """Start the engine that the configuration names."""
+    policy, generation = config.policy, config.policy.generation
+    if generation.backend == "vllm":
+        from tandem.rollout.engines.vllm.engine import VllmEngine
+
+        # External requests are few, and do not wait for all waiting samples.
+        extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
+        return VllmEngine(
+            Path(policy.model_name),
+            generation.vllm_cfg,
+            extra={**extra, **generation.vllm_kwargs},
+            experts=replayed_experts(config),
+            config_overrides=policy.hf_config_overrides,
+        )
+    from tandem.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(
+        Path(policy.model_name),
+        num_slots=generation.transformers_cfg.num_slots,
+        max_total_sequence_length=policy.max_total_sequence_length,
+        dtype=policy.precision,
+        experts=replayed_experts(config),
+        config_overrides=policy.hf_config_overrides,
+    )
