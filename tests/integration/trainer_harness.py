@@ -426,7 +426,9 @@ def _rank(end: Connection, rank: int, world_size: int, port: int, function: Call
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     STORE.append(store)
-    if world_size and not any(isinstance(each, Config) and len(each.processes_of) > 1 for each in args):  # else `begin` does it
+    if world_size and not any(
+        isinstance(each, Config) and len(each.processes_of) > 1 for each in args
+    ):  # else `begin` does it
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         end.send((None, function(rank, *args)))

@@ -127,7 +127,15 @@ def scene(config: Config, checkpoint: Path, dtype: str, folder: Path, is_late: b
     """Refit the engine to each version; compare all that it holds with what trainers save, and the digests."""
     folder.mkdir()
     found: list[Found] = run_ranks(
-        NUM_TRAINERS + NUM_WORKERS, take_part, config, checkpoint, dtype, folder, is_late, deadline_s=200.0, are_group=False
+        NUM_TRAINERS + NUM_WORKERS,
+        take_part,
+        config,
+        checkpoint,
+        dtype,
+        folder,
+        is_late,
+        deadline_s=200.0,
+        are_group=False,
     )
     trainers, workers = found[:NUM_TRAINERS], found[NUM_TRAINERS:]
     for version in range(NUM_STEPS + 1):

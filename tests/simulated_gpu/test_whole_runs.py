@@ -1,8 +1,8 @@
 """Whole runs on simulated GPUs, with an engine that does with memory what vLLM does (`hook/stand_in_engine.py`).
 
 Trainers and engines take turns on one GPU, whose memory engines open, or have two GPUs each, none of which reaches
-another's memory, so that weights stream over NCCL. Processes count in a file what they hold of a GPU, and note in another
-what crosses between them: what is left when a run is over is seen, and by which way the weights went.
+another's memory, so that weights stream over NCCL. Processes count in a file what they hold of a GPU, and note in
+another what crosses between them: what is left when a run is over is seen, and by which way the weights went.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ DISJOINT: dict[str, Any] = merged(
 )
 
 
+PHASES = ("training_trainer", "generation_trainer", "generation_engine", "training_engine")
+
+
 class Placement(NamedTuple):
     """Where trainers and engines are, and how weights come from the ones to the others."""
 
@@ -66,12 +69,8 @@ class Placement(NamedTuple):
 
 
 PLACEMENTS = {
-    "colocated": Placement(
-        COLOCATED, "ipc", True, (("rollout", 0), ("trainer", 0), ("refit", 0), ("coordinator", 0))
-    ),
-    "disjoint": Placement(
-        DISJOINT, "nccl", False, (("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0))
-    ),
+    "colocated": Placement(COLOCATED, "ipc", True, (("rollout", 0), ("trainer", 0), ("refit", 0), ("coordinator", 0))),
+    "disjoint": Placement(DISJOINT, "nccl", False, (("rollout", 0), ("trainer", 1), ("refit", 0), ("coordinator", 0))),
 }
 
 
@@ -161,3 +160,19 @@ def test_a_run_survives_the_loss_of_each_process(
         assert_same_results("run", expected)
         assert gpus.num_bytes_held() == 0
         assert gpus.carried().keys() == {placement.way}
+    if placement.config is COLOCATED:
+        assert_same_from_host_memory(tmp_path / "offloaded", config, expected)
+
+
+def assert_same_from_host_memory(folder: Path, config: dict[str, Any], expected: Path) -> None:
+    """Keep the policy in host memory, out of which the engine takes it to its GPU."""
+    run = undisturbed(folder, merged(config, {"policy": {"dtensor_cfg": {"cpu_offload": True}}}))
+    assert_same_results(run, expected, same_batches=True)
+    assert all(sum(refit.num_bytes.values()) for refit in refits_of(run)), "it is not read in place"
+    for step, other in zip(steps_of(run), steps_of(expected), strict=True):
+        own, plain = ({name: each.metrics[f"memory_{name}_gb"] for name in PHASES} for each in (step, other))
+        assert own["generation_trainer"] < 0.1 * plain["generation_trainer"]
+        assert own["training_trainer"] < plain["training_trainer"]
+        assert own["generation_engine"] > 0.9 * plain["generation_engine"]
+        assert plain["generation_trainer"] < plain["training_trainer"], "the optimizer's state waits in host memory"
+        assert plain["training_engine"] < 0.2 * plain["generation_engine"], "an engine that sleeps holds no cache"

@@ -25,7 +25,6 @@ import msgspec
 
 from tandem.common import gc_tuning
 from tandem.common.errors import DataError, WireError
-from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
     BuildEngine,
@@ -134,7 +133,6 @@ class RolloutService:
         """Samples that continue after an answer."""
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
-        self._memory = MemoryMeter()
         self._gpus = GpuMonitor(member.config.logger)
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
@@ -336,7 +334,7 @@ class RolloutService:
         engine = self._built()
         self._give_up([command_id for command_id in self._generations if command_id < order.cancel_before])
         if not self._generations:
-            self._memory.begin()
+            engine.meter.begin()
         engine.wake()
         generation = Generation(order, self._num_samples, self._experts)
         self._num_samples += generation.num_samples
@@ -564,7 +562,7 @@ class RolloutService:
             num_samples=generation.num_samples,
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
-            memory=self._memory.use(),
+            memory=self._built().meter.use(),
             gpus=self._gpus.means(),
         )
         self._member.reply(generation.order.command_id, reply)

@@ -95,9 +95,15 @@ def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
         raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
     if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
         raise Invalid(f"{key}.optimizer_cpu_offload", "true, but its state cannot be saved (checkpointing.enabled)")
-    if given.get("optimizer_cpu_offload") and given["use_distributed_optimizer"] and config.policy.precision == "float32":
+    if (
+        given.get("optimizer_cpu_offload")
+        and given["use_distributed_optimizer"]
+        and config.policy.precision == "float32"
+    ):
         # Megatron-Core would give it views of the parameters, which no optimizer of torch takes.
-        raise Invalid(f"{key}.optimizer_cpu_offload", f"true, but in float32 it needs {key}.use_distributed_optimizer off")
+        raise Invalid(
+            f"{key}.optimizer_cpu_offload", f"true, but in float32 it needs {key}.use_distributed_optimizer off"
+        )
     aware = "use_precision_aware_optimizer"
     if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
         raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
