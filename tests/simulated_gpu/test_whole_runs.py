@@ -161,11 +161,12 @@ def test_a_run_survives_the_loss_of_each_process(
         assert gpus.num_bytes_held() == 0
         assert gpus.carried().keys() == {placement.way}
     if placement.config is COLOCATED:
+        monkeypatch.setenv("SIMULATED_GPU_LATE", "1")
         assert_same_from_host_memory(tmp_path / "offloaded", config, expected)
 
 
 def assert_same_from_host_memory(folder: Path, config: dict[str, Any], expected: Path) -> None:
-    """Keep the policy in host memory, out of which the engine takes it to its GPU."""
+    """Keep the policy in host memory, out of which the engine takes it to its GPU; what is queued comes late."""
     run = undisturbed(folder, merged(config, {"policy": {"dtensor_cfg": {"cpu_offload": True}}}))
     assert_same_results(run, expected, same_batches=True)
     assert all(sum(refit.num_bytes.values()) for refit in refits_of(run)), "it is not read in place"
