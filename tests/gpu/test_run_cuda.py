@@ -54,6 +54,8 @@ def test_training_and_generation_take_turns_on_one_gpu() -> None:
         # bfloat16 keeps 8 bits, and the kernels of the two sides add in another order.
         assert step.metrics["token_mult_prob_error"] < 1.05
         assert {"generation", "policy_training", "refit"} <= step.seconds.keys()
+        asleep, awake = (step.metrics[f"memory_{phase}_engine_gb"] for phase in ("training", "generation"))
+        assert asleep < 0.2 * awake, "what vLLM has unmapped is counted"
     refits = refits_of()
     assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
     for refit in refits:

@@ -30,7 +30,7 @@ from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not IS_RUNNING, reason="of simulated GPUs: python tests/simulated_gpu/run.py"),
 ]
 
@@ -53,6 +53,9 @@ DISJOINT: dict[str, Any] = merged(
         "cluster": {"gpus_per_node": 4, "trainers": 2, "rollouts": 2},
     },
 )
+
+
+PHASES = ("training_trainer", "generation_trainer", "generation_engine", "training_engine")
 
 
 class Placement(NamedTuple):
@@ -157,3 +160,20 @@ def test_a_run_survives_the_loss_of_each_process(
         assert_same_results("run", expected)
         assert gpus.num_bytes_held() == 0
         assert gpus.carried().keys() == {placement.way}
+    if placement.config is COLOCATED:
+        monkeypatch.setenv("SIMULATED_GPU_LATE", "1")
+        assert_same_from_host_memory(tmp_path / "offloaded", config, expected)
+
+
+def assert_same_from_host_memory(folder: Path, config: dict[str, Any], expected: Path) -> None:
+    """Keep the policy in host memory, out of which the engine takes it to its GPU; what is queued comes late."""
+    run = undisturbed(folder, merged(config, {"policy": {"dtensor_cfg": {"cpu_offload": True}}}))
+    assert_same_results(run, expected, same_batches=True)
+    assert all(sum(refit.num_bytes.values()) for refit in refits_of(run)), "it is not read in place"
+    for step, other in zip(steps_of(run), steps_of(expected), strict=True):
+        own, plain = ({name: each.metrics[f"memory_{name}_gb"] for name in PHASES} for each in (step, other))
+        assert own["generation_trainer"] < 0.1 * plain["generation_trainer"]
+        assert own["training_trainer"] < plain["training_trainer"]
+        assert own["generation_engine"] > 0.9 * plain["generation_engine"]
+        assert plain["generation_trainer"] < plain["training_trainer"], "the optimizer's state waits in host memory"
+        assert plain["training_engine"] < 0.2 * plain["generation_engine"], "an engine that sleeps holds no cache"

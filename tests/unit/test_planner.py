@@ -422,8 +422,9 @@ def test_whole_storages_of_one_type_are_aliased_and_replicas_do_not_part_them() 
         (rows("q", (8, 5), [(4, 8), (0, 4)]), rows("q", (8, 5), [(0, 8)])),
         (rows("q", (8, 5), [(0, 8)], "other"), rows("q", (8, 5), [(0, 8)])),
         (simple({"q": ((8, 5), "float32")}, PRIVATE), simple({"q": ((8, 5), "float32")}, PRIVATE)),
+        (simple({"q": ((8, 5), "float32")}), simple({"q": ((8, 5), "float32")}, PRIVATE, device="gpu-0")),
     ],
-    ids=["another element type", "two ranges", "another host", "private memory"],
+    ids=["another element type", "two ranges", "another host", "private memory", "a GPU"],
 )
 def test_what_is_not_one_shared_range_of_one_type_is_copied(source: Layout, engine: Layout) -> None:
     planned = plan({"t": source}, {"e": engine}, allow_alias=True)

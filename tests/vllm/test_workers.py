@@ -63,7 +63,10 @@ def load_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, to
 def check_samples(engine: VllmEngine, model: Any, version: int) -> None:
     """Check that tokens have the log-probabilities that Hugging Face gives them, and carry the version."""
     prompts = random_prompts(24)
+    engine.meter.begin()
     made = run_all(engine, [request(index, prompt, max_new_tokens=64) for index, prompt in enumerate(prompts)])
+    use = engine.meter.use()
+    assert 0 < use.held <= use.peak, "of a worker, in its process"
     for index, one in made.items():
         assert one.versions_T.tolist() == [version] * 64
         assert np.abs(one.logprobs_T - reference_logprobs(model, prompts[index], one.token_ids_T)).max() < 1e-4

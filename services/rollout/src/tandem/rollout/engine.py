@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.memory import MemoryMeter
 from tandem.common.messages import SamplingParameters
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Installed
@@ -70,6 +71,9 @@ class Engine(Protocol):
     One thread drives an engine. It starts without weights and refuses to step until `apply` has given it a whole
     version.
     """
+
+    meter: MemoryMeter
+    """Meter of the memory that the engine takes; of its workers, that of the one that takes most."""
 
     @property
     def version(self) -> int | None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from tandem.common.errors import DataError, WireError
-from tandem.common.memory import MemoryMeter
 from tandem.common.messages import Generate, Generated, PromptGroup, Purpose, SampleScored, SamplesFinished
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import Member
@@ -83,7 +82,6 @@ class Generating:
         """Samples at the environment, which may go on."""
         self._answered: list[int] = []
         """Samples that continue after an answer."""
-        self._memory = MemoryMeter()
 
     def start(self, order: Generate) -> None:
         """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
@@ -94,7 +92,7 @@ class Generating:
         engine = self._parts.engine
         self._give_up([command_id for command_id in self.generations if command_id < order.cancel_before])
         if not self.generations:
-            self._memory.begin()
+            engine.meter.begin()
         engine.wake()
         generation = Generation(order, self._num_samples, self._experts)
         self._num_samples += generation.num_samples
@@ -297,7 +295,7 @@ class Generating:
             num_samples=generation.num_samples,
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
-            memory=self._memory.use(),
+            memory=self._parts.engine.meter.use(),
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
         )
         self._member.reply(generation.order.command_id, reply)

@@ -55,6 +55,7 @@ class Assembler:
         self._tensors = tensors
         self._source_shards = source_shards
         self._engines = tuple(destinations)
+        self._are_on_cpus = [layout.device == "cpu" for layout in destinations.values()]
         self._class_of = class_of
         self._destination_shards = shards
         self._patterns = patterns
@@ -75,7 +76,7 @@ class Assembler:
         overlaps = self._overlaps(self._patterns[int(moved.pattern_F[0])], moved)
         copies, link_C = merge(self._copies(overlaps, moved), link_F[overlaps.flow_N])
         transport_C = moved.transport_F[flow_of_link][link_C]
-        if allow_alias:
+        if allow_alias and self._are_on_cpus[engine]:  # what is read in place is host memory, where no GPU computes
             shards = self._destination_shards[self._class_of[self._engines[engine]]]
             transport_C = _read_in_place(copies, transport_C, shards)
         group_C = link_C * len(registry.numbered()) + transport_C

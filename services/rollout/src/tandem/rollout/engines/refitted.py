@@ -9,6 +9,7 @@ from typing import Protocol
 import tokenizers
 
 from tandem.common.errors import DataError, RefitError
+from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Holder, Installed
@@ -80,6 +81,7 @@ class RefittedEngine:
         self._length_key = length_key
         self._member = ""
         """The engine's name in the run, once a program is installed."""
+        self.meter = MemoryMeter()
         self._version: int | None = None
         self._is_paused = False
         self._is_asleep = False

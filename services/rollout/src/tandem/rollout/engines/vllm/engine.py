@@ -18,7 +18,7 @@ from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.routing import ASKED
-from tandem.rollout.engines.vllm.workers import Workers
+from tandem.rollout.engines.vllm.workers import Workers, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 _CACHE_BYTES = 2**30
@@ -117,6 +117,7 @@ class VllmEngine(RefittedEngine):
             raise
         length_key = "policy.generation.vllm_cfg.max_model_len"
         super().__init__(model_folder, self._workers or NoRefits(), settings.max_model_len, length_key)
+        self.meter = WorkersMeter(self._llm)
         self._sequences: dict[int, _Sequence] = {}
         self._num_arrived = 0
         self._num_updates = 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from tandem.common.memory import MemoryMeter
 from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import to_bytes
@@ -69,6 +70,8 @@ class Part:
 
         """
         self._sleeper = sleeper
+        self._is_asleep = False
+        self._meter = MemoryMeter()
         self._runner = runner
         self._packed = packed
         self._rank = rank
@@ -146,6 +149,7 @@ class Part:
 
     def release_cache(self) -> None:
         """Release the memory of the key-value cache; on a GPU the weights wait in host memory. No request may run."""
+        self._is_asleep = True
         if self._sleeper is not None:
             self._sleeper.sleep(_KEEP_WEIGHTS)
             return
@@ -155,8 +159,22 @@ class Part:
 
     def take_cache(self) -> None:
         """Take the memory back, on a CPU as it is written; the caches are empty."""
+        self._is_asleep = False
         if self._sleeper is not None:
             self._sleeper.wake_up()
+
+    def begin_memory(self) -> None:
+        """Begin to measure the memory that this process takes."""
+        self._meter.begin()
+
+    def memory(self) -> tuple[int, int]:
+        """Return the peak since `begin_memory`, and what is held; what vLLM has unmapped, torch takes for held."""
+        use, unmapped = self._meter.use(), 0
+        if self._is_asleep and self._sleeper is not None:
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            unmapped = CuMemAllocator.get_instance().get_current_usage()
+        return use.peak, max(0, use.held - unmapped)
 
     def routed(self, num_tokens: Mapping[str, int]) -> list[bytes]:
         """Return the routing of this many tokens of each request; see `Routes.of`."""

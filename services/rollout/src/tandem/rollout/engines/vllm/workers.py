@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from tandem.common.memory import MemoryMeter
+from tandem.common.messages import MemoryUse
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
 from tandem.refit.digests.task import Sampling
@@ -42,6 +44,23 @@ class WorkersDigest:
     def results(self) -> tuple[Digests, ...]:
         """Return the digests of each worker, after doing what is left."""
         return tuple(map(from_bytes, self._llm.ask("digests")))
+
+
+class WorkersMeter(MemoryMeter):
+    """The memory that one worker of an engine takes: of the one that takes most."""
+
+    def __init__(self, llm: Llm) -> None:
+        super().__init__()
+        self._llm = llm
+
+    def begin(self) -> None:
+        """Have each worker reset its peak."""
+        self._llm.ask("begin_memory")
+
+    def use(self) -> MemoryUse:
+        """Return the largest peak since `begin`, and the most that a worker holds now."""
+        peaks, held = zip(*self._llm.ask("memory"), strict=True)
+        return MemoryUse(peak=max(peaks), held=max(held))
 
 
 class Workers:
