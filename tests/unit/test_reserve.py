@@ -56,6 +56,45 @@ def test_a_journal_writes_at_once_where_no_descriptor_is_left(tmp_path: Path) ->
         assert len(journal.events()) == 51
 
 
+PUBLISHING = textwrap.dedent(
+    """
+    import contextlib, os, sys
+    from pathlib import Path
+    from tandem.common.descriptors import Reserve
+    from tandem.common.errors import CheckpointError
+    from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
+
+    folder = CheckpointFolder(Path(sys.argv[1]), keep_top_k=1, higher_is_better=True)
+    folder.prepare()
+    for step in (1, 2, 3):
+        policy = Path(folder.temporary_pattern.format(step=step)) / "policy" / "tokenizer"
+        policy.mkdir(parents=True)
+        (policy / "weights").write_bytes(b"weights")
+
+    def publish(step):
+        folder.publish(CheckpointRecord(step=step, version=step, metric_name="", metric=None, config_json="{}"))
+
+    publish(1)
+    reserve = Reserve()
+    with contextlib.suppress(OSError):
+        while True:
+            os.dup(0)
+    with reserve.lent():
+        publish(2)
+    try:
+        publish(3)
+    except CheckpointError:
+        with reserve.lent():
+            print(*folder.steps())
+    """
+)
+
+
+def test_a_checkpoint_is_published_from_the_reserve(tmp_path: Path) -> None:
+    """It writes and syncs files, and deletes a folder of folders."""
+    assert said_by_limited(64, PUBLISHING, str(tmp_path / "checkpoints")) == "2\n"
+
+
 def test_what_is_lent_can_be_opened_and_comes_back(tmp_path: Path) -> None:
     reserve = Reserve(2)
     try:
