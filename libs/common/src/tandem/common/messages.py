@@ -267,6 +267,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """The rank's own work within these seconds: the time outside of collective operations."""
     waited_s: Seconds
     """The rest of these seconds: the time spent waiting for other ranks and their data."""
+    queued_s: Seconds = 0.0
+    """Part of `compute_s` in which the computing thread was ready, but every processor of its machine was busy."""
     has_update: bool
     """Whether an optimizer step had a non-zero gradient and learning rate, so that weights must differ."""
     memory: MemoryUse
