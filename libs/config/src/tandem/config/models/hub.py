@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import http.client
 import re
 import shutil
@@ -23,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -47,6 +48,11 @@ _CONSOLIDATED = "consolidated*"
 _LINE_S = 30.0
 """Interval of progress lines while fetching, where no terminal shows a bar."""
 _TIMEOUT_S = 5.0
+_NAME_S = 10.0
+"""Deadline of the first answer, in which looking up the name of the Hub's machine has none of its own."""
+_ANSWER_S = 60.0
+"""Deadline of the answer to what a repository holds, with the library's own attempts."""
+T = TypeVar("T")
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -82,6 +88,36 @@ def reference_in(name: str) -> Reference | None:
     """Return the name on the Hub that a text can be; None for one that can only be a path."""
     found = _REFERENCE.fullmatch(name)
     return None if found is None else Reference(found["repo"], found["revision"])
+
+
+def cached_names(kind: Kind = "model") -> list[str]:
+    """Return the repositories that this node's cache has anything of."""
+    from huggingface_hub import constants
+
+    begin = f"{kind}s--"
+    found = Path(constants.HF_HUB_CACHE).glob(f"{begin}*")
+    return sorted(path.name.removeprefix(begin).replace("--", "/") for path in found)
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what a function does that asks the network. Raise `TimeoutError` if it has not answered by then."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="asking the Hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 def folder_of(reference: Reference, kind: Kind = "model") -> Path:
@@ -127,9 +163,8 @@ def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
 
     try:
         with as_one_line(reference, kind):
-            info: Any = HfApi().repo_info(
-                reference.repo, repo_type=kind, revision=reference.revision, files_metadata=True, timeout=30.0
-            )
+            ask = functools.partial(HfApi().repo_info, reference.repo, repo_type=kind, revision=reference.revision)
+            info: Any = within(_ANSWER_S, lambda: ask(files_metadata=True, timeout=30.0))
     except ModelError as error:
         status = getattr(getattr(error.__cause__, "response", None), "status_code", 0)
         if status < _SERVER_ERRORS:
@@ -384,7 +419,7 @@ def why_unreachable() -> str:
         return ""
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
+        within(_NAME_S, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S).close())
     except urllib.error.HTTPError as error:
         error.close()  # even an error is an answer
     except urllib.error.URLError as error:
