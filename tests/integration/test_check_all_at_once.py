@@ -1,4 +1,4 @@
-"""``check`` and ``up`` say at once which keys are wrong and which models, data sets and classes are nowhere."""
+"""``check`` and ``up`` say at once which keys are wrong and which models, data sets and classes do not exist."""
 
 from __future__ import annotations
 

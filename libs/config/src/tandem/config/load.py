@@ -107,7 +107,7 @@ def build(layers: Layers, *, to_run: bool = True) -> Config:
 
 
 class ValidPart(msgspec.Struct, frozen=True):
-    """What a refused configuration says rightly."""
+    """The valid part of a refused configuration."""
 
     config: Config
     """Configuration without its wrong keys; those that it needs have a stand-in, which names nothing."""
@@ -116,7 +116,7 @@ class ValidPart(msgspec.Struct, frozen=True):
 
 
 def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | None:
-    """Return what a refused configuration says rightly; None if that is not enough for a configuration."""
+    """Return the valid part of a refused configuration; None if it is not enough to make one."""
     try:
         layers, written = _layers_of_any(path, overrides)
         look = functools.partial(_look_through, to_run=True)

@@ -20,6 +20,7 @@ import shutil
 import ssl
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -45,6 +46,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of all weights, or the one that says which files have them: what Transformers looks for."""
 _CONSOLIDATED = "consolidated*"
 """A second copy of the weights, in their authors' format."""
+_UNFINISHED = re.compile(r"(?P<blob>.+)\.[0-9a-f]{8}\.incomplete")
+QUIET_S = 60.0
+"""Age of an unfinished file from which nothing writes to it: a download fails after seconds without a byte."""
 _LINE_S = 30.0
 """Interval of progress lines while fetching, where no terminal shows a bar."""
 _TIMEOUT_S = 5.0
@@ -209,11 +213,12 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
     """Fetch a model's description and its safetensors weights, unless the cache has them.
 
     Complete files survive an interrupted attempt. A broken connection resumes where it broke, but the unfinished
-    file of a killed process starts again. If several processes fetch the same file, one does and the others wait.
-    Raises `ModelError`.
+    file of a killed process starts again, under another name; what the killed one left is removed. If several
+    processes fetch the same file, one does and the others wait. Raises `ModelError`.
     """
     reference = Reference(snapshot.repo, snapshot.commit)
     folder = folder_of(reference)
+    remove_unfinished(reference)
     if is_whole(folder):
         return
     if snapshot.sizes is None:
@@ -225,8 +230,28 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
     shows_bar = sys.stderr.isatty()
     with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
         _download(snapshot, needed(snapshot.sizes or {}), shows_bar=shows_bar)
+    remove_unfinished(reference)  # of a process that was killed just before this one began
     if not is_whole(folder):
         raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
+
+
+def remove_unfinished(reference: Reference, kind: Kind = "model") -> None:
+    """Remove the unfinished files that killed processes have left of a repository in the cache.
+
+    The Hub's library writes to a file with a random name, which nothing finds again once the process is killed. A
+    process that still writes holds the lock of its file, and has written to it lately.
+    """
+    from filelock import FileLock, Timeout
+    from huggingface_hub import constants
+
+    repository = folder_of(Reference(reference.repo, "x"), kind).parent.parent
+    locks = Path(constants.HF_HUB_CACHE) / ".locks" / repository.name
+    for path in repository.glob("blobs/*.incomplete"):
+        found = _UNFINISHED.fullmatch(path.name)
+        with contextlib.suppress(OSError, Timeout, NotImplementedError):
+            if found is not None and time.time() - path.stat().st_mtime >= QUIET_S:
+                with FileLock(locks / f"{found['blob']}.lock", timeout=0):
+                    path.unlink(missing_ok=True)
 
 
 def missing(snapshot: Snapshot) -> dict[str, int]:

@@ -36,7 +36,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespace, mode: Mode) -> Config:
-    """Load the configuration of `add_config`. Raise its `ConfigError` with what it names and is nowhere."""
+    """Load the configuration of `add_config`. Its `ConfigError` also names what does not exist."""
     try:
         return load(arguments.config, arguments.overrides)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""What a refused configuration names and is nowhere: models, data sets, classes. All that is wrong is said at once.
+"""Models, data sets and classes that a refused configuration names and that do not exist.
 
-A configuration with wrong keys is not checked any further, except for this: what it says rightly is looked for, within
-a deadline. Nothing is fetched.
+A configuration with wrong keys is not checked any further, except for this, so that all is said at once: whatever its
+other keys name is looked for, within a deadline. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NO_IMPORT = ": cannot import "
 
 
 def with_missing(error: ConfigError, path: str, overrides: list[str], mode: Mode) -> ConfigError:
-    """Return the problems of a refused configuration, with those of what it names and is nowhere."""
+    """Return the error of a refused configuration, with a line for each thing that it names and does not exist."""
     part = valid_part(path, overrides)
     lines = [] if part is None else _missing(path, part, mode)
     return type(error)(*error.problems, *(line for line in lines if not _repeats(line, error.problems)))
 
 
 def _missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
-    """Return a line, which begins with file and key, for each thing that is nowhere."""
+    """Return a line, which begins with file and key, for each thing that does not exist."""
     found: list[str] = []
     ends_at = time.monotonic() + LOOK_S
     make_importable(path)
