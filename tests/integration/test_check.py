@@ -66,7 +66,7 @@ def test_problems_of_all_kinds_are_listed_together() -> None:
         "cluster.threads_per_process",
         "logger.log_dir",
         "checkpointing.checkpoint_dir",
-        "data",
+        "data.train_data_path",
         "policy.optimizer.name",
         "env.mine.class",
     ]
