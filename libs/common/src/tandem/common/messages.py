@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
