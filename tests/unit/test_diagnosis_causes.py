@@ -59,8 +59,10 @@ def test_a_reference_that_is_far_from_the_untrained_policy_is_another_model() ->
     far: list[Metrics] = [{"kl": 2.0, "approx_kl": 0.0}, *[{"kl": 2.1}] * 5]
     found = found_in(evidence_of(*far, config=config))["wrong reference"]
     assert (found.certainty, found.since) == ("certain", 1)
-    several = config_of(grpo={"num_prompts_per_step": 32, "num_generations_per_prompt": 16})
-    assert found_in(evidence_of(*far, config=several))["wrong reference"].certainty in ("certain", "likely")
+    several = config_of(grpo={"num_prompts_per_step": 64}, policy={"train_global_batch_size": 128})
+    assert found_in(evidence_of(*far, config=several))["wrong reference"].certainty == "likely"
+    epochs: list[Metrics] = [{"kl": 2.0, "approx_kl": 0.01}, *[{"kl": 2.1}] * 5]
+    assert found_in(evidence_of(*epochs, config=config))["wrong reference"].certainty == "likely"
     moved: list[Metrics] = [{"kl": 2.0, "approx_kl": 1.5}, *[{"kl": 2.1}] * 5]
     assert "wrong reference" not in found_in(evidence_of(*moved, config=config)), "the policy went there itself"
 

@@ -96,20 +96,20 @@ def wrong_reference(evidence: Evidence) -> Finding | None:
     there in the first step, or that appears as the run is resumed while the policy says what it said, is between two
     other models.
     """
-    steps = [record for record in evidence.steps if "kl" in record.metrics]
+    steps = [record for record in evidence.steps if {"kl", "entropy"} <= record.metrics.keys()]
     if not steps or not evidence.config.loss_fn.reference_policy_kl_penalty:
         return None
     first, batch = steps[0], evidence.config.policy.train_global_batch_size
     reloads = evidence.num_begun > 1 or any("trainer-" in line and "is lost: " in line for line in evidence.events)
-    moved = first.metrics.get("approx_kl", 0.0)
+    moved, clipped = abs(first.metrics.get("approx_kl", 0.0)), first.metrics.get("clip_fraction", 0.0)
     certainty: Certainty
-    if first.step == 1 and first.metrics["kl"] >= max(FAR_AT_ONCE, BEYOND_MOVEMENT * moved):
+    if first.step == 1 and first.metrics["kl"] >= max(FAR_AT_ONCE, BEYOND_MOVEMENT * max(moved, clipped)):
         section = evidence.config.rollout_section if evidence.config.declaration.rolls_out else None
         size = section.num_prompts_per_step * section.num_generations_per_prompt if section else 0
-        at, certainty = first, "certain" if batch >= size > 0 else "likely"
+        at, certainty = first, "certain" if batch >= size > 0 and not moved else "likely"
         lines = [
-            f"kl is {first.metrics['kl']:.4g} nats a token in step 1, before the first update of the weights has an "
-            f"effect ({FAR_AT_ONCE:g} is the threshold), and approx_kl {moved:.4g}",
+            f"kl is {first.metrics['kl']:.4g} nats a token in step 1 ({FAR_AT_ONCE:g} is the threshold), where the "
+            f"policy has hardly moved (approx_kl is {moved:.4g}, clip_fraction {clipped:.4g})",
         ]
     elif reloads and (found := _far_at_once(steps)) is not None:
         (before, at), certainty = found, "likely"
@@ -144,7 +144,7 @@ def _far_at_once(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] |
     for number, (before, at) in enumerate(itertools.pairwise(steps), 1):
         near, far = before.metrics["kl"], at.metrics["kl"]
         rise = max(FAR_AT_ONCE, BEYOND_MOVEMENT * max(near, at.metrics.get("approx_kl", 0.0)))
-        entropies = [record.metrics.get("entropy", 0.0) for record in (before, at)]
+        entropies = [record.metrics["entropy"] for record in (before, at)]
         stayed = abs(entropies[1] - entropies[0]) <= SAME_ENTROPY * max(*entropies, LEAST_ENTROPY)
         later = statistics.median(record.metrics["kl"] for record in steps[number:])
         if stayed and far >= near + rise and later >= near + rise / 2:
