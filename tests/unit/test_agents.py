@@ -23,6 +23,7 @@ from own_environments import WAIT_S
 from rollout_harness import Rollout
 
 from tandem.common.messages import SampleScored
+from tandem.rollout.environments import printing
 from tandem.samples.batch import Batch
 from tests.descriptors import descriptors_left
 
@@ -391,6 +392,21 @@ def test_a_program_may_stay_and_play_many_and_another_takes_its_place(
         samples = rollout.run(rollout.group(0, [7, 8]))
         assert Path("started").read_text() == "xx"
         assert not any(scored.dropped for scored, _ in samples.values())
+
+
+def test_what_a_program_that_stays_writes_is_bounded_and_moves_no_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STAYS", "1")
+    monkeypatch.setattr(printing, "_of_minute", printing._Allowance())
+    says = "sys.stderr.write('\\x1b[2J' + 'x' * 5_000_000)\nsys.stderr.flush()\n"
+    with rollout_of(tmp_path, STAYS.replace("for line in", says + "for line in"), persistent=True) as rollout:
+        samples = rollout.run(rollout.group(0, [7]))
+        assert len(samples) == 1
+        errors = capfd.readouterr().err
+        assert "\\x1b[2Jxxx" in errors
+        assert "\x1b" not in errors
+        assert 10_000 < len(errors) < 2 * printing.MOST, "it may have begun near the end of a minute"
 
 
 class _Handler(BaseHTTPRequestHandler):

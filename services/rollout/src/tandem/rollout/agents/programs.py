@@ -17,6 +17,7 @@ import msgspec
 from tandem.common.errors import HelperLost
 from tandem.rollout.agents.launcher import Program
 from tandem.rollout.environments.guarded import GuardedProcess
+from tandem.rollout.environments.printing import bounded
 from tandem.rollout.environments.workers import how_it_ended, said_of
 
 _MOST_STARTS = 3
@@ -92,7 +93,7 @@ async def run(
 ) -> Ended:
     """Run a program until it and all it has started have ended; cancelling this ends them.
 
-    `logs`: copy its standard error to this process's as it comes.
+    `logs`: copy its standard error to this process's as it comes, within the bounds for what environments print.
     """
     out, their_out = os.pipe()
     errors, their_errors = os.pipe()
@@ -137,7 +138,7 @@ async def _last_of(pipe: int, *, logs: bool = False) -> str:
         while data := await reader.read(1 << 16):
             kept = (kept + data)[-_KEPT:]
             if logs:
-                with contextlib.suppress(OSError):  # the disk may be full
+                with contextlib.suppress(OSError), bounded():  # the disk may be full
                     print(data.decode(errors="replace"), end="", file=sys.stderr, flush=True)
     finally:
         transport.close()
