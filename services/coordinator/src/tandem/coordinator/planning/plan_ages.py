@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
+from tandem.config.dump import length_and_validation
 from tandem.coordinator.loop.spec import engine_width
 from tandem.coordinator.planning.ages import Prediction, Rates, most_times_as_fast, predict
 from tandem.coordinator.preparing.prerequisite import has_begun
@@ -29,17 +30,8 @@ BYTES_A_TOKEN = 13
 _FREE = (
     "prerequisite",
     "grpo.async_grpo",
-    "grpo.max_num_steps",
-    "grpo.max_num_epochs",
     "grpo.seed",
-    "grpo.val_period",
-    "grpo.val_at_start",
-    "grpo.val_at_end",
-    "grpo.max_val_samples",
-    "grpo.val_batch_size",
-    "grpo.num_val_generations_per_prompt",
-    "grpo.val_temperature",
-    "grpo.val_seed",
+    *length_and_validation("grpo"),
     "data.num_train",
     "data.num_validation",
     "checkpointing",
