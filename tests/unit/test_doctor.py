@@ -16,11 +16,11 @@ import yaml
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
-from tandem.coordinator.doctor.child import outcomes
-from tandem.coordinator.doctor.findings import Finding, Outcome, Report, links_section, report_of
-from tandem.coordinator.doctor.machine import look_at_machine
-from tandem.coordinator.doctor.network import Listener, measure_loopback, measure_peer, parse_address
-from tandem.coordinator.doctor.steps import NEED_CUDA, STEPS
+from tandem.launch.doctor.child import outcomes
+from tandem.launch.doctor.findings import Finding, Outcome, Report, links_section, report_of
+from tandem.launch.doctor.machine import look_at_machine
+from tandem.launch.doctor.network import Listener, measure_loopback, measure_peer, parse_address
+from tandem.launch.doctor.steps import NEED_CUDA, STEPS
 from tests.integration.harness import write_config
 from tests.integration.pages_harness import DOCS, quoted
 
@@ -67,7 +67,7 @@ def test_what_a_configuration_needs_and_is_missing_is_an_error(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Outcome((Finding("vLLM", "missing", "not installed", "pip install it"),), {"memory": 4.0})]
-    monkeypatch.setattr("tandem.coordinator.doctor.look.outcomes", lambda *_: found)
+    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: found)
     assert cli.main(["doctor", str(write_config())]) == 0
     printed = capsys.readouterr().out
     assert "missing  vLLM            not installed; pip install it\n" in printed
@@ -120,7 +120,7 @@ def test_a_listener_is_measured_from_elsewhere_and_survives_strangers() -> None:
 def test_the_rate_to_a_peer_is_for_the_planner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tandem.coordinator.doctor.look.outcomes", lambda *_: [])
+    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: [])
     listener = Listener("127.0.0.1", 0)
     answering = threading.Thread(target=listener.answer_next)
     answering.start()

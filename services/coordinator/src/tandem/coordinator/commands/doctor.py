@@ -44,9 +44,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tandem.config import load_config
-    from tandem.coordinator.doctor.findings import line_of, links_section, report_of
-    from tandem.coordinator.doctor.look import look, needed_by
-    from tandem.coordinator.doctor.network import parse_address
+    from tandem.launch.doctor.findings import line_of, links_section, report_of
+    from tandem.launch.doctor.look import look, needed_by
+    from tandem.launch.doctor.network import parse_address
 
     if arguments.peer is not None:
         parse_address(arguments.peer)  # before anything takes time
@@ -69,7 +69,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(address: str) -> int:
-    from tandem.coordinator.doctor.network import Listener, parse_address
+    from tandem.launch.doctor.network import Listener, parse_address
 
     host, port = parse_address(address)
     listener = Listener(host, port)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.config import Config
-from tandem.coordinator.doctor.child import outcomes
-from tandem.coordinator.doctor.findings import Finding, Outcome
-from tandem.coordinator.doctor.machine import look_at_machine
-from tandem.coordinator.doctor.network import measure_loopback, measure_peer
-from tandem.coordinator.doctor.steps import STEPS
+from tandem.launch.doctor.child import outcomes
+from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.machine import look_at_machine
+from tandem.launch.doctor.network import measure_loopback, measure_peer
+from tandem.launch.doctor.steps import STEPS
 
 _CLOCKS_APART_S = 1.0
 _GPU_FINDINGS = ("CUDA", "copy kernel", "CUDA IPC", "NCCL", "GPU to GPU")

@@ -1,6 +1,6 @@
 """Steps tried in a process of their own: they import torch, or may hang with a driver that does.
 
-``python -m tandem.coordinator.doctor.steps DESCRIPTOR THREADS STEP...`` carries out steps in order, and writes a line
+``python -m tandem.launch.doctor.steps DESCRIPTOR THREADS STEP...`` carries out steps in order, and writes a line
 of JSON to the descriptor before and after each.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.common.distribution import install_command, requirements
-from tandem.coordinator.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.findings import Finding, Outcome
 from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
 
 _NO_GPU = "no GPU"

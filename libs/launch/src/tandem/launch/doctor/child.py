@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tandem.coordinator.doctor.findings import Finding, Outcome
-from tandem.coordinator.doctor.steps import NEED_CUDA, NEED_TORCH, STEPS, Said
+from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.steps import NEED_CUDA, NEED_TORCH, STEPS, Said
 
 _GONE_S = 5.0
 """Longest wait for a killed process: one that hangs in a driver cannot be killed."""
@@ -31,7 +31,7 @@ def outcomes(
     others. After torch or CUDA has failed, steps that need it are skipped. `program` replaces the steps' own program.
     """
     left = list(names)
-    program = program or (sys.executable, "-m", "tandem.coordinator.doctor.steps")
+    program = program or (sys.executable, "-m", "tandem.launch.doctor.steps")
     while left:
         why = "it did not begin"
         with _Child(program, num_threads, left) as child:
