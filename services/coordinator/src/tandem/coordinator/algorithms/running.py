@@ -59,7 +59,7 @@ class RunningAlgorithm(Protocol):
 
 
 class WithoutGeneration:
-    """What every algorithm answers for which nothing is generated."""
+    """The answers of every algorithm for which nothing is generated."""
 
     @property
     def num_validation(self) -> int:

@@ -47,12 +47,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from tandem.launch.doctor.findings import line_of, links_section, report_of
     from tandem.launch.doctor.look import look, needed_by
     from tandem.launch.doctor.network import parse_address
+    from tandem.refit import doctor_steps
 
     if arguments.peer is not None:
         parse_address(arguments.peer)  # before anything takes time
     config = None if arguments.config is None else load_config(arguments.config, arguments.overrides, to_run=False)
     found = []
-    for outcome in look(config, arguments.peer, arguments.deadline):
+    program = (sys.executable, "-m", doctor_steps.__name__)
+    for outcome in look(config, arguments.peer, arguments.deadline, doctor_steps.STEPS, program):
         found.append(outcome)
         if not arguments.json:
             for finding in outcome.findings:

@@ -1,4 +1,4 @@
-"""What Megatron-Core needs before it is used, on any device.
+"""Preparation of Megatron-Core before it is used, on any device.
 
 Without Transformer Engine, two names that Megatron-Core gets wrong are corrected. Without Apex, its kernel of weight
 gradients is filled in for. Without a GPU, `on_cpu` puts the CPU where Megatron-Core names CUDA.
