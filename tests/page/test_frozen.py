@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import Journal, StepRecord
-from tandem.observe.run_folder.timeline_file import TIMELINE_NAME, Span, StepSpans, open_timeline, write_steps
+from tandem.observe.timeline import TIMELINE_NAME, Span, StepSpans, open_timeline, write_steps
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 
 pytestmark = NEEDS_CHROMIUM
@@ -92,6 +94,30 @@ def test_the_timeline_of_a_report_has_each_of_its_steps(url: str, chromium: Any)
         page.click("[aria-label='Flame of step 2']")
         page.wait_for_selector("h2:text-is('Step 2')")
         until(page, "document.querySelectorAll('.flame-process .phase').length === 3")
+
+
+def test_the_timeline_is_saved_for_perfetto_and_a_chart_as_csv(url: str, chromium: Any, tmp_path: Path) -> None:
+    with visit(chromium, f"{url}#timeline?steps=3") as page:
+        page.wait_for_selector(".lanes canvas")
+        with page.expect_download() as started:
+            page.get_by_role("button", name="Save as trace").click()
+        assert started.value.suggested_filename == "one-timeline.json"
+        started.value.save_as(tmp_path / "saved.json")
+        page.click("#tabs a[data-tab=curves]")
+        until(page, "document.querySelectorAll('[data-metric=reward] .value').length === 2")
+        with page.expect_download() as started:
+            page.locator("[data-metric=reward] button", has_text="csv").click()
+        started.value.save_as(tmp_path / "saved.csv")
+    events = msgspec.json.decode((tmp_path / "saved.json").read_bytes())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [*threads.values()] == ["steps", "coordinator", "trainer-0"]
+    spans = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert len(spans) == 9
+    assert spans[0] == ("steps", "step 2", 104_000_000, 2_000_000)
+    assert spans[-1] == ("trainer-0", "training", 109_250_000, 750_000)
+    with (tmp_path / "saved.csv").open(newline="") as file:
+        rows = [*csv.reader(file)][1:]
+    assert [float(row[1]) for row in rows] == REWARDS["one"], "to the last digit"
 
 
 def test_what_was_written_by_others_is_text(url: str, chromium: Any) -> None:

@@ -20,8 +20,8 @@ import msgspec
 from tandem.observe import page
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Along, Curves, Series
-from tandem.observe.page.timeline import flame, timeline
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, memory, reached, times
+from tandem.observe.timeline import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
 _NUM_POINTS = 400
@@ -136,7 +136,7 @@ def _data(index: int, run: Run) -> dict[str, Any]:
         "refits": reader.refits(_NUM_REFITS),
         "events": reader.events(0, _NUM_EVENTS),
         "timeline": view,
-        "flames": {step.step: flame(reader, step.step) for step in view.steps},
+        "flames": {step.step: flame(run.folder, step.step, reader.step_seconds) for step in view.steps},
     }
 
 
