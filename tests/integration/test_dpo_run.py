@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.data import epoch_stream
+from tandem.samples.data_sets import epoch_stream
 from tests.integration.harness import (
     coordinator,
     copy_examples,

@@ -1,4 +1,4 @@
-"""The timeline: activities of processes by step, in ``timeline.sqlite``, and the page's picture of them.
+"""The timeline: activities of processes by step, in ``timeline.sqlite``, and the page's picture.
 
 The file has one row per step, and the newest `MAX_STEPS` steps. It is not synced: it is only for people to look at, and
 a crash may cost its last rows. The picture has a lane per process, and the flame graph of one step.

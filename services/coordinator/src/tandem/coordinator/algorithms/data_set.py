@@ -11,7 +11,9 @@ import numpy as np
 from tandem.common.messages import Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
-from tandem.coordinator.data import (
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples.batch import Batch
+from tandem.samples.data_sets import (
     ChatEncoder,
     Conversation,
     ConversationWriter,
@@ -22,10 +24,8 @@ from tandem.coordinator.data import (
     set_aside,
     steps_capped,
 )
-from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.data_sets.chat import EncodedSolution
+from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.tokenizer import Tokenizer
 
 
