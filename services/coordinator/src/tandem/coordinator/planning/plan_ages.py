@@ -18,10 +18,9 @@ from rich.table import Table
 from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import length_and_validation
-from tandem.coordinator.loop.spec import engine_width
 from tandem.coordinator.planning.ages import Prediction, Rates, most_times_as_fast, predict
-from tandem.coordinator.preparing.prerequisite import has_begun
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""
@@ -97,13 +96,15 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
 
 def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
     """Return the known rates, completed with the sizes of a configuration."""
-    return Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
+    return Rates(
+        **known, samples_per_place=_samples(config) / (config.policy.generation.width * config.cluster.rollouts)
+    )
 
 
 def read_rates(config: Config) -> Measured:
     """Return the rates of the run in the run folder. Raise `RunFolderError` if its journal cannot be read."""
     folder = Path(config.logger.log_dir)
-    if not has_begun(config):
+    if not (folder / JOURNAL_NAME).exists():
         return Measured(source=f"{folder} holds no run")
     with read_journal(folder) as journal:
         recorded, steps, refits = journal.config_json, journal.steps(), journal.refits()
