@@ -17,8 +17,8 @@ from rich.console import Console
 
 from tandem.config import Config, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.planning.plan import explain
 from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.forecast.plan import explain
 from tandem.refit.forecast.sides import Side, model_shape, sides
 from tandem.refit.forecast.transfers import Forecast, predict
 from tandem.refit.layout import ITEM_SIZES

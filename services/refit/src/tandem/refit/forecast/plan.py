@@ -11,8 +11,8 @@ from rich.table import Table
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.coordinator.planning import plan_summary as outline
-from tandem.coordinator.planning.plan_ages import NOT_GIVEN, GivenRates, print_ages
+from tandem.refit.forecast import plan_summary as outline
+from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
 from tandem.refit.forecast.transfers import Forecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor

@@ -1,7 +1,7 @@
 """The part of ``coordinator plan`` about asynchronous steps: what each age would cost and gain.
 
 The rates of a synchronous step come from the command line, and else from the journal of a run of the same
-configuration. `tandem.coordinator.planning.ages` predicts from them. If they are unknown, the plan says so, and prints
+configuration. `tandem.refit.forecast.ages` predicts from them. If they are unknown, the plan says so, and prints
 what it can without them.
 """
 
@@ -18,9 +18,9 @@ from rich.table import Table
 from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import length_and_validation
-from tandem.coordinator.planning.ages import Prediction, Rates, most_times_as_fast, predict
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.refit.forecast.ages import Prediction, Rates, most_times_as_fast, predict
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""
