@@ -1,31 +1,12 @@
-"""Web servers that log no requests, and one that ends once when it is told to."""
+"""A web server that ends once when it is told to."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
-
-from tandem.common import web
-
-
-def quiet_config(app: ASGIApp, end_s: int, **settings: Any) -> uvicorn.Config:
-    """Return the settings of a server that logs no requests, and waits `end_s` for unfinished ones at its end."""
-    return uvicorn.Config(
-        app,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        http=web.Protocol,
-        backlog=web.backlog(),
-        ws="none",
-        timeout_graceful_shutdown=end_s,
-        **settings,
-    )
 
 
 class SignalledServer(uvicorn.Server):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
-from tandem.common.http_server import SignalledServer, quiet_config
+from tandem.common.http_server import SignalledServer
 from tandem.common.messages import GuestServer
 from tandem.observe.run_folder.guest_servers import read_guest_servers
 from tandem.serving.upstream import BROKEN, Answer, asked
@@ -49,8 +50,17 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
     proxy = Proxy(run, token)
     paths = Route("/{path:path}", proxy.answer, methods=["GET", "POST"])
     app: ASGIApp = Starlette(routes=[paths])
-    guarded = app if token is not None else web.Guard(app, _refusal)
-    config = quiet_config(guarded, _END_S, log_config=None)
+    config = uvicorn.Config(
+        app if token is not None else web.Guard(app, _refusal),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        http=web.Protocol,
+        backlog=web.backlog(),
+        ws="none",
+        timeout_graceful_shutdown=_END_S,
+    )
     server = SignalledServer(config, heeds_signals=True)
 
     async def end_with_the_run() -> None:

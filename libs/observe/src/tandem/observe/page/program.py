@@ -10,7 +10,8 @@ from pathlib import Path
 
 import uvicorn
 
-from tandem.common.http_server import SignalledServer, quiet_config
+from tandem.common import web
+from tandem.common.http_server import SignalledServer
 from tandem.observe.page.address import END
 from tandem.observe.page.server import make_app
 from tandem.observe.page.stream import Watch
@@ -24,7 +25,18 @@ def serve(
 ) -> None:
     """Serve the page of these runs until SIGINT or SIGTERM, or only `END` without `heeds_signals`."""
     app = make_app(folders, token)
-    config = quiet_config(app, _END_S, log_config=None, limit_concurrency=200)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        http=web.Protocol,
+        backlog=web.backlog(),
+        ws="none",
+        timeout_graceful_shutdown=_END_S,
+        limit_concurrency=200,
+    )
     server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
     with asyncio.Runner() as runner:
         # Block signals: an event loop interrupted during creation warns when it is collected.

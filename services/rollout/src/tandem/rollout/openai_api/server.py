@@ -11,7 +11,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.common import web
-from tandem.common.http_server import quiet_config
 from tandem.common.network import is_loopback, url_of
 from tandem.rollout.openai_api.refusals import Refused, as_response
 
@@ -34,7 +33,19 @@ class HttpServer:
         if not asks_for_token and is_loopback(listening.getsockname()[0]):
             app = web.Guard(app, _refusal)
         self._socket = listening
-        config = quiet_config(app, int(_END_S), log_level="warning", loop="asyncio", timeout_keep_alive=_IDLE_S)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            http=web.Protocol,
+            backlog=web.backlog(),
+            ws="none",
+            loop="asyncio",
+            timeout_graceful_shutdown=int(_END_S),
+            timeout_keep_alive=_IDLE_S,
+            server_header=False,
+        )
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_loop = threading.Event()

@@ -1,16 +1,12 @@
-// Saving files that are created in the browser: a table as CSV, or any text.
+// Saving a table as a CSV file, created in the browser.
 
 /** @param {string} name without the ending @param {(string | number)[][]} rows */
 export function saveCsv(name, rows) {
-  save(`${name}.csv`, "text/csv", `${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`);
-}
-
-/** @param {string} name @param {string} type @param {string} text */
-export function save(name, type, text) {
-  const url = URL.createObjectURL(new Blob([text], { type }));
+  const text = rows.map((row) => row.map(cell).join(",")).join("\r\n");
+  const url = URL.createObjectURL(new Blob([`${text}\r\n`], { type: "text/csv" }));
   const link = document.createElement("a");
   link.href = url;
-  link.download = name.replace(/[^\w.+-]+/g, "_");
+  link.download = `${name.replace(/[^\w.+-]+/g, "_")}.csv`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 0);
 }

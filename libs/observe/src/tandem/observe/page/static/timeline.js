@@ -2,10 +2,10 @@
 
 import { ofRun } from "./api.js";
 import { activityColour, colour, css, ink, onTheme, painted } from "./colours.js";
-import { save } from "./csv.js";
 import { el, empty, fill, hideTip, panel, segmented, setText, showTip } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
 import { refresher } from "./refresh.js";
+import { save } from "./save.js";
 import * as state from "./state.js";
 
 /** @typedef {import("./app.js").Context} Context */
