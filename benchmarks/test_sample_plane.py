@@ -253,7 +253,7 @@ class Cluster:
             MemberKeys(coordinator=self.hub.at.public_key, own=new_key_pair(), is_joining=False) for _ in range(count)
         ]
         for each in keys:
-            self.registry.enrol(each.own.public)
+            self.registry.names.register(each.own.public)
         assert process.stdin is not None
         with process.stdin as file:
             file.write(msgspec.json.encode(keys))

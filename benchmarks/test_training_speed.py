@@ -155,7 +155,7 @@ class Backend(Way):
             rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
         )
         rows = range(NUM_SEQUENCES)
-        read = self.config.declaration.columns_of(self.config, 1)
+        read = self.config.columns_of(1)
         columns = {column: batch.of_tokens(column.name) for column in read}
         self.micro_batches = [pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.

@@ -18,7 +18,7 @@ import pytest
 
 from tandem.common.keys import key_file, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
-from tandem.common.wire import Link
+from tandem.common.wire import Link, pump
 from tests.integration.harness import (
     GYM,
     Command,
@@ -207,7 +207,8 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
         assert run.wait() == 130
 
 
-def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name() -> None:
+def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "SHUTDOWN_GRACE_S", 600.0)  # a link that is told to end would end this process
     with Command("coordinator", "up", write_config({"cluster": {"launch": "none", "max_replacements": 0}})) as run:
         address, keys = run.wait_for(r"listens on (tcp://\S+)")[1], read_key_file(key_file(Path("run")))
         link: Link[Any] = Link(address, "refit", "me", ToRefit, keys)

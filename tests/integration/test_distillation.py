@@ -246,7 +246,7 @@ def test_grpo_takes_the_teachers_log_probabilities_minus_its_own_as_advantages(s
         routes=routes(teacher, student),
         trainers=2,
     )
-    assert config.declaration.holds(config) == ("policy", "teacher")
+    assert config.holds == ("policy", "teacher")
     (metrics, _) = run_ranks(2, train_taught, config, BATCHES, TEACHER_OF)
 
     policy = transformers.AutoModelForCausalLM.from_pretrained(student)

@@ -163,7 +163,7 @@ def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening:
     registry = Registry(listening, {"rollout": 1}, SECRET, "run", pulse, Replies(limits), max_rollouts=3)
     links = [join(registry, "rollout") for _ in range(3)]
     assert [*registry.members] == ["rollout-0", "rollout-1", "rollout-2"]
-    reason = registry._refusal(hello("rollout")).reason
+    reason = registry.names.refusal(hello("rollout")).reason
     assert reason == "the run has its 3 rollout processes (cluster.max_rollouts) already"
     links[2].send(encode(Leaving()))
     assert isinstance(events(registry, lambda event: isinstance(event, ToldToLeave))[-1], ToldToLeave)
@@ -221,7 +221,7 @@ def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: Regis
 
 def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Registry) -> None:
     own = new_key_pair()
-    registry.enrol(own.public)
+    registry.names.register(own.public)
     context, socket = dealer_to(registry.address, own)
     codec: Codec[Any] = Codec(ToRollout)
 

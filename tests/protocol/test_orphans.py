@@ -53,8 +53,8 @@ class Coordinator:
         replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
         self.registry = Registry(self.listening, EXPECTED, b"{}", "run", pulse, replies, known=self.known)
         if earlier is not None:
-            self.registry.send_away(earlier.leaving)
-            self.registry.expect_back(earlier.staying, ())
+            self.registry.names.send_away(earlier.leaving)
+            self.registry.names.expect_back(earlier.staying, ())
         assert self.registry.begin_term() == []
 
     def events(self, until: Callable[[Event], bool]) -> list[Event]:
@@ -272,7 +272,7 @@ def test_the_place_of_a_launched_one_is_kept(cluster: Cluster) -> None:
     earlier = cluster.earlier()
     cluster.links["refit-0"].close("it only hangs")
     second = cluster.begin(Earlier(address=earlier.address))
-    second.registry.expect_back({"refit-0": earlier.staying["refit-0"]}, ["refit-0"])
+    second.registry.names.expect_back({"refit-0": earlier.staying["refit-0"]}, ["refit-0"])
     link: Link[Any] = Link(second.registry.address, "refit", "another", ToRefit, JOINING)
     hello = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
     refused: list[NotAdmitted] = []

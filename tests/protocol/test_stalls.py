@@ -43,7 +43,7 @@ def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_sile
     listening = open_listening()
     limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
     registry = Registry(listening, {"rollout": 1}, b"{}", "run", PULSE, Replies(limits))
-    registry.enrol(MEMBER.public)
+    registry.names.register(MEMBER.public)
     context, socket = dealer_to(registry.address, MEMBER)
     try:
         socket.send_multipart(encode(Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="h", pid=1)))

@@ -188,7 +188,7 @@ def main(plan: str) -> None:
     config = load_config(plan, overrides, to_run=False)
     dist.init_process_group("fake", rank=0, world_size=config.cluster.trainers, store=FakeStore())
     if not is_megatron:
-        ranks = dtensor._arranged(config, config.declaration.holds(config), torch.device("cuda", 0))
+        ranks = dtensor._arranged(config, config.holds, torch.device("cuda", 0))
         dtensor._arranged = lambda *_: ranks
     meter, at_optimizer = Meter(), list[int]()
     follow(meter)

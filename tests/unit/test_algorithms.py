@@ -89,22 +89,22 @@ def test_what_a_declaration_names_is_there(algorithm: Algorithm) -> None:
     for training in algorithm.trainings:
         assert hasattr(config, training.loss_section)
         paths.append((training.loss, ["settings", "counts", "device"]))
-    paths += [(path, ["config", "scored"]) for path in [algorithm.finisher(config)] if path]
+    paths += [(path, ["config", "scored"]) for path in [config.finisher] if path]
     for path, first in paths:
         assert list(inspect.signature(named(path)).parameters) == first
     assert all(callable(rule) for path in algorithm.rules for rule in named(path))
     assert config.checkpointing.metric_name == algorithm.metrics[0]
     assert config.policy.train_global_batch_size == algorithm.train_global_batch_size
-    assert ("reference" in algorithm.holds(config)) == config.needs_reference
+    assert ("reference" in config.holds) == config.needs_reference
 
 
 def test_the_models_that_score_a_batch() -> None:
     plain = config_of("grpo")
-    assert plain.declaration.scored_by(plain, 1) == ("reference",)
-    assert plain.declaration.scored_by(plain, 2) == ("policy", "reference")
+    assert plain.scored_by(1) == ("reference",)
+    assert plain.scored_by(2) == ("policy", "reference")
     free = config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0})
-    assert free.declaration.scored_by(free, 1) == ()
-    assert free.declaration.holds(free) == ("policy",)
+    assert free.scored_by(1) == ()
+    assert free.holds == ("policy",)
     assert not config_of("sft").needs_reference
     assert config_of("dpo").needs_reference
 
@@ -112,9 +112,9 @@ def test_the_models_that_score_a_batch() -> None:
 def test_a_teacher_says_rows_of_numbers() -> None:
     for name in HELD:
         plain = config_of(name, **{name: {"topk_logits_k": 3}})
-        assert plain.declaration.holds(plain) == ("policy", "teacher")
-        assert plain.declaration.scored_by(plain, 1) == ("teacher",)
-        columns = plain.declaration.columns_of(plain, 1)
+        assert plain.holds == ("policy", "teacher")
+        assert plain.scored_by(1) == ("teacher",)
+        columns = plain.columns_of(1)
         assert [(each.number, each.num_each and each.num_each(plain)) for each in columns] == [(0, 3), (1, 3)]
     with pytest.raises(ConfigError, match="teacher: null, but distillation needs a model to learn from"):
         build_config(MINIMAL | {"algorithm": "distillation"})
@@ -125,10 +125,10 @@ def test_models_are_trained_in_order_and_the_policy_not_from_the_first_step_on()
     assert plain.declaration.trains == plain.trained_in(1) == ("policy",)
     later = config_of("ppo", ppo={"policy_training_start_step": 2}, loss_fn={"reference_policy_kl_penalty": 0})
     assert [later.trained_in(step) for step in (1, 2, 3)] == [("value",), ("value",), ("value", "policy")]
-    assert later.declaration.holds(later) == ("policy", "value")
-    assert later.declaration.scored_by(later, 1) == ("value",)
+    assert later.holds == ("policy", "value")
+    assert later.scored_by(1) == ("value",)
     validates = config_of("ppo", ppo={"max_num_steps": 0})
-    assert validates.declaration.holds(validates) == ("policy",)
+    assert validates.holds == ("policy",)
 
 
 def test_an_array_of_every_column_is_where_its_source_has_it() -> None:

@@ -124,7 +124,7 @@ def test_grpo_has_teachers_only_for_their_log_probabilities() -> None:
     grpo = {"adv_estimator": {"name": "opd"}, "num_prompts_per_step": 64, "num_generations_per_prompt": 1}
     opd: dict[str, Any] = {"algorithm": "grpo", "grpo": grpo}
     config = config_of(None, on_policy_distillation=ROUTES, **opd)
-    assert config.declaration.scored_by(config, 1) == ("policy", "reference", "teacher")
+    assert config.scored_by(1) == ("policy", "reference", "teacher")
     assert config.topk_logits_k == 0
     with pytest.raises(ConfigError, match=r"grpo.adv_estimator.name: grpo, but on_policy_distillation.enabled is true"):
         config_of(None, algorithm="grpo", grpo={}, on_policy_distillation=ROUTES)
@@ -134,7 +134,7 @@ def test_grpo_has_teachers_only_for_their_log_probabilities() -> None:
 
 def test_a_teacher_of_another_algorithm_has_no_effect() -> None:
     config = build_config({"grpo": {}, "policy": {"model_name": "model"}, "data": DATA, "teacher": {}})
-    assert config.declaration.holds(config) == ("policy", "reference")
+    assert config.holds == ("policy", "reference")
     assert config.teacher_sections == {}
     assert "teacher has no effect: algorithm is grpo" in notices(config)
 

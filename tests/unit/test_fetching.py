@@ -65,15 +65,19 @@ def table_of(**changes: Any) -> Batch:
     return table.replace(**changes)
 
 
+@pytest.fixture
+def fetcher() -> Iterator[SampleFetcher]:
+    with contextlib.closing(SampleFetcher(RUN_ID, VOCABULARY, MEMBER)) as made:
+        yield made
+
+
 def sources_of(stores: list[SampleStore]) -> dict[str, Listener]:
     return {f"rollout-{number}": store.at for number, store in enumerate(stores)}
 
 
-def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
+def test_a_share_is_what_the_table_says(fetcher: SampleFetcher, stores: list[SampleStore]) -> None:
     table = table_of(num_counted_S=np.array([3, 0, 4, 5, 6, 3], dtype=np.int32))
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
-        1, table, table.rows_of(0), sources_of(stores), 10.0
-    )
+    share, missing = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert missing == {}
     assert share is not None
     assert share.lengths_S.tolist() == [5, 9, 8, 5]
@@ -85,16 +89,16 @@ def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
     np.testing.assert_array_equal(share.generation_logprobs_T, expected.generation_logprobs_T)
 
 
-def test_a_rank_without_sequences_asks_nobody() -> None:
+def test_a_rank_without_sequences_asks_nobody(fetcher: SampleFetcher) -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
-        1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0
-    )
+    share, missing = fetcher.fetch(1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0)
     assert (missing, None if share is None else len(share)) == ({}, 0)
 
 
-def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: list[SampleStore]) -> None:
-    fetcher, table = SampleFetcher(RUN_ID, VOCABULARY, MEMBER), table_of()
+def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(
+    fetcher: SampleFetcher, stores: list[SampleStore]
+) -> None:
+    table = table_of()
     rows, sources = table.rows_of(0), sources_of(stores)
     stores[1].release([12])
     share, missing = fetcher.fetch(1, table, rows, sources, 10.0)
@@ -114,7 +118,37 @@ def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: l
     assert list(missing) == ["rollout-0"]
 
 
-def test_many_tokens_come_in_several_requests(stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_stay_open_while_the_rollouts_are_the_same(
+    fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[list[str]] = []
+
+    class Counted(fetching.Callers):
+        def __init__(self, listeners: dict[str, Listener], *others: Any, **settings: Any) -> None:
+            connected.append(sorted(listeners))
+            super().__init__(listeners, *others, **settings)
+
+    monkeypatch.setattr(fetching, "Callers", Counted)
+    table, sources = table_of(), sources_of(stores)
+    for step in (1, 2, 3):
+        share, missing = fetcher.fetch(step, table, table.rows_of(0), sources, 10.0)
+        assert (share is None, missing) == (False, {})
+    assert connected == [["rollout-0", "rollout-1"]]
+    # The second is replaced by another, which is elsewhere and has the same.
+    moved = SampleStore("127.0.0.1", RUN_ID, max_tokens=10**7, trainers=TRAINERS)
+    try:
+        for row in (1, 3, 5):
+            moved.put((12, row // 2, 1), sample_of(LENGTHS[row], prompt_length=PROMPT))
+        share, missing = fetcher.fetch(4, table, table.rows_of(0), {**sources, "rollout-1": moved.at}, 10.0)
+    finally:
+        moved.close()
+    assert (share is None, missing) == (False, {})
+    assert len(connected) == 2
+
+
+def test_many_tokens_come_in_several_requests(
+    fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests: list[int] = []
     answer = SampleStore._answer
 
@@ -125,14 +159,14 @@ def test_many_tokens_come_in_several_requests(stores: list[SampleStore], monkeyp
     monkeypatch.setattr(SampleStore, "_answer", counting)
     monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
-    share, _ = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
+    share, _ = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert share is not None
     assert share.lengths_S.tolist() == LENGTHS
     assert sorted(requests) == [1, 1, 2, 2], "5 and 6, then 8; 9, then 7 and 5"
 
 
 def test_a_rollout_that_is_not_there_is_given_up_soon(
-    stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
+    fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "_PATIENCE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -140,15 +174,15 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
     sources = sources_of(stores) | {"rollout-1": members.at(f"tcp://127.0.0.1:{port}")}
     table = table_of()
     begun = time.monotonic()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(1, table, table.rows_of(0), sources, 60.0)
+    share, missing = fetcher.fetch(1, table, table.rows_of(0), sources, 60.0)
     assert time.monotonic() - begun < 5.0
     assert share is None
     assert missing == {"rollout-1": f"nobody answers at tcp://127.0.0.1:{port}"}
 
 
-def test_an_address_that_is_none_is_missing_too() -> None:
+def test_an_address_that_is_none_is_missing_too(fetcher: SampleFetcher) -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
+    share, missing = fetcher.fetch(
         1, table, table.rows_of(0), {"a": members.at("nonsense"), "b": members.at("tcp://x")}, 1.0
     )
     assert share is None
@@ -172,9 +206,8 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
     try:
-        share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
-            1, table, table.rows_of(1), {"rollout-0": hub.at}, timeout_s
-        )
+        with contextlib.closing(SampleFetcher(RUN_ID, VOCABULARY, MEMBER)) as fetcher:
+            share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": hub.at}, timeout_s)
     finally:
         is_over.set()
         thread.join()
@@ -305,7 +338,7 @@ def test_a_rollout_that_never_answers_is_missing_at_the_deadline() -> None:
     assert time.monotonic() - begun < 5.0
 
 
-def test_a_request_whose_connection_breaks_is_made_again() -> None:
+def test_a_request_whose_connection_breaks_is_made_again(fetcher: SampleFetcher) -> None:
     hub = open_hub()
     address, asked = hub.address, []
     codec: Codec[FetchSamples] = Codec(FetchSamples)
@@ -325,7 +358,6 @@ def test_a_request_whose_connection_breaks_is_made_again() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
-    fetcher = SampleFetcher(RUN_ID, VOCABULARY, MEMBER)
     share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": members.at(address)}, 20.0)
     thread.join()
     assert missing == {}

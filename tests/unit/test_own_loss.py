@@ -202,11 +202,11 @@ def with_columns(columns: dict[str, Any], algorithm: str = "grpo", path: str | N
 
 def test_its_columns_are_read_beside_those_of_the_algorithm() -> None:
     config = with_columns({"difficulty": {"source": "environment", "fill": 2}, "start": {"source": "reference"}})
-    columns = config.declaration.columns_of(config, 1)
+    columns = config.columns_of(1)
     assert [column.name for column in columns] == ["generation_logprobs", "advantages", "difficulty", "start"]
     assert columns[2].fill == 2.0
     assert config.needs_reference
-    assert config.declaration.scored_by(config, 1) == ("reference",)
+    assert config.scored_by(1) == ("reference",)
     assert config.loss_fn.environment_columns == {"difficulty_S": "float32"}
     assert resume_differences(config, with_columns({"start": {"source": "reference"}}))
 

@@ -252,7 +252,7 @@ class Peer:
 
     def __init__(self, registry: Registry) -> None:
         own = new_key_pair()
-        registry.enrol(own.public)
+        registry.names.register(own.public)
         self._context, self._socket = dealer_to(registry.address, own)
         _PEERS.append(self)
 

@@ -52,7 +52,7 @@ def is_used(config: Config, key: str) -> bool:
         case "env":
             return rest.partition(".")[0] in config.reward_models
         case "value":
-            return "value" in config.declaration.holds(config)
+            return "value" in config.holds
         case _:
             return bool(config.teacher_sections)
 

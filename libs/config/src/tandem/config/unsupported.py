@@ -44,7 +44,7 @@ def _algorithm(name: str) -> Asks:
 
 
 def _distils(config: Config) -> bool:
-    return "teacher" in config.declaration.holds(config)
+    return "teacher" in config.holds
 
 
 def _has(section: str) -> Asks:

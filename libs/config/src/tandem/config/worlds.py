@@ -8,6 +8,7 @@ themselves as if there were no others. `tandem.trainer.exchange` moves data betw
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # the configuration's own checks may import this module
     from tandem.config.schema import Config
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True):
+class World(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A model group: the processes that hold the same models, which no other process holds."""
 
     models: tuple[Model, ...]
@@ -27,17 +28,17 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """Index of its first trainer."""
     size: int
 
-    @property
+    @cached_property
     def name(self) -> Model:
         """Name of the group: its first model."""
         return self.models[0]
 
-    @property
+    @cached_property
     def trainers(self) -> range:
         """Indexes of its trainers."""
         return range(self.first, self.first + self.size)
 
-    @property
+    @cached_property
     def has_policy(self) -> bool:
         """Whether engines get its weights."""
         return self.name == "policy"
@@ -47,7 +48,7 @@ def worlds_of(config: Config) -> tuple[World, ...]:
     """Return the model groups of a run, the policy's first."""
     sizes = config.processes_of
     ends = itertools.accumulate(sizes.values())
-    rest = tuple(model for model in config.declaration.holds(config) if model == "policy" or model not in sizes)
+    rest = tuple(model for model in config.holds if model == "policy" or model not in sizes)
     return tuple(
         World(models=rest if model == "policy" else (model,), first=end - size, size=size)
         for (model, size), end in zip(sizes.items(), ends, strict=True)

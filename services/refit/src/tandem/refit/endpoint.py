@@ -283,6 +283,8 @@ class Endpoint:
         self._joining: dict[str, _Joining] = {}
         self._order: Attest | None = None
         self._digest: Digesting | None = None
+        self._quantises = False
+        """Whether this process quantises what it receives."""
         self._digest_s = 0.0
         self._digest_from = 0.0
         """When to start the digest, on the monotonic clock."""
@@ -355,7 +357,9 @@ class Endpoint:
 
     def _install(self, order: InstallProgram) -> None:
         self.abandon_digest()
-        bound = self._holder.install([program.decode(encoded) for encoded in order.programs])
+        programs = [program.decode(encoded) for encoded in order.programs]
+        self._quantises = any(each.quantisations for each in programs)
+        bound = self._holder.install(programs)
         reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
         self._member.reply(order.command_id, reply)
 
@@ -411,7 +415,7 @@ class Endpoint:
         return Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
 
     def _report_digest(self, order: Attest, digest: Digesting) -> None:
-        wrong = self._holder.misquantised()
+        wrong = self._holder.misquantised() if self._quantises else ()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")
         reply = Attested(

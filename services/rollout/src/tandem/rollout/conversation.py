@@ -17,11 +17,13 @@ from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
-from tandem.samples.batch import Batch
+from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tandem.samples.tokenizer import Messages
 
 FinishReason = Literal["stop", "length", "turns"]
+_Part = tuple[Int32s, Bools, Float32s, Int32s]
+"""Token ids, loss mask, log-probabilities and versions of consecutive tokens."""
 
 
 class Conversation:
@@ -44,7 +46,7 @@ class Conversation:
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
-        self._parts: list[Batch] = [_given(group.prompt_ids)]
+        self._parts: list[_Part] = [_given(group.prompt_ids)]
 
     @property
     def num_tokens(self) -> int:
@@ -76,15 +78,8 @@ class Conversation:
         self._cut_off = completion.finish_reason == "length"
         if completion.routed_experts_TX is not None:
             self._routed.append(completion.routed_experts_TX)
-        self._parts.append(
-            Batch(
-                lengths_S=np.array([num_tokens], dtype=np.int32),
-                token_ids_T=completion.token_ids_T,
-                loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
-                generation_logprobs_T=completion.logprobs_T,
-                versions_T=completion.versions_T,
-            )
-        )
+        mask_T = np.ones(num_tokens, dtype=np.bool_)
+        self._parts.append((completion.token_ids_T, mask_T, completion.logprobs_T, completion.versions_T))
 
     def add_answer(self, messages: Messages, token_ids: list[int]) -> None:
         """Append the environment's reply, as the tokens that lead from the last response to the next one."""
@@ -98,17 +93,18 @@ class Conversation:
         """Return the finished sample: ended by a score or a missing score, or by a limit that leaves no room for a
         response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
-        parts = Batch.concatenate(self._parts)
-        made_versions_T = parts.versions_T[parts.loss_mask_T]
+        token_ids_T, loss_mask_T, logprobs_T, versions_T = map(np.concatenate, zip(*self._parts, strict=True))
+        made_T = versions_T[loss_mask_T]
+        oldest, newest = int(made_T.min()), int(made_T.max())
         sample = SampleScored(
             group=self.group.group,
             sample=self.sample,
             prompt_length=len(self.group.prompt_ids),
             response_length=self._num_made,
             num_tokens=self.num_tokens,
-            oldest_version=int(made_versions_T.min()),
-            newest_version=int(made_versions_T.max()),
-            tokens_by_version=tuple(np.bincount(made_versions_T - made_versions_T.min()).tolist()),
+            oldest_version=oldest,
+            newest_version=newest,
+            tokens_by_version=(len(made_T),) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,
@@ -121,9 +117,16 @@ class Conversation:
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,
         )
-        own = {"lengths_S": np.array([len(parts.token_ids_T)], dtype=np.int32)}
         routed = {} if self._experts is None else {COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
-        return sample, parts.replace(**own, **routed)
+        arrays = Batch(
+            lengths_S=np.array([len(token_ids_T)], dtype=np.int32),
+            token_ids_T=token_ids_T,
+            loss_mask_T=loss_mask_T,
+            generation_logprobs_T=logprobs_T,
+            versions_T=versions_T,
+            **routed,
+        )
+        return sample, arrays
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -134,13 +137,12 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")
 
 
-def _given(token_ids: tuple[int, ...] | list[int]) -> Batch:
+def _given(token_ids: tuple[int, ...] | list[int]) -> _Part:
     """Lay out tokens that the policy did not generate."""
     num_tokens = len(token_ids)
-    return Batch(
-        lengths_S=np.array([num_tokens], dtype=np.int32),
-        token_ids_T=np.array(token_ids, dtype=np.int32),
-        loss_mask_T=np.zeros(num_tokens, dtype=np.bool_),
-        generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
-        versions_T=np.full(num_tokens, -1, dtype=np.int32),
+    return (
+        np.array(token_ids, dtype=np.int32),
+        np.zeros(num_tokens, dtype=np.bool_),
+        np.zeros(num_tokens, dtype=np.float32),
+        np.full(num_tokens, -1, dtype=np.int32),
     )

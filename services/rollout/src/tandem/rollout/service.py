@@ -135,7 +135,8 @@ class RolloutService:
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
         self._memory = MemoryMeter()
-        self._gpus = GpuMonitor(member.config.logger)
+        self._gpus: GpuMonitor | None = None
+        """None where it computes on the CPU."""
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
         """Carry out one command; `Generate` goes on in `work`."""
@@ -149,7 +150,8 @@ class RolloutService:
             case Refit():
                 self._refit(order)
             case InstallProgram() | ConnectMesh():
-                self._pause_guests()
+                if self._guests is not None:
+                    self._guests.pause()
                 self._plane().handle(order)
             case Attest():
                 self._plane().handle(order)
@@ -170,7 +172,7 @@ class RolloutService:
             is_digesting = self._endpoint is not None and self._endpoint.work()
             if not is_digesting:
                 self._restore()
-            return self._serve_guests() or is_digesting
+            return is_digesting if self._guests is None else self._serve_guests(self._guests) or is_digesting
         started = time.perf_counter()
         step = next(iter(self._generations.values())).order.step
         begun = [*self._generations]  # a generation at its end may fail while answering
@@ -189,7 +191,8 @@ class RolloutService:
         """Release the engine and the environments."""
         if self._guests is not None:
             self._guests.close()
-        self._gpus.close()
+        if self._gpus is not None:
+            self._gpus.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._agents is not None:
@@ -220,7 +223,9 @@ class RolloutService:
             self._scorers.await_ready(None if self._guests is None else self._guests.address)
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
-        self._gpus.begin(0, gpus_per_engine(self._config))
+        if num_gpus := gpus_per_engine(self._config):
+            self._gpus = GpuMonitor(self._config.logger)
+            self._gpus.begin(0, num_gpus)
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
         host = address_towards(self._member.coordinator)
@@ -246,7 +251,8 @@ class RolloutService:
         """
         self._give_up([*self._generations])
         self._restoring.clear()
-        self._pause_guests()
+        if self._guests is not None:
+            self._guests.pause()
         if self._agents is not None:
             self._agents.rest()
         self._plane().close()
@@ -313,7 +319,8 @@ class RolloutService:
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self._give_up([*self._generations])
-        self._pause_guests()
+        if self._guests is not None:
+            self._guests.pause()
         if receives or engine.weights_sleep:  # passing weights on reads them
             engine.wake()
         try:
@@ -442,23 +449,20 @@ class RolloutService:
         guests.admit()
         return guests.hand_out(engine.step())
 
-    def _serve_guests(self) -> bool:
+    def _serve_guests(self, guests: Guests) -> bool:
         """Make one token for each external request while no sample is made; return whether there is more to do.
 
         Not while training may use the device and the engine's memory.
         """
-        if self._guests is None or self._config.takes_turns or self._built().version is None:
+        if self._config.takes_turns or self._built().version is None:
             return False
-        return self._guests.work()
-
-    def _pause_guests(self) -> None:
-        if self._guests is not None:
-            self._guests.pause()
+        return guests.work()
 
     def _sleep(self) -> None:
         """Release the device to training."""
         engine = self._built()
-        self._pause_guests()
+        if self._guests is not None:
+            self._guests.pause()
         if engine.weights_sleep:
             self._plane().finish_digest()
         engine.sleep()
@@ -565,7 +569,7 @@ class RolloutService:
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
             memory=self._memory.use(),
-            gpus=self._gpus.means(),
+            gpus={} if self._gpus is None else self._gpus.means(),
         )
         self._member.reply(generation.order.command_id, reply)
 

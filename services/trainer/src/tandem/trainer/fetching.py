@@ -2,8 +2,9 @@
 
 `SampleFetcher.fetch` consumes the batch's table and produces the sequences that it assigns to this rank. It asks all
 rollouts at once, each for a bounded number of tokens at a time, and waits for their answers until one deadline. It
-gives up earlier on a rollout without a connection for `_PATIENCE_S`. Fetched samples are kept until `clear`, so that a
-repeated step fetches only what it lacks. All samples must match the table.
+gives up earlier on a rollout without a connection for `_PATIENCE_S`. Connections stay open while the rollouts are the
+same. Fetched samples are kept until `clear`, so that a repeated step fetches only what it lacks. All samples must match
+the table.
 """
 
 from __future__ import annotations
@@ -52,9 +53,16 @@ class SampleFetcher:
         self._run_id = run_id
         self._own = own
         self._vocabulary = vocabulary
+        self._codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
+        self._listeners: Mapping[str, Listener] = {}
+        self._callers: Callers | None = None
+        """Connections to these rollouts; None before the first fetch, and after one that failed."""
+        self._num_requests = 0
         self._step: int | None = None
-        self._kept: dict[tuple[str, int, int, int, int], Batch] = {}
-        """Sequences by rollout and key."""
+        self._kept: list[Batch] = []
+        """The answers so far."""
+        self._places: dict[tuple[str, int, int, int, int], int] = {}
+        """Place of each sequence in these answers, by rollout and key."""
 
     def fetch(
         self, step: int, table: Batch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
@@ -79,100 +87,132 @@ class SampleFetcher:
         }
         wanted: dict[str, Rows] = {}
         for row, key in keys.items():
-            if key not in self._kept:
+            if key not in self._places:
                 wanted.setdefault(key[0], []).append(row)
         missing: dict[str, str] = {}
         if wanted:
-            inquiries = {
-                name: _Inquiry(self._run_id, table, its_rows, self._experts) for name, its_rows in wanted.items()
-            }
-            listeners = {name: sources[name] for name in wanted}
-            missing = _ask(listeners, self._own, inquiries, self._vocabulary, timeout_s)
+            inquiries: dict[str, _Inquiry] = {}
+            for name, its_rows in wanted.items():
+                inquiry = inquiries[name] = _Inquiry(self._run_id, table, its_rows, self._experts, self._num_requests)
+                self._num_requests = inquiry.end
+            missing = self._ask(sources, inquiries, timeout_s)
             for inquiry in inquiries.values():
-                self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
+                self._places |= {keys[row]: place for place, row in enumerate(inquiry.rows, len(self._places))}
+                self._kept += inquiry.answers
         if missing:
             return None, missing
-        own = with_samples(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
+        own = with_samples(table.take(rows), self._kept, [self._places[keys[int(row)]] for row in rows])
         missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
         return (None if missing else own), missing
 
     def clear(self) -> None:
         """Forget the fetched samples."""
         self._kept.clear()
+        self._places.clear()
         self._step = None
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._callers is not None:
+            self._callers.close()
+            self._callers = None
+
+    def _connected(self, sources: Mapping[str, Listener]) -> Callers:
+        """Return connections to these rollouts: those of the last fetch if they are the same."""
+        if self._callers is None or sources != self._listeners:
+            self.close()
+            self._listeners = dict(sources)
+            self._callers = Callers(sources, self._own, max_bytes=_MAX_REPLY_BYTES)
+        return self._callers
+
+    def _ask(
+        self, sources: Mapping[str, Listener], inquiries: Mapping[str, _Inquiry], timeout_s: float
+    ) -> dict[str, str]:
+        """Make all inquiries until they are done or the time is up; return why some failed."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            callers = self._connected(sources)
+        except WireError as error:
+            return dict.fromkeys(inquiries, str(error))
+        for name, inquiry in inquiries.items():
+            if not callers.down_for(name):
+                callers.send(name, inquiry.request())
+        try:
+            while not all(inquiry.is_done for inquiry in inquiries.values()):
+                for name, frames in callers.receive(_POLL_S):
+                    if name in inquiries:
+                        self._hear(inquiries[name], frames, name)
+                is_late = time.monotonic() > deadline
+                for name, inquiry in inquiries.items():
+                    if is_late and not inquiry.is_done:
+                        inquiry.why_missing = f"it has not sent them within {timeout_s:g} s"
+                    elif callers.down_for(name) > _PATIENCE_S and not inquiry.is_done:
+                        inquiry.why_missing = f"nobody answers at {sources[name].address}"
+        except BaseException:
+            self.close()
+            raise
+        missing = {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
+        if missing:
+            self.close()
+        return missing
+
+    def _hear(self, inquiry: _Inquiry, frames: Frames | None, name: str) -> None:
+        """Take an answer, or None for a new connection. Send the next request, or the same one again."""
+        num_taken = inquiry.num_taken
+        if frames is not None:
+            try:
+                received = self._codec.decode(frames)
+                inquiry.take(received.message, received.arrays, self._vocabulary)
+            except WireError as error:
+                inquiry.why_missing = f"it sent what is not asked for: {error}"
+        if not inquiry.is_done and (frames is None or inquiry.num_taken > num_taken):
+            assert self._callers is not None, "it was heard over them"
+            self._callers.send(name, inquiry.request())
 
 
 class _Inquiry:
     """The requests to one rollout, one at a time."""
 
-    def __init__(self, run_id: str, table: Batch, rows: Rows, experts: RoutedExperts | None) -> None:
+    def __init__(self, run_id: str, table: Batch, rows: Rows, experts: RoutedExperts | None, first: int) -> None:
+        """Take the rows to ask for, and the first number for the requests, which no earlier request had."""
         self._run_id = run_id
         self._table = table
         self._experts = experts
         self._requests = list(_cut(rows, table.lengths_S, _most_tokens(experts)))
-        self._next = 0
-        self.found: dict[int, Batch] = {}
-        """Samples found, by row of the table."""
+        self._first = first
+        self.num_taken = 0
+        """Requests that have been answered."""
+        self.answers: list[Batch] = []
+        self.rows: Rows = []
+        """Rows of the table that the answers hold, in their order."""
         self.why_missing = ""
+
+    @property
+    def end(self) -> int:
+        """The number after that of the last request."""
+        return self._first + len(self._requests)
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing more to ask for, or asking is pointless."""
-        return bool(self.why_missing) or self._next == len(self._requests)
+        return bool(self.why_missing) or self.num_taken == len(self._requests)
 
     def request(self) -> Frames:
         """Return the next request."""
-        keys = _keys_of(self._table.take(np.array(self._requests[self._next])))
-        return encode(FetchSamples(run_id=self._run_id, request_id=self._next, keys=tuple(keys)))
+        keys = _keys_of(self._table.take(np.array(self._requests[self.num_taken])))
+        return encode(FetchSamples(run_id=self._run_id, request_id=self._first + self.num_taken, keys=tuple(keys)))
 
     def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays, vocabulary: int) -> None:
         """Take an answer, unless its request was already answered over another connection."""
-        if reply.request_id != self._next or self.is_done:
+        if reply.request_id != self._first + self.num_taken or self.is_done:
             return
         if isinstance(reply, SamplesGone):
             self.why_missing = reply.why
             return
-        rows = self._requests[self._next]
-        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts)
-        self.found |= {row: arrays.take([place]) for place, row in enumerate(rows)}
-        self._next += 1
-
-
-def _ask(
-    listeners: Mapping[str, Listener],
-    own: KeyPair,
-    inquiries: Mapping[str, _Inquiry],
-    vocabulary: int,
-    timeout_s: float,
-) -> dict[str, str]:
-    """Make all inquiries until they are done or the time is up; return why some failed."""
-    deadline = time.monotonic() + timeout_s
-    codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
-    try:
-        callers = Callers(listeners, own, max_bytes=_MAX_REPLY_BYTES)
-    except WireError as error:
-        return dict.fromkeys(listeners, str(error))
-    try:
-        while not all(inquiry.is_done for inquiry in inquiries.values()):
-            for name, frames in callers.receive(_POLL_S):
-                inquiry = inquiries[name]
-                if frames is not None:
-                    try:
-                        received = codec.decode(frames)
-                        inquiry.take(received.message, received.arrays, vocabulary)
-                    except WireError as error:
-                        inquiry.why_missing = f"it sent what is not asked for: {error}"
-                if not inquiry.is_done:
-                    callers.send(name, inquiry.request())
-            is_late = time.monotonic() > deadline
-            for name, inquiry in inquiries.items():
-                if is_late and not inquiry.is_done:
-                    inquiry.why_missing = f"it has not sent them within {timeout_s:g} s"
-                elif callers.down_for(name) > _PATIENCE_S and not inquiry.is_done:
-                    inquiry.why_missing = f"nobody answers at {listeners[name].address}"
-    finally:
-        callers.close()
-    return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
+        rows = self._requests[self.num_taken]
+        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts))
+        self.rows += rows
+        self.num_taken += 1
 
 
 def _keys_of(table: Batch) -> list[SequenceKey]:
@@ -223,8 +263,11 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
     return arrays
 
 
-def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
-    """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole."""
+def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) -> Batch:
+    """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole.
+
+    `places` are those of the table's sequences among the samples.
+    """
     if not samples:
         nothing = np.zeros(0, dtype=np.int32)
         samples = [
@@ -237,6 +280,8 @@ def with_samples(table: Batch, samples: Sequence[Batch]) -> Batch:
             )
         ]
     arrays = Batch.concatenate(samples)
+    if [*places] != [*range(len(arrays))]:
+        arrays = arrays.take(places)
     loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S)
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 

@@ -98,7 +98,8 @@ class TrainerService:
         self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys, replayed_experts(member.config))
         self._version = 0
         self._memory = MemoryMeter()
-        self._gpus = GpuMonitor(member.config.logger)
+        self._gpus: GpuMonitor | None = None
+        """None without a GPU."""
         self._writing: Writing | None = None
         """The last checkpoint that is being written, or was."""
         self._recorder: LogprobRecorder | None = None
@@ -140,7 +141,9 @@ class TrainerService:
 
     def close(self) -> None:
         """Leave the transfer groups and the process group."""
-        self._gpus.close()
+        if self._gpus is not None:
+            self._gpus.close()
+        self._fetcher.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._endpoint is not None:
@@ -249,6 +252,7 @@ class TrainerService:
             encoded = layout.encode(self._weights.layout)
         self._version = order.version
         if torch.cuda.is_available():
+            self._gpus = GpuMonitor(self._config.logger)
             self._gpus.begin(self._member.index, 1)
         if order.samples_folder and self._member.index in scoring_trainers(self._config):
             # Arrow starts threads when it is imported, and services are forked by a process that must have none.
@@ -297,14 +301,13 @@ class TrainerService:
             self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
-            trained, keeps = self._config.trained_in(order.step), self._recorder is not None
             result = step.train(
                 backend,
                 table,
                 own,
                 self._config,
-                trained=trained,
-                keeps_logprobs=keeps,
+                trained=None if order.step > self._config.num_steps_without_policy else self._config.trained_early,
+                keeps_logprobs=self._recorder is not None,
                 exchange=self._exchange,
             )
         self._fetcher.clear()
@@ -330,7 +333,7 @@ class TrainerService:
             waited_s=time.waited_s,
             has_update=result.has_update,
             memory=self._memory.use(),
-            gpus=self._gpus.means(),
+            gpus={} if self._gpus is None else self._gpus.means(),
         )
         self._member.reply(order.command_id, reply)
 

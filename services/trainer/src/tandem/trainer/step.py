@@ -202,7 +202,7 @@ class Step:
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(whole.branch_S, size)
         self._num_steps = config.num_passes * len(self.global_batches)
-        self._read = config.declaration.all_columns(config, self._num_steps)
+        self._read = config.all_columns(self._num_steps)
         """The columns that the losses of all models read in this step."""
 
     def holds(self, model: Model) -> bool:
@@ -238,8 +238,7 @@ class Step:
 
     def fillers(self, size: int | None = None) -> Iterator[tuple[str, Callable[[Filled], Filled]]]:
         """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
-        declared = self.config.declaration
-        for model in filter(self.holds, declared.scored_by(self.config, self._num_steps)):
+        for model in filter(self.holds, self.config.scored_by(self._num_steps)):
             yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
         elsewhere = [] if self._exchange is None else [world.name for world in self._exchange.elsewhere]
         for model in elsewhere:
@@ -250,18 +249,16 @@ class Step:
                 yield "", partial(self._leave_out, self.config.largest_logprob_error)
             yield "", self.finished
         for model in elsewhere:
-            if model in declared.trains:
+            if model in self.config.declaration.trains:
                 assert self.config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
-                yield (
-                    "",
-                    partial(self._exchanged, "policy", model, declared.columns_of(self.config, self._num_steps, model)),
-                )
+                read = self.config.columns_of(self._num_steps, model)
+                yield "", partial(self._exchanged, "policy", model, read)
 
     def finished(self, columns: Filled) -> Filled:
         """Return the columns made from models' scores, and those that came with the batch."""
         scores = _scores(columns)
         self.policy_logprobs_T = scores.get("policy")
-        path, made, batch = self.config.declaration.finisher(self.config), Filled(), self._own.own
+        path, made, batch = self.config.finisher, Filled(), self._own.own
         if path:
             finish: Finisher = named(path)
             made, metrics = finish(
@@ -364,9 +361,7 @@ class Step:
 
     def _read_by(self, model: Model, columns: Columns) -> Columns:
         """Return the loss inputs of a model for each token of its own shard."""
-        declared = self.config.declaration
-        read = {each: declared.columns_of(self.config, self._num_steps, each) for each in declared.trains}
-        others = {column for found in read.values() for column in found} - set(read[model])
+        others = set(self._read) - set(self.config.columns_of(self._num_steps, model))
         own = {column: values_T for column, values_T in columns.items() if column not in others}
         shard = self.shards[model]
         if shard.replicas.sizes == self._own.replicas.sizes:
@@ -410,7 +405,7 @@ def _shards(
 
     It is assigned by the table, or by a model's own division of the ranks.
     """
-    models = config.declaration.holds(config) if exchange is None else exchange.world.models
+    models = config.holds if exchange is None else exchange.world.models
     first = backend.replicas(models[0])
     here = None if exchange is None else exchange.shard(backend, own)
     by_sizes = {first.sizes: (whole, own) if here is None else here}
@@ -425,7 +420,7 @@ def _shards(
             replicas,
             shares_prompts=settings.share_prompts and backend.shares_prompts,
             unit=config.sequences_per_sample,
-            experts=replayed_experts(config, model),
+            experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
         )
     return shards
 

@@ -100,7 +100,7 @@ def all_layers_are_not_a_name(config: Config) -> None:
 def models_beside_the_policy_are_no_adapters(config: Config) -> None:
     """Check that teachers and the initial value model are whole models, not adapters."""
     sections = dict(config.teacher_sections)
-    if config.value is not None and "value" in config.declaration.holds(config):
+    if config.value is not None and "value" in config.holds:
         sections["value.model_name"] = config.value
     for key, section in sections.items():
         if (why := why_no_model(Path(section.model_name))) is not None:

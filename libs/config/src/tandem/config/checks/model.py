@@ -91,7 +91,7 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
 
 def overrides_are_fields_of_the_model(config: Config) -> None:
     """Check overridden fields: Transformers accepts any name and ignores a misspelt one; the type cannot change."""
-    held = config.declaration.holds(config)
+    held = config.holds
     for name in ("policy", "value", "teacher"):
         settings, key = getattr(config, name), f"{name}.hf_config_overrides"
         if settings is None or name not in held:

@@ -12,7 +12,7 @@ KEY = "cluster.processes_of"
 
 def the_models_are_held(config: Config) -> None:
     """Check that processes are given only to models of the run; a run without steps has the policy alone."""
-    held = config.declaration.holds(config)
+    held = config.holds
     for model in ProcessesOf.__struct_fields__:
         num = getattr(config.cluster.processes_of, model)
         if num and model not in held and not config.evaluates:

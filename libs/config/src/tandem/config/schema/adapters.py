@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from tandem.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Probability, Section
@@ -29,7 +30,7 @@ class Adapters(Section, frozen=True, kw_only=True):
     restore_from: NonEmptyStr | None = None
     """Folder of initial adapters, in PEFT's format, of the same rank, layers and scale."""
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """Factor of the product of the two matrices."""
         return self.alpha / self.dim
@@ -48,14 +49,14 @@ class LoraCfg(Adapters, frozen=True, kw_only=True):
     use_triton: bool = False
     """Accepted: compute adapters with NeMo-RL's Triton kernels."""
 
-    @property
+    @cached_property
     def patterns(self) -> tuple[str, ...]:
         """Patterns of the layers with an adapter, before exclusion."""
         if self.match_all_linear or (self.exclude_modules and not self.target_modules):
             return ("*",)
         return self.target_modules or ("*_proj",)
 
-    @property
+    @cached_property
     def initial(self) -> tuple[Initial, Initial]:
         """Initialisation of the two matrices."""
         return self.lora_A_init, "zero"
@@ -76,12 +77,12 @@ class Peft(Adapters, frozen=True, kw_only=True):
     a2a_experimental: bool = False
     """Accepted: use NeMo-RL's experimental exchange between ranks."""
 
-    @property
+    @cached_property
     def patterns(self) -> tuple[str, ...]:
         """Patterns of the layers with an adapter, before exclusion."""
         return self.target_modules or ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
-    @property
+    @cached_property
     def initial(self) -> tuple[Initial, Initial]:
         """Initialisation of the two matrices."""
         return self.lora_A_init_method, self.lora_B_init_method

@@ -7,6 +7,7 @@ like any other. A number of a sequence is that of each of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
@@ -43,7 +44,7 @@ log-probabilities of tokens under that model, before the first optimizer step on
 model's scores, then."""
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
+class Column(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Declaration of a column."""
 
     name: str
@@ -58,7 +59,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
     """Whether the loss reads it, by the configuration, in a step of so many optimizer steps."""
 
-    @property
+    @cached_property
     def model(self) -> Model | None:
         """The model that fills it with scores; None if it comes with the batch, or is made of other columns."""
         return next((model for model in MODELS if model == self.source), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +83,7 @@ class DataSet(Section, frozen=True, kw_only=True):
     characters_per_sample: PositiveInt | None = None
     """Length of the pieces of raw text, in characters."""
 
-    @property
+    @cached_property
     def title(self) -> str:
         """Name in metrics."""
         name = Path(self.data_path).stem if self.data_path is not None else str(self.dataset_name)
@@ -243,13 +244,13 @@ class Data(Section, frozen=True, kw_only=True):
     add_system_prompt: bool = False
     """SFT, DPO and RM: let the chat template add its default system message."""
 
-    @property
+    @cached_property
     def chooser(self) -> str | None:
         """Dotted path of the function that chooses between data sets, if there is one."""
         path = self.custom_dataloader if self.use_multiple_dataloader else None
         return None if path is None or path.endswith(".example_custom_dataloader") else path
 
-    @property
+    @cached_property
     def validation_names(self) -> tuple[str, ...]:
         """Names, for metrics, of several validation sets; empty if there is only one."""
         if not self.train:
@@ -265,7 +266,7 @@ class Data(Section, frozen=True, kw_only=True):
             held_out.append(name_apart(name, held_out))
         return tuple(held_out) if len(held_out) > 1 else ()
 
-    @property
+    @cached_property
     def train_sets(self) -> tuple[Data, ...]:
         """A section for each training set, as if it were the only one; validation problems are held out of the first
         by default."""
@@ -342,7 +343,7 @@ class Judge(Section, frozen=True, kw_only=True):
     dollars_per_million_completion_tokens: NonNegativeFloat = 0.0
     """New. The endpoint's price for the judge's answers."""
 
-    @property
+    @cached_property
     def longest_s(self) -> float:
         """Most seconds of a judgement, with all its requests and the pauses between them."""
         return (self.max_retries + 1) * self.timeout_s + self.max_retries * _LONGEST_PAUSE_S
@@ -406,22 +407,22 @@ class Environment(RewardModelKeys, frozen=True, kw_only=True):
     judge: Judge | None = None
     """New. A language model that scores the responses."""
 
-    @property
+    @cached_property
     def longest_call_s(self) -> float:
         """Seconds after which a call counts as stuck."""
         return self.timeout_s if self.judge is None else max(self.timeout_s, self.judge.longest_s)
 
-    @property
+    @cached_property
     def is_agent(self) -> bool:
         """Whether an external program plays episodes."""
         return self.command is not None or self.url is not None
 
-    @property
+    @cached_property
     def is_reward_model(self) -> bool:
         """Whether a sequence classifier scores the responses."""
         return self.model_name is not None and not self.is_own and self.judge is None
 
-    @property
+    @cached_property
     def is_own(self) -> bool:
         """Whether it is custom rather than built in."""
         return self.class_path is not None or self.is_agent

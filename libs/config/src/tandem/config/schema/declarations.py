@@ -10,6 +10,7 @@ and a declaration here. Other code reads the declaration (`Config.declaration`) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -17,7 +18,6 @@ import msgspec
 from tandem.config.schema.columns import (
     ADVANTAGES,
     GENERATION_LOGPROBS,
-    MODELS,
     PREVIOUS_LOGPROBS,
     REFERENCE_LOGPROBS,
     RETURNS,
@@ -49,7 +49,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Columns that the loss reads."""
 
 
-class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
+class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The declaration of an algorithm.
 
     Code of a service is given as a dotted path, which only that service imports.
@@ -94,59 +94,37 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     called: str = ""
     """Title, if it is not the name in capitals."""
 
-    @property
+    @cached_property
     def title(self) -> str:
         """Title for people."""
         return self.called or self.name.upper()
 
-    @property
+    @cached_property
     def learns_preferences(self) -> bool:
         """Whether it learns from prompts with a better and a worse response."""
         return "preferences" in self.learns_from
 
-    @property
+    @cached_property
     def trainings(self) -> tuple[Training, ...]:
         """Trainings of all trained models, the policy's last."""
         own = Training(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
         return (*self.beside, own)
 
-    @property
+    @cached_property
+    def training_of(self) -> dict[Model, Training]:
+        """Training of each trained model."""
+        return {training.model: training for training in self.trainings}
+
+    @cached_property
     def trains(self) -> tuple[Model, ...]:
         """Trained models, the policy last."""
-        return tuple(training.model for training in self.trainings)
+        return tuple(self.training_of)
 
     def head_of(self, model: Model) -> Head:
         """Return the head on top of a model's layers."""
         if model == "value":
             return "value"
         return self.head if model == "policy" else "vocabulary"
-
-    def columns_of(self, config: Config, num_steps: int, model: Model = "policy") -> tuple[Column, ...]:
-        """Return the columns that a model's loss reads in a step of `num_steps` optimizer steps.
-
-        The policy's end with those of a custom loss.
-        """
-        (training,) = (each for each in self.trainings if each.model == model)
-        read = {column.name: column for column in training.columns if column.is_read(config, num_steps)}
-        if model == "policy":
-            read |= config.loss_fn.own_columns
-        return tuple(read.values())
-
-    def all_columns(self, config: Config, num_steps: int) -> tuple[Column, ...]:
-        """Return the columns that the losses of all models read."""
-        read = (column for each in self.trainings for column in self.columns_of(config, num_steps, each.model))
-        return tuple(dict.fromkeys(read))
-
-    def scored_by(self, config: Config, num_steps: int) -> tuple[Model, ...]:
-        """Return the models that score a batch before training on it with `num_steps` optimizer steps."""
-        read = {column.model for column in self.all_columns(config, num_steps)}
-        return tuple(model for model in MODELS if model in read)
-
-    def holds(self, config: Config) -> tuple[Model, ...]:
-        """Return the models that a trainer holds; if nothing is trained, only the policy."""
-        if config.evaluates:
-            return ("policy",)
-        return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1), *self.trains)))
 
 
 _POLICY_GRADIENT = (

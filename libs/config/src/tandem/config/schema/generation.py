@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -95,7 +96,7 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     use_tqdm: bool | None = None
     """Accepted: show vLLM's progress bar."""
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         """Processes that compute for one engine; a single one is the engine's own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -184,19 +185,19 @@ class Generation(Section, frozen=True, kw_only=True):
     host memory each."""
     colocated: Colocated = Colocated()
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         """Whether `async_engine` is on, at either place."""
         return self.async_engine or self.vllm_cfg.async_engine
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Samples that each engine runs at once."""
         if self.backend == "vllm":
             return int(self.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
         return self.transformers_cfg.num_slots
 
-    @property
+    @cached_property
     def has_guests(self) -> bool:
         """Whether `expose_http_server` is on, at either place."""
         return self.expose_http_server or self.vllm_cfg.expose_http_server

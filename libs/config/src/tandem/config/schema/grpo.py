@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -122,42 +123,42 @@ class Rollouts(Section, frozen=True, kw_only=True):
     seed: Seed = 42
     """Seed of the problems, their order and every sample."""
 
-    @property
+    @cached_property
     def asynchronous(self) -> AsyncGrpo:
         """Settings of asynchronous generation; disabled for an algorithm without a section for it."""
         return AsyncGrpo()
 
-    @property
+    @cached_property
     def group_estimator(self) -> AdvEstimator | None:
         """Estimator that turns a group's rewards into advantages, if the samples of a prompt are compared."""
         return None
 
-    @property
+    @cached_property
     def advantage_bounds(self) -> tuple[float | None, float | None] | None:
         """Lower and upper bound of advantages, if there are any."""
         return None
 
-    @property
+    @cached_property
     def largest_logprob_error(self) -> float | None:
         """Multiplicative error above which a sequence is excluded from the loss, if there is a limit."""
         return None
 
-    @property
+    @cached_property
     def num_passes(self) -> int:
         """Passes of a step over its rollout batch."""
         return 1
 
-    @property
+    @cached_property
     def num_steps_without_policy(self) -> int:
         """Initial steps that do not train the policy."""
         return 0
 
-    @property
+    @cached_property
     def num_prompts_per_batch(self) -> int:
         """Prompt groups generated at once."""
         return round(self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1))
 
-    @property
+    @cached_property
     def max_prompts_per_step(self) -> int:
         """Most prompt groups generated in a step."""
         return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)
@@ -197,23 +198,23 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
 
-    @property
+    @cached_property
     def asynchronous(self) -> AsyncGrpo:
         """Settings of asynchronous generation."""
         return self.async_grpo
 
-    @property
+    @cached_property
     def advantage_bounds(self) -> tuple[float | None, float | None] | None:
         """Lower and upper bound of advantages."""
         bounds = self.advantage_clip_low, self.advantage_clip_high
         return None if bounds == (None, None) else bounds
 
-    @property
+    @cached_property
     def largest_logprob_error(self) -> float | None:
         """Multiplicative error above which a sequence is excluded from the loss."""
         return self.seq_logprob_error_threshold
 
-    @property
+    @cached_property
     def group_estimator(self) -> AdvEstimator:
         """Estimator that turns a group's rewards into advantages."""
         return self.adv_estimator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -104,7 +105,7 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     token_level_loss: bool = True
     """true: the mean over all tokens of the global batch. false: the mean over sequences of each sequence's mean."""
 
-    @property
+    @cached_property
     def own_columns(self) -> dict[str, Column]:
         """Inputs of a custom loss, by name."""
         return {
@@ -112,7 +113,7 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
             for name, column in self.columns.items()
         }
 
-    @property
+    @cached_property
     def environment_columns(self) -> dict[str, str]:
         """Dtypes of its inputs that travel with the batch table, by their name there."""
         own = self.own_columns.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -144,13 +145,13 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     forwarded: dict[str, Any] = msgspec.field(default_factory=dict)
     """New. Collects every other key written directly under `policy.megatron_cfg`."""
 
-    @property
+    @cached_property
     def environment(self) -> dict[str, str]:
         """Environment variables for trainers from `env_vars`, if they train with Megatron-Core."""
         given = self.env_vars if self.enabled else None
         return {name: str(value) for name, value in (given or {}).items()}
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """Ranks that share one copy of the model and work on the same sequences."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -71,12 +72,12 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     clear_cache_every_n_steps: PositiveInt | None = None
     """Accepted: how often NeMo-RL's backend frees cached GPU memory within a step."""
 
-    @property
+    @cached_property
     def environment(self) -> dict[str, str]:
         """Environment variables for trainers from `env_vars`, if they train with this backend."""
         return {name: str(value) for name, value in (self.env_vars or {}).items()} if self.enabled else {}
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same sequences."""
         return self.tensor_parallel_size * self.context_parallel_size
@@ -263,19 +264,19 @@ class Model(Section, frozen=True, kw_only=True):
     """Consecutive schedules: a list of entries, or one entry without the list; empty or null keeps the learning rate
     constant."""
 
-    @property
+    @cached_property
     def environment(self) -> dict[str, str]:
         """Environment variables of the trainers, for the enabled backend."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).environment
 
-    @property
+    @cached_property
     def adapters(self) -> LoraCfg | Peft | None:
         """Settings of the adapters that the enabled backend trains instead of the weights; None if it trains the
         weights."""
         section = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
         return section if section.enabled else None
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """Trainers that work on the same sequences, in the enabled backend."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -46,12 +47,12 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
     is refused if it does (`loss_fn.reference_policy_kl_penalty` above 0)."""
     adv_estimator: GaeEstimator = GaeEstimator()
 
-    @property
+    @cached_property
     def num_passes(self) -> int:
         """Passes of a step over its rollout batch."""
         return self.ppo_epochs
 
-    @property
+    @cached_property
     def num_steps_without_policy(self) -> int:
         """Initial steps that do not train the policy."""
         return self.policy_training_start_step

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from tandem.common.cached_method import cached_method
 from tandem.config.schema import columns
 from tandem.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.config.schema.base import NonEmptyStr, Section
@@ -68,47 +70,47 @@ class Config(Section, frozen=True, kw_only=True):
     """New. The run to replay; null means that the run generates its own samples."""
     eval: Eval = Eval()
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Data-parallel shards of a global batch: trainers with different sequences."""
         return self.cluster.trainers // self.policy.model_parallel_size
 
-    @property
+    @cached_property
     def processes_of(self) -> dict[columns.Model, int]:
         """Trainers of each model group: the policy's first, then those of each model with processes of its own."""
         found: dict[columns.Model, int] = {"policy": self.cluster.trainers}
-        for model in self.declaration.holds(self):
+        for model in self.holds:
             num = 0 if model == "policy" else getattr(self.cluster.processes_of, model)
             if num:
                 found[model] = num
         return found
 
-    @property
+    @cached_property
     def num_trainers(self) -> int:
         """Trainers of all model groups."""
         return sum(self.processes_of.values())
 
-    @property
+    @cached_property
     def declaration(self) -> Algorithm:
         """Declaration of the algorithm in use."""
         return ALGORITHMS[self.algorithm]
 
-    @property
+    @cached_property
     def evaluates(self) -> bool:
         """Whether the run takes no step and only validates its initial model."""
         return self.algorithm_section.max_num_steps == 0
 
-    @property
+    @cached_property
     def has_validation(self) -> bool:
         """Whether there is anything to validate on."""
         return self.data.num_validation != 0
 
-    @property
+    @cached_property
     def generates(self) -> bool:
         """Whether the run has engines that generate its training data, rather than replaying another run's samples."""
         return self.declaration.rolls_out and self.replay is None
 
-    @property
+    @cached_property
     def environments(self) -> tuple[str, ...]:
         """Entries of `env` that score samples of the run; `data.environment` comes first."""
         if not self.declaration.rolls_out:
@@ -116,13 +118,13 @@ class Config(Section, frozen=True, kw_only=True):
         of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
         return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
 
-    @property
+    @cached_property
     def reward_models(self) -> dict[str, Environment]:
         """Reward models among the run's environments; empty if nothing is generated."""
         entries = {name: self.env.get(name) for name in self.environments} if self.generates else {}
         return {name: entry for name, entry in entries.items() if entry is not None and entry.is_reward_model}
 
-    @property
+    @cached_property
     def environment_keys(self) -> str:
         """Keys of the run's environments, for messages to the user."""
         return ", ".join(f"env.{name}" for name in self.environments)
@@ -131,28 +133,68 @@ class Config(Section, frozen=True, kw_only=True):
         """Return the configuration as if this entry of `env` scored all samples."""
         return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
 
-    @property
+    @cached_property
     def agent(self) -> Environment | None:
         """The external program that plays the run's episodes, if there is one."""
         environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
         return environment if environment is not None and environment.is_agent else None
 
-    @property
+    @cached_property
     def takes_turns(self) -> bool:
         """Whether training and generation are colocated, so that each frees what only it needs while the other
         works."""
         return self.generates and self.policy.generation.colocated.enabled
 
-    @property
+    @cached_property
     def sequences_per_sample(self) -> int:
         """Sequences per unit of the batch sizes."""
         return self.declaration.sequences_per_unit
 
-    @property
+    @cached_method
+    def columns_of(self, num_steps: int, model: columns.Model = "policy") -> tuple[columns.Column, ...]:
+        """Return the columns that a model's loss reads in a step of `num_steps` optimizer steps.
+
+        The policy's end with those of a custom loss.
+        """
+        read = {
+            column.name: column
+            for column in self.declaration.training_of[model].columns
+            if column.is_read(self, num_steps)
+        }
+        if model == "policy":
+            read |= self.loss_fn.own_columns
+        return tuple(read.values())
+
+    @cached_method
+    def all_columns(self, num_steps: int) -> tuple[columns.Column, ...]:
+        """Return the columns that the losses of all models read."""
+        read = (column for model in self.declaration.trains for column in self.columns_of(num_steps, model))
+        return tuple(dict.fromkeys(read))
+
+    @cached_method
+    def scored_by(self, num_steps: int) -> tuple[columns.Model, ...]:
+        """Return the models that score a batch before training on it with `num_steps` optimizer steps."""
+        read = {column.model for column in self.all_columns(num_steps)}
+        return tuple(model for model in columns.MODELS if model in read)
+
+    @cached_property
+    def holds(self) -> tuple[columns.Model, ...]:
+        """Models that trainers hold; if nothing is trained, only the policy."""
+        if self.evaluates:
+            return ("policy",)
+        return tuple(dict.fromkeys(("policy", *self.scored_by(1), *self.declaration.trains)))
+
+    @cached_property
+    def finisher(self) -> str:
+        """Function of `tandem.trainer.advantages` that completes advantages in the trainers; empty if none does."""
+        return self.declaration.finisher(self)
+
+    @cached_property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with its initial model."""
-        return "reference" in self.declaration.holds(self)
+        return "reference" in self.holds
 
+    @cached_method
     def settings_of(self, model: columns.Model, number: int = 0) -> Model:
         """Return the section of a model that trainers hold; `number` selects one of several teachers.
 
@@ -166,11 +208,12 @@ class Config(Section, frozen=True, kw_only=True):
         assert section is not None, "the algorithm declares that it holds one"
         return section
 
+    @cached_method
     def num_of(self, model: columns.Model) -> int:
         """Return how many models of a kind trainers hold: there may be several teachers."""
         return len(self.teacher_sections) if model == "teacher" else 1
 
-    @property
+    @cached_property
     def table_columns(self) -> dict[str, str]:
         """Dtypes of the batch table's additional arrays, by name."""
         several = {f"{columns.TEACHER}_S": "int32"} if self.num_of("teacher") > 1 else {}
@@ -181,37 +224,37 @@ class Config(Section, frozen=True, kw_only=True):
         own = {name: getattr(section, name) for name in Model.__struct_fields__} | others
         return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
 
-    @property
+    @cached_property
     def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
         """Section of the algorithm in use; every one has `seed`, `max_num_steps`, `val_period` and `val_at_start`."""
         section: Rollouts | Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
-    @property
+    @cached_property
     def rollout_section(self) -> Rollouts:
         """Section of an algorithm that rolls out."""
         assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
         section: Rollouts = getattr(self, self.algorithm)
         return section
 
-    @property
+    @cached_property
     def largest_logprob_error(self) -> float | None:
         """Multiplicative error of probabilities above which a sequence is excluded from the loss, if there is a
         limit."""
         return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
 
-    @property
+    @cached_property
     def max_trajectory_age_steps(self) -> int:
         """Most training steps by which the weights that begin a sample may be behind; 0 for synchronous training."""
         asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None
         return asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0
 
-    @property
+    @cached_property
     def updates_in_flight(self) -> bool:
         """Whether engines take new weights while they generate, between two tokens."""
         return self.max_trajectory_age_steps > 0 and self.rollout_section.asynchronous.in_flight_weight_updates
 
-    @property
+    @cached_property
     def keeps_copy(self) -> bool:
         """Whether trainers keep a copy of their weights for engines to read while they step."""
         if not self.generates or not self.max_trajectory_age_steps:
@@ -223,46 +266,54 @@ class Config(Section, frozen=True, kw_only=True):
         # trainers have to send weights, which they cannot do while they step.
         return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
-    @property
+    @cached_property
     def data_set_section(self) -> Sft | Dpo | Rm:
         """Section of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
         section: Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
-    @property
+    @cached_property
     def units_per_step(self) -> int:
         """Samples, or other units of the batch sizes, that a step trains on."""
         if not self.declaration.rolls_out:
             return self.policy.train_global_batch_size
         return self.rollout_section.num_prompts_per_step * self.rollout_section.num_generations_per_prompt
 
-    @property
+    @cached_property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in a step."""
         return self.num_passes * -(-self.units_per_step // self.policy.train_global_batch_size)
 
-    @property
+    @cached_property
     def num_passes(self) -> int:
         """Passes of a step over its batch."""
         return self.rollout_section.num_passes if self.declaration.rolls_out else 1
 
-    def trained_in(self, step: int) -> tuple[columns.Model, ...]:
-        """Return the models that a step trains, in order: all, or without the policy in the first steps of some
-        runs."""
-        is_early = self.declaration.rolls_out and step <= self.rollout_section.num_steps_without_policy
-        return tuple(model for model in self.declaration.trains if model != "policy" or not is_early)
+    @cached_property
+    def num_steps_without_policy(self) -> int:
+        """Initial steps that do not train the policy."""
+        return self.rollout_section.num_steps_without_policy if self.declaration.rolls_out else 0
 
-    @property
+    @cached_property
+    def trained_early(self) -> tuple[columns.Model, ...]:
+        """Models that the initial steps without the policy train."""
+        return tuple(model for model in self.declaration.trains if model != "policy")
+
+    def trained_in(self, step: int) -> tuple[columns.Model, ...]:
+        """Return the models that a step trains, in order."""
+        return self.declaration.trains if step > self.num_steps_without_policy else self.trained_early
+
+    @cached_property
     def routes(self) -> OnPolicyDistillation | None:
         """Assignment of samples to several teachers; None if there is one teacher for all, or none."""
         section = self.on_policy_distillation
         return section if section is not None and section.enabled else None
 
-    @property
+    @cached_property
     def teacher_sections(self) -> dict[str, Model]:
         """Teachers of the policy, by the key of each one's name, in order."""
-        if "teacher" not in self.declaration.holds(self):
+        if "teacher" not in self.holds:
             return {}
         return self._routed() or {"teacher.model_name": self._teacher_like("")}
 
@@ -303,24 +354,24 @@ class Config(Section, frozen=True, kw_only=True):
         sections = list(self._routed().values())
         return [section.model_name for section in sections].index(models[alias])
 
-    @property
+    @cached_property
     def learns_from_logprobs(self) -> bool:
         """Whether advantages are a teacher's log-probabilities minus the policy's."""
         estimator = self.rollout_section.group_estimator
         return estimator is not None and estimator.name == "opd"
 
-    @property
+    @cached_property
     def topk_logits_k(self) -> int:
         """Likeliest tokens that a teacher provides for each token; 0 without a teacher."""
         return int(getattr(self.algorithm_section, "topk_logits_k", 0))
 
-    @property
+    @cached_property
     def learns_entropy(self) -> bool:
         """Whether the gradient of the policy's loss includes that of its entropy."""
         loss = self.loss_fn
         return bool(self.topk_logits_k) and loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
 
-    @property
+    @cached_property
     def scoring_temperature(self) -> float:
         """Divisor of the logits for log-probabilities: the sampling temperature.
 

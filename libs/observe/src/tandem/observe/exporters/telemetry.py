@@ -278,6 +278,9 @@ class MetricWriters:
     def __init__(self) -> None:
         self._writers: list[MetricWriter] = []
 
+    def __len__(self) -> int:
+        return len(self._writers)
+
     def add(self, writer: MetricWriter) -> None:
         """Write to this one as well from now on, and close it at the end."""
         self._writers.append(writer)

@@ -67,6 +67,7 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
     )
     logs = opened.journal.folder / "logs"
+    must_save_by = config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None
     known = KnownMembers(
         opened.journal.folder, listening.hub.address, is_kept=pulse.orphan_timeout_s > 0, earlier=opened.earlier
     )
@@ -77,9 +78,7 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
             admits, logs, invocation.fork_server, invocation.supervision, are_kept=pulse.orphan_timeout_s > 0
         ),
         interrupts=Interrupts(),
-        limit=TimeLimit(
-            config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None, time.monotonic()
-        ),
+        limit=None if must_save_by is None else TimeLimit(must_save_by, time.monotonic()),
     )
 
 
@@ -148,7 +147,7 @@ def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
     live = LiveFile(config, folder, spec.last_step, history, past.said)
     observers: list[Observer] = [
-        Dashboards(opened.writers),
+        *([Dashboards(opened.writers)] if len(opened.writers) else []),
         Progress(config, spec, history, began_at=past.said.began_at, again=past.said.records),
         live,
         Curves(folder, history),

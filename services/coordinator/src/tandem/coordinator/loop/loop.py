@@ -123,7 +123,8 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     processes: LocalProcesses
     interrupts: Interrupts
     known: KnownMembers
-    limit: TimeLimit
+    limit: TimeLimit | None
+    """None without `checkpointing.checkpoint_must_save_by`."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -179,13 +180,15 @@ class Loop:
                 self._handle(event)
             self._replace_missing()
             self._recorder.show(self._scheduler, self._registry)
+        if self._limit is None:
+            return self._finish
         is_out_of_time = self._finish.outcome == "interrupted" and self._limit.has_ended_run
         return msgspec.structs.replace(self._finish, is_out_of_time=is_out_of_time)
 
     def _replace_missing(self) -> None:
         """Replace processes that have not come back to this coordinator, once everything received is handled."""
         for name in self._registry.not_back() if self._finish is None else ():
-            if self._registry.needs(name):
+            if self._registry.names.needs(name):
                 self.lost[name] = _NOT_BACK
                 self._replace(name, _NOT_BACK)
             else:
@@ -215,11 +218,12 @@ class Loop:
         now = time.monotonic()
         # First: a signal to all processes also ended some, and others now fail because of that.
         while self._interrupts.take():
-            self._limit.give_up()
+            if self._limit is not None:
+                self._limit.give_up()
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
             yield Interrupted(now=now)
         yield from leaving
-        if (why := self._limit.why_over(now)) is not None:
+        if self._limit is not None and (why := self._limit.why_over(now)) is not None:
             self._recorder.note(why)
             yield Interrupted(now=now)
         # A process that fails because another died is heard before that death is seen, and is not to blame.
@@ -300,8 +304,7 @@ class Loop:
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
             case PublishCheckpoint(step=step):
-                self._limit.published(time.monotonic())
-                self._recorder.publish_checkpoint(step)
+                self._publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
             case Say(text=text):
@@ -314,7 +317,7 @@ class Loop:
     def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
         if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
             self._generated.setdefault(member, []).append((order.command_id, order.step))
-        if isinstance(order, SaveCheckpoint):
+        if self._limit is not None and isinstance(order, SaveCheckpoint):
             self._limit.copied(time.monotonic())
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
@@ -394,7 +397,7 @@ class Loop:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
             self._handle(AwaitedByHand(now=time.monotonic(), member=member))
         else:
-            self._registry.reserve(*launched)
+            self._registry.names.reserve(*launched)
             how = "another is launched in its place"
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
@@ -409,13 +412,20 @@ class Loop:
         how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
         self._recorder.note(f"{member} leaves the run: {action.why}{how}")
 
+    def _publish_checkpoint(self, step: int) -> None:
+        if self._limit is not None:
+            self._limit.published(time.monotonic())
+        self._recorder.publish_checkpoint(step)
+
     def _commit(self, action: CommitStep) -> None:
-        for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
-            self._recorder.note(line)
-        self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
+        if action.validated:
+            for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
+                self._recorder.note(line)
+            self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
-        self._limit.committed(time.monotonic())
+        if self._limit is not None:
+            self._limit.committed(time.monotonic())
         self._recorder.commit(action, self._step_metrics)
         self._step_metrics = self._new_metrics()
 

@@ -34,6 +34,8 @@ class Recorder:
         self._config = config
         self._journal = journal
         self._checkpoints = checkpoints
+        self._known = next(reversed(journal.refits()), None)
+        """The refit to the version that a resumed run begins with, from when it was trained."""
         self._num_failures = 0
         """Number of failures of environments, over all samples."""
 
@@ -118,7 +120,8 @@ class Recorder:
         Raise `DamagedCheckpoint` if its weights differ from those before the run was resumed.
         """
         verify = self._config.refit.verify
-        refuse_other_weights(self._journal, self._checkpoints, action.version, action.digest, verify)
+        if self._known is not None and self._known.version == action.version:
+            refuse_other_weights(self._known, self._checkpoints, action.digest, verify)
         for engine, why in action.quarantined.items():
             self.note(f"{engine} was quarantined and refitted to version {action.version}: {why}")
         record = RefitRecord(

@@ -122,8 +122,8 @@ class Terms:
                     self._members.processes.take_up(name, earlier.staying[name], supervision.child(pid))
                 else:
                     self._members.processes.end(supervision.child(pid))
-        self._registry.send_away(earlier.leaving)
-        self._registry.expect_back(earlier.staying, there)
+        self._registry.names.send_away(earlier.leaving)
+        self._registry.names.expect_back(earlier.staying, there)
         if self._opened.earlier is not None:
             why = "" if supervision is None else supervision.begun.why
             names = " and ".join(earlier.staying)
@@ -138,7 +138,7 @@ class Terms:
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
             absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._past.departed}]
-            self._registry.reserve(*(self._members.processes.start(kind, index) for index in absent))
+            self._registry.names.reserve(*(self._members.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
             if not lost:
@@ -265,7 +265,7 @@ class Terms:
             for name in names:
                 self._registry.dismiss(name, lost.get(name, _AGAIN))
             launched = self._members.processes.restart(names)
-            self._registry.reserve(*launched)
+            self._registry.names.reserve(*launched)
             start = self._find_start()
         except BaseException:
             self._note(told)

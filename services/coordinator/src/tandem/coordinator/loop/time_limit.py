@@ -21,10 +21,10 @@ class TimeLimit:
     abandoned.
     """
 
-    def __init__(self, must_save_by: str | None, began_at: float) -> None:
+    def __init__(self, must_save_by: str, began_at: float) -> None:
         """`began_at` is by the monotonic clock, as all times are."""
         self._duration = must_save_by
-        self._ends_at = began_at + seconds_of(must_save_by) if must_save_by is not None else float("inf")
+        self._ends_at = began_at + seconds_of(must_save_by)
         self._step_began_at = began_at
         self._steps_s: deque[float] = deque(maxlen=_RECENT)
         self._copied_at: float | None = None

@@ -1,12 +1,10 @@
-"""The processes of the run: admission, names, heartbeats, and their connections."""
+"""The processes of the run: their connections, admission and heartbeats. `names` has their names."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,9 @@ from tandem.common.messages import (
 )
 from tandem.common.texts import shortened
 from tandem.coordinator.members.known_members import KnownMembers
+from tandem.coordinator.members.names import Names
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied, ToldToLeave
-from tandem.launch.launch import Launched
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),
@@ -49,10 +47,7 @@ _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "refit": wire.Codec(FromRefit),
 }
 _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
-_MOST_ENROLLED = 10_000
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
-_MOST_ROLLOUTS = 1_000_000
-"""Most rollout engines, if no limit is set."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,12 +96,7 @@ class Listening:
 
 
 class Registry:
-    """A registry that turns messages of the hub into events, and names into connections.
-
-    Launched processes keep the number they were launched with. Processes started by hand get the numbers after those,
-    in the order in which they join, or that of an awaited process. All are known by their keys; the key of a lost
-    process is rejected.
-    """
+    """A registry that turns messages of the hub into events, and names into connections."""
 
     def __init__(
         self,
@@ -128,31 +118,17 @@ class Registry:
         self.how_to_join = listening.how_to_join
         self._admitted = listening.admitted
         self._joining_key = listening.joining_key
-        self._enrolled: dict[str, None] = {}
-        """Keys that are registered and have not said hello yet, the oldest first."""
+        self.names = Names(expected, max_rollouts, listening.admitted)
+        """Names of all processes that the run has or expects."""
         self.trainers = Admitted()
         """Keys of all trainers."""
         self._trainer_keys = 0
         """Number of changes of these."""
         self._all_told = True
-        self._expected = expected
-        self._places: dict[ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
-        if expected.get("rollout"):
-            self._places["rollout"] = range(_MOST_ROLLOUTS if max_rollouts is None else max_rollouts)
         self._config_json = config_json
         self._run_id = run_id
         self._pulse = pulse
         self._replies = replies
-        self._reserved: dict[str, str] = {}
-        self._expected_back: dict[str, Key] = {}
-        """Processes of an earlier coordinator that have not said hello to this one yet."""
-        self._expected_until = math.inf
-        self._is_launched: set[str] = set()
-        """Names of those that certainly exist."""
-        self._leaving: dict[Key, None] = {}
-        """Keys of the others, which are told to exit."""
-        self._awaited: dict[str, None] = {}
-        """Names of lost processes that the run must replace; they are given out first."""
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
@@ -168,50 +144,9 @@ class Registry:
         """Longest time until a lost process is noticed."""
         return self._pulse.timeout_s + self._pulse.interval_s
 
-    def reserve(self, *launched: Launched) -> None:
-        """Reserve the names of processes that were just launched."""
-        self._reserved |= {each.public_key: each.name for each in launched}
-
-    def expect_back(self, members: Mapping[str, Key], launched: Iterable[str]) -> None:
-        """Reserve the names of an earlier coordinator's processes, for `patience_s` from the next attempt on.
-
-        The `launched` ones certainly exist; the place of another is given to the first process that joins.
-        """
-        self._expected_back |= members
-        self._is_launched |= {*launched}
-        self._reserved |= {key: name for name, key in members.items()}
-        for key in members.values():
-            self._admitted.add(key)
-
-    def send_away(self, keys: Iterable[Key]) -> None:
-        """Tell these processes of an earlier coordinator to exit, whenever they are heard."""
-        for key in keys:
-            self._leaving[key] = None
-            self._admitted.add(key)
-
     def not_back(self) -> list[str]:
-        """Return the processes that have not come back in time; their names are free again."""
-        if time.monotonic() < self._expected_until:
-            return []
-        names = [*self._expected_back]
-        for name in names:
-            self._give_up(name)
-        self._expected_until = math.inf
-        return names
-
-    def needs(self, name: str) -> bool:
-        """Return whether the run needs the process of this name; it can do without extra ones."""
-        kind, _, index = name.rpartition("-")
-        return any(kind == expected and int(index) < count for expected, count in self._expected.items())
-
-    def enrol(self, key: str) -> None:
-        """Admit a process by a key that it made itself."""
-        self._enrolled[key] = None
-        self._admitted.add(key)
-        while len(self._enrolled) > _MOST_ENROLLED:
-            oldest = next(iter(self._enrolled))
-            del self._enrolled[oldest]
-            self._admitted.remove(oldest)
+        """Return the processes of an earlier coordinator that have not come back in time; their names are free."""
+        return self.names.give_up_expected() if time.monotonic() >= self.names.expected_until else []
 
     def dismiss(self, name: str, reason: str, *, is_over: bool = False, is_awaited: bool = True) -> None:
         """Free the name of a process that is lost, or is to restart, and tell it to exit: it may only hang.
@@ -219,9 +154,6 @@ class Registry:
         Its further messages are ignored, and it cannot come back. With `is_over`, it is not to restart either.
         `is_awaited` says whether the name is given out again before any other.
         """
-        self._awaited.pop(name, None)
-        if is_awaited:
-            self._awaited[name] = None
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
@@ -230,10 +162,7 @@ class Registry:
             self._admitted.remove(member.peer.key)
             self._note_trainers(member)
         self._replies.forget(name)
-        self._give_up(name)
-        for key in [key for key, kept in self._reserved.items() if kept == name]:
-            del self._reserved[key]
-            self._admitted.remove(key)
+        self.names.release(name, is_awaited=is_awaited)
         if self._known is not None:
             self._known.forget(name, has_left=is_over and not is_awaited)
 
@@ -241,8 +170,7 @@ class Registry:
         """Forget earlier requests; return the processes that are present, as if they had joined now."""
         self._replies.forget_orders()
         now = time.monotonic()
-        if self._expected_back:
-            self._expected_until = min(self._expected_until, now + self.patience_s)
+        self.names.wait_until(now + self.patience_s)
         return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
@@ -318,10 +246,8 @@ class Registry:
 
     def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
         """Welcome or reject a process that says hello; drop anything else."""
-        if peer.key in self._leaving:
+        if self.names.is_sent_away(peer.key):
             self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
-            del self._leaving[peer.key]
-            self._admitted.remove(peer.key)
             return None
         try:
             wire.check_version(frames[0])
@@ -334,23 +260,20 @@ class Registry:
             return None
         if (peer.key == self._joining_key) != (hello.enrols is not None):
             return None  # the joining key serves to register, and only that
-        if hello.enrols is None and peer.key not in self._reserved and peer.key not in self._enrolled:
+        if hello.enrols is None and not self.names.has_place_for(peer.key):
             return None  # a second connection of an admitted process
-        name = self._name_for(hello, peer.key)
+        name = self.names.find(hello, peer.key, self.members)
         if name is None:
-            self._hub.send(peer, wire.encode(self._refusal(hello)))
+            self._hub.send(peer, wire.encode(self.names.refusal(hello)))
             return None
         if hello.enrols is not None:
-            self.enrol(hello.enrols)
+            self.names.register(hello.enrols)
             self._hub.send(peer, wire.encode(Enrolled()))
             return None
         return self._welcome(peer, hello, name, now)
 
     def _welcome(self, peer: wire.Peer, hello: Hello, name: str, now: float) -> Event:
-        if self._expected_back.get(name) == peer.key:
-            del self._expected_back[name]
-        else:
-            self._give_up(name)  # the first to come gets it
+        self.names.take(name, peer.key)
         if self._known is not None:
             self._known.note(name, peer.key)
         member = Member(hello, name, peer, now)
@@ -365,47 +288,9 @@ class Registry:
             config_json=self._config_json,
         )
         self._hub.send(peer, wire.encode(welcome))
-        self._enrolled.pop(peer.key, None)
-        self._awaited.pop(name, None)
         self._note_trainers(member)
         self._all_told = False
         return Joined(now=now, member=name, kind=hello.service)
-
-    def _name_for(self, hello: Hello, key: str) -> str | None:
-        if key in self._reserved:
-            name = self._reserved[key]
-            return name if name not in self.members and name.startswith(f"{hello.service}-") else None
-        taken = {*self.members, *self._reserved.values()}
-        places = self._places.get(hello.service, range(0))
-        first = [name for name in self._awaited if name.startswith(f"{hello.service}-")]
-        if hello.index is not None:
-            places, first = range(hello.index, hello.index + (hello.index in places)), []
-        wanted = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
-        names = [*first, *(f"{hello.service}-{index}" for index in wanted)]
-        # A process that is expected back may not come, unless it was just started.
-        vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
-        more = (f"{hello.service}-{index}" for index in range(max(places.start, wanted.stop), places.stop))
-        free, beyond = ((name for name in group if name not in taken) for group in (names, more))
-        return next(itertools.chain(free, vague, beyond), None)
-
-    def _give_up(self, name: str) -> None:
-        """Free the name of a process that is expected back."""
-        self._is_launched.discard(name)
-        if (key := self._expected_back.pop(name, None)) is not None:
-            self._reserved.pop(key, None)
-            self._admitted.remove(key)
-
-    def _refusal(self, hello: Hello) -> Refused:
-        """Describe why there is no place for a process."""
-        wanted = len(self._places.get(hello.service, range(0)))
-        most = " (cluster.max_rollouts)" if wanted > self._expected.get(hello.service, 0) else ""
-        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}{most}"
-        if hello.index is None:
-            return Refused(reason=f"the run has its {processes} already")
-        if hello.index < wanted:
-            return Refused(reason=f"{hello.service}-{hello.index} is in the run already")
-        reason = f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
-        return Refused(reason=reason, is_for_good=True)
 
     def _note_trainers(self, changed: Member) -> None:
         """Admit the current trainers, and no others, to the samples."""

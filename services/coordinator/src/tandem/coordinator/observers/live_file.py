@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ class LiveFile(Observer):
         self._num_dropped = said.num_dropped
         self._num_failures = said.num_failures
         self._has_gpus = _DRIVER.exists()
+        self._device_of_engine = functools.cache(self._placed)
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
         self._last: Live | None = None
@@ -198,7 +200,8 @@ class LiveFile(Observer):
             device=self._device(range(gpu, gpu + 1)),
         )
 
-    def _device_of_engine(self, name: str) -> str:
+    def _placed(self, name: str) -> str:
+        """Return the device of an engine."""
         count = gpus_per_engine(self._config)
         first = first_gpu_of_engines(self._config) + int(name.rpartition("-")[2]) * count
         first %= max(1, self._config.cluster.gpus_per_node)

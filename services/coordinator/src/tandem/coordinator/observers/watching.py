@@ -135,7 +135,7 @@ class HealthWarnings(Observer):
     def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
         self._health = Health(config)
         self._low_start: LowStart | None = None
-        if config.declaration.rolls_out:
+        if config.declaration.rolls_out and config.rollout_section.val_period > 0:
             self._low_start = LowStart((record.step, record.metrics) for record in history)
         self._news: list[str] = []
 

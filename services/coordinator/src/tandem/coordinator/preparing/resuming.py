@@ -11,7 +11,7 @@ from tandem.common.errors import CheckpointError, DamagedCheckpoint, RunFolderEr
 from tandem.config import Config, config_from_json, fingerprint, resume_differences
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
-from tandem.observe.run_folder.journal import Journal, JournalReader
+from tandem.observe.run_folder.journal import Journal, JournalReader, RefitRecord
 from tandem.samples import manifest
 from tandem.samples.manifest import Manifest
 
@@ -150,20 +150,16 @@ def check_checkpoint(
     return found
 
 
-def refuse_other_weights(
-    journal: Journal, checkpoints: CheckpointFolder, version: int, digest: int, verify: str
-) -> None:
-    """Compare the digest of a version with the journal's earlier one.
+def refuse_other_weights(known: RefitRecord, checkpoints: CheckpointFolder, digest: int, verify: str) -> None:
+    """Compare the digest of a version with the one that the journal has from before the run was resumed.
 
     Raise `DamagedCheckpoint` if they differ: then trainers loaded other weights than those that were trained.
     """
-    for record in journal.refits():
-        known = record.digest
-        if record.version == version and record.verify == verify and known and digest and known != digest:
-            raise DamagedCheckpoint(
-                f"{checkpoints.folder_of(version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
-                f"those of version {version} had {known:016x} when they were trained"
-            )
+    if known.verify == verify and known.digest and digest and known.digest != digest:
+        raise DamagedCheckpoint(
+            f"{checkpoints.folder_of(known.version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
+            f"those of version {known.version} had {known.digest:016x} when they were trained"
+        )
 
 
 def refuse_changes(journal: JournalReader, config: Config) -> None:

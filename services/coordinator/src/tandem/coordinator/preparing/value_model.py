@@ -16,7 +16,7 @@ from tandem.samples import manifest
 
 def check_value_model(config: Config) -> None:
     """Check the value model, if the run has one. Raise `ModelError` if it cannot be used."""
-    if config.value is None or "value" not in config.declaration.holds(config):
+    if config.value is None or "value" not in config.holds:
         return
     folder = Path(config.value.model_name)
     if config.value.model_name == config.policy.model_name or not folder.exists():

@@ -13,6 +13,7 @@ An error on the way ends the run (`ending.fail`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
@@ -141,6 +142,9 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
             return []
         case KeptFound(groups=groups):
             tables.restored = RestoredGroups(groups)
+            return []
+        case Ticked() if tables.is_all_in_time:
+            tables.still_since = math.inf
             return []
         case Ticked():
             return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]

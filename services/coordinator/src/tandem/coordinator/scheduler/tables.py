@@ -14,7 +14,7 @@ from tandem.common.messages import Purpose, SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
 from tandem.coordinator.scheduler.engines.members import Failures, Membership, Replacements
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import EngineTable, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.scheduler.groups.assignment import assignment_for
@@ -101,6 +101,17 @@ class Tables:
         if self.error is not None:
             return Mode.FAILING
         return Mode.GOING_ON if self.stage is None else Mode.SETTING_UP
+
+    @property
+    def is_all_in_time(self) -> bool:
+        """Whether a look at the clock changes nothing: requests are pending, none is late, and every process is there.
+
+        True at nearly every tick of a plain run, whose other deadlines are only looked at when this is false.
+        """
+        is_complete = self.stage is None and not self.engines.num_having(Status.ABSENT) and not self.service.is_absent
+        is_calm = not self.engines.is_any_leaving and not self.recording.is_waiting and not self.full
+        is_in_time = len(self.requests) > 0 and self.requests.overdue() is None
+        return is_complete and is_calm and is_in_time and self.spec.balance is None
 
     @property
     def progress(self) -> StepProgress:

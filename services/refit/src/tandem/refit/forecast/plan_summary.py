@@ -40,7 +40,7 @@ def steps(config: Config) -> Iterator[str]:
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
     yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
     beside = config.declaration.trains[:-1]
-    scored = " and the ".join(model for model in config.declaration.scored_by(config, num) if model not in beside)
+    scored = " and the ".join(model for model in config.scored_by(num) if model not in beside)
     if scored:
         whole = share * num // config.num_passes
         batches = _micro_batches(config, whole, policy.logprob_batch_size, scoring=True)
@@ -101,7 +101,7 @@ def memory(config: Config, trainers: Side) -> str:
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
         kept["reference model"] = weights * held // trained
-    if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
+    if "teacher" in config.holds and "teacher" not in config.processes_of:
         kept["teacher"] = weights * held // trained
     for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
         if model not in config.processes_of:

@@ -66,7 +66,7 @@ class HoldingBackend(Generic[AnyHeld]):
     def __init__(self, config: Config, world: World | None) -> None:
         """Begin without models. `world` is the model group of the process group; None if it holds all models."""
         self._config = config
-        self._world = world or World(models=config.declaration.holds(config), first=0, size=dist.get_world_size())
+        self._world = world or World(models=config.holds, first=0, size=dist.get_world_size())
         self.device = device_of(self._world.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,12 @@ class Ranks:
             device_type, (num_replicas * context, tensor), mesh_dim_names=("shard", "tensor")
         )
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """Ranks over which FSDP2 shards parameters and averages gradients."""
         return self._shards["shard"].size()
 
-    @property
+    @cached_property
     def replicas(self) -> Replicas:
         """The division of a batch among the ranks."""
         return Replicas(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from tandem.common.dotted import named
@@ -12,11 +15,12 @@ from tandem.trainer.losses.own import OwnLoss
 
 __all__ = ["Counts", "Loss", "Report", "aggregate", "make_loss"]
 
+_loss_class: Callable[[str], LossClass] = functools.cache(named)
+
 
 def make_loss(config: Config, counts: Counts, device: torch.device, model: Model = "policy") -> Loss:
     """Return the configured loss of a model, for one optimizer step on a global batch with these counts."""
     if model == "policy" and config.loss_fn.class_path is not None:
         return OwnLoss(config, counts, device)
-    (training,) = (each for each in config.declaration.trainings if each.model == model)
-    make: LossClass = named(training.loss)
-    return make(getattr(config, training.loss_section), counts, device)
+    training = config.declaration.training_of[model]
+    return _loss_class(training.loss)(getattr(config, training.loss_section), counts, device)

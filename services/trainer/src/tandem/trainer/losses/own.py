@@ -108,7 +108,7 @@ def _trial(config: Config) -> tuple[MicroBatch, Scores]:
         loss_mask_BT=mask_BT,
         columns={
             column.name: _tried(config, column, mask_BT, logprobs_BT)
-            for column in config.declaration.columns_of(config, config.num_optimizer_steps)
+            for column in config.columns_of(config.num_optimizer_steps)
         },
     )
     if config.declaration.head_of("policy") != "vocabulary":

@@ -17,13 +17,13 @@ class RestoredGroups:
     """The restored groups, until their step has trained."""
 
     def __init__(self, groups: Mapping[Place, KeptGroup]) -> None:
-        self._groups = dict(groups)
+        self.groups = dict(groups)
         self._restored: set[int] = set()
         """The ids of the commands that restored groups from disk."""
 
     def has(self, group: Group) -> bool:
         """Tell whether a group is restored, and need not be generated."""
-        return group.purpose == "train" and (group.step, group.number) in self._groups
+        return group.purpose == "train" and (group.step, group.number) in self.groups
 
     def is_restored(self, request: int) -> bool:
         """Tell whether a command restores groups from disk."""
@@ -34,23 +34,23 @@ class RestoredGroups:
         self._restored.add(request)
         found: dict[str, list[tuple[int, int]]] = {}
         for group in groups:
-            kept = self._groups[group.step, group.number]
+            kept = self.groups[group.step, group.number]
             found.setdefault(kept.file, []).append((kept.command_id, group.number))
         return {file: tuple(keys) for file, keys in found.items()}
 
     def lose(self, groups: Sequence[Group]) -> None:
         """Note that groups cannot be read."""
         for group in groups:
-            self._groups.pop((group.step, group.number), None)
+            self.groups.pop((group.step, group.number), None)
 
     def drop_from(self, version: int) -> set[Place]:
         """Drop and return the groups made with this version of the weights, which differs now, or with a later one."""
-        dropped = {place for place, kept in self._groups.items() if kept.newest_version >= version}
+        dropped = {place for place, kept in self.groups.items() if kept.newest_version >= version}
         for place in dropped:
-            del self._groups[place]
+            del self.groups[place]
         return dropped
 
     def forget(self, step: int) -> None:
         """Forget the groups of a step that is done."""
-        for place in [place for place in self._groups if place[0] == step]:
-            del self._groups[place]
+        for place in [place for place in self.groups if place[0] == step]:
+            del self.groups[place]

@@ -54,7 +54,8 @@ def assign(tables: Tables) -> list[Action] | None:
     actions = _say_who_is_full(tables, full)
     if not chosen_groups:
         return actions or None
-    dropped = regeneration.drop_kept(tables, [group for groups in chosen_groups.values() for group in groups])
+    assigned = [group for groups in chosen_groups.values() for group in groups]
+    dropped = regeneration.drop_kept(tables, assigned) if tables.restored.groups else []
     for engine, groups in chosen_groups.items():
         while groups:
             first = groups[0]
@@ -147,6 +148,8 @@ def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
 
 def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
     """Ask an engine for groups of one step, and to restore those of them that are on disk."""
+    if not tables.restored.groups:
+        return [_dispatch_prompts(tables, engine, groups)]
     kept = [group for group in groups if tables.restored.has(group)]
     made = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, made)] if made else []

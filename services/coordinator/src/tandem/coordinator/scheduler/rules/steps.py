@@ -70,7 +70,8 @@ def commit(tables: Tables) -> list[Action] | None:
     )
     tables.groups.remove(step, "train")
     tables.groups.remove(step, "validate")
-    tables.restored.forget(step)
+    if tables.restored.groups:
+        tables.restored.forget(step)
     return [committed]
 
 
