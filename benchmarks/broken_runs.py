@@ -135,6 +135,8 @@ class Case(NamedTuple):
     expected: tuple[str, ...]
     over: dict[str, Any]
     base: dict[str, Any] = GRPO
+    overwritten_by: str = ""
+    """Folder of a model that overwrites the run's own halfway, before the run is resumed."""
 
 
 def _env(**kwargs: Any) -> dict[str, Any]:
@@ -221,6 +223,33 @@ BROKEN = (
         {"grpo": {"num_prompts_per_step": 128, "num_generations_per_prompt": 1, "use_leave_one_out_baseline": False}},
     ),
     Case("few problems", ("repeated problems",), {"data": {"num_train": 8}}),
+    Case(
+        "dropout of nearly everything",
+        ("dropout",),
+        merged(
+            _rate(1e-3),
+            {
+                "policy": {
+                    "train_global_batch_size": 128,
+                    "dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 16, "dropout": 0.9}},
+                }
+            },
+        ),
+    ),
+    Case(
+        "wrong reference",
+        ("wrong reference",),
+        {"loss_fn": {"reference_policy_kl_penalty": 0.05}, "checkpointing": {"enabled": True}},
+        overwritten_by=f"easy_start/run/checkpoints/step_{NUM_SFT_STEPS}/policy",
+    ),
+    Case(
+        "prompts with the answer",
+        ("leaked answer",),
+        {
+            "data": {"train_data_path": "../leaking.jsonl"},
+            "policy": {"model_name": f"../leaking_start/run/checkpoints/step_{NUM_SFT_STEPS}/policy"},
+        },
+    ),
     Case("SFT over few examples", ("overfitting",), merged(_steps("sft", 120), {"data": {"num_train": 32}}), SFT),
 )
 HEALTHY = (
@@ -259,6 +288,10 @@ def prepare() -> None:
 
     _rows("sums", sums(range(10), range(4))[:700])
     _rows("easy", sums(range(10), [0]))
+    told = [
+        {"input": f"{row['input']} = {row['output']}", "output": row["output"]} for row in sums(range(10), range(4))
+    ]
+    _rows("leaking", told[:700])
     _rows("hard", sums(range(100, 999, 90), range(101, 999, 97))[:700])
     run(Case("start", (), {}, START), "start")
 
@@ -267,6 +300,8 @@ def prepare_others() -> None:
     """Train the models that a few cases begin with."""
     easy = {"train_data_path": "../easy.jsonl", "num_train": 32, "num_validation": 8}
     run(Case("easy", (), {"data": easy, "sft": {"max_num_epochs": 1000}}, START), "easy_start")
+    leaking = {"train_data_path": "../leaking.jsonl"}
+    run(Case("leaking", (), {"data": leaking}, START), "leaking_start")
     tokenizer = Path("tokenizer")
     shutil.copytree(
         Path("start") / "run" / "checkpoints" / f"step_{NUM_SFT_STEPS}" / "policy", tokenizer, dirs_exist_ok=True
@@ -286,10 +321,26 @@ def run(case: Case, folder: str) -> Path:
     config = merged(case.base, case.over)
     config["logger"] = config["logger"] | {"log_dir": str((place / "run").resolve())}
     (place / "sums.py").write_text(ENVIRONMENT)
-    (place / "config.yaml").write_text(yaml.safe_dump(_resolved(config, place)))
-    done = coordinator("up", place / "config.yaml")
-    (place / "output.txt").write_text(done.stdout + done.stderr)
+    config = _resolved(config, place)
+    if case.overwritten_by:
+        model, num_steps = place / "model", config["grpo"]["max_num_steps"]
+        shutil.copytree(config["policy"]["model_name"], model)
+        config["policy"]["model_name"] = str(model.resolve())
+        config["grpo"]["max_num_steps"] = config["checkpointing"]["save_period"] = num_steps // 2
+        _up(place, config)
+        shutil.copytree(case.overwritten_by, model, dirs_exist_ok=True)
+        config["grpo"]["max_num_steps"] = num_steps
+        _up(place, config, "--resume")
+    else:
+        _up(place, config)
     return place / "run"
+
+
+def _up(place: Path, config: dict[str, Any], *arguments: str) -> None:
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    done = coordinator("up", place / "config.yaml", *arguments)
+    with (place / "output.txt").open("a") as output:
+        output.write(done.stdout + done.stderr)
 
 
 def _resolved(config: Any, place: Path) -> Any:

@@ -66,7 +66,7 @@ def test_problems_of_all_kinds_are_listed_together() -> None:
         "cluster.threads_per_process",
         "logger.log_dir",
         "checkpointing.checkpoint_dir",
-        "data",
+        "data.train_data_path",
         "policy.optimizer.name",
         "env.mine.class",
     ]
@@ -138,7 +138,7 @@ def test_a_prerequisite_is_looked_through_as_well() -> None:
     }
     config = write_config(then)
     (line,) = errors(config)
-    assert line == "data: cannot read 'nothing.jsonl': No such file or directory"
+    assert line == "data.train_data_path: 'nothing.jsonl' does not exist"
     write_config({**SFT, "logger": {"log_dir": "sft_run"}}, "sft.yaml")
     ended = coordinator("check", config)
     assert ended.stdout.endswith(f", after {Path.cwd()}/sft.yaml\n"), ended.stderr

@@ -78,10 +78,11 @@ def test_every_broken_rule_is_listed() -> None:
 def test_the_command_line_prints_a_line_each_and_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("check", "up"):
         assert main([command, "small.yaml", "grpo.sede=1", "grpo.val_period=x"]) == 2
-        first, second, count = capsys.readouterr().err.splitlines()
+        first, second, third, count = capsys.readouterr().err.splitlines()
         assert first == "error: command line: grpo.sede: unknown key; did you mean 'seed'?"
         assert second.startswith("error: command line: grpo.val_period: expected an integer")
-        assert count == "2 problems"
+        assert third.startswith("error: small.yaml: policy.model_name: 'model' does not exist")
+        assert count == "3 problems"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -267,6 +267,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """The rank's own work within these seconds: the time outside of collective operations."""
     waited_s: Seconds
     """The rest of these seconds: the time spent waiting for other ranks and their data."""
+    queued_s: Seconds = 0.0
+    """Part of `compute_s` in which the computing thread was ready, but every processor of its machine was busy."""
     has_update: bool
     """Whether an optimizer step had a non-zero gradient and learning rate, so that weights must differ."""
     memory: MemoryUse

@@ -12,13 +12,23 @@ from tandem.config.dump import (
     resume_differences,
     to_plain,
 )
-from tandem.config.load import Changed, build_config, change_config, changed_keys, load_config, load_evaluation
+from tandem.config.load import (
+    Changed,
+    ValidPart,
+    build_config,
+    change_config,
+    changed_keys,
+    load_config,
+    load_evaluation,
+    valid_part,
+)
 from tandem.config.notices import about_learning_rate, notices
 from tandem.config.schema import Config
 
 __all__ = [
     "Changed",
     "Config",
+    "ValidPart",
     "about_learning_rate",
     "build_config",
     "change_config",
@@ -34,4 +44,5 @@ __all__ = [
     "notices",
     "resume_differences",
     "to_plain",
+    "valid_part",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from msgspec import inspect
@@ -39,6 +39,9 @@ _OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__st
 
 _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
 """Examples of texts with a fixed form, by the pattern of the form."""
+
+STAND_IN = "?"
+"""Text in place of a required one that is not set: a name of nothing, neither on disk nor on the Hub."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -79,6 +82,43 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
             return _free(value, key)
         case _:
             return _scalar(value, wanted, key)
+
+
+def completed(value: Any, wanted: Type, leaving: Container[str] = (), key: str = "") -> Any:
+    """Return settings in which each key that is required and not set, but for some, has a stand-in of its type."""
+    if not isinstance(value, dict) or not isinstance(wanted, StructType):
+        return value
+    whole = dict(value)
+    for field in wanted.fields:
+        name, path = field.encode_name, _join(key, field.encode_name)
+        if name in value:
+            inner = next(iter(struct_types(field.type)), field.type)
+            whole[name] = completed(value[name], inner, leaving, path)
+        elif field.required and path not in leaving:
+            whole[name] = (
+                completed({}, field.type, leaving, path)
+                if isinstance(field.type, StructType)
+                else _stand_in(field.type)
+            )
+    return whole
+
+
+def _stand_in(wanted: Type) -> Any:
+    match wanted:
+        case LiteralType():
+            return min(wanted.values, key=str)
+        case BoolType():
+            return False
+        case IntType() | FloatType():
+            return max(1, wanted.ge or 0)
+        case StrType():
+            return STAND_IN
+        case VarTupleType():
+            return []
+        case DictType():
+            return {}
+        case _:
+            return None
 
 
 def describe_type(wanted: Type) -> str:

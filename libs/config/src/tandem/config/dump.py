@@ -152,7 +152,7 @@ def _without(config: Config, keys: Iterable[str]) -> dict[str, Any]:
         *parents, last = key.split(".")
         node = plain
         for part in parents:
-            node = node.get(part, {})
+            node = node.get(part) or {}  # a section may be null, such as `teacher` where each environment has its own
         node.pop(last, None)
     return plain
 

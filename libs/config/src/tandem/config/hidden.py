@@ -28,6 +28,21 @@ class Refused(NamedTuple):
     problems: tuple[Invalid, ...]
 
 
+def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
+    """Return settings without the keys that `look` finds a problem with, as far as they can be removed."""
+    for _ in range(_MOST_LOOKS):
+        found = look(settings)
+        if isinstance(found, Config):
+            break
+        mended = settings
+        for problem in found.problems:
+            mended = _without(mended, key_parts(problem.key))
+        if mended == settings:
+            break
+        settings = mended
+    return settings
+
+
 Look = Callable[[dict[str, Any]], Config | Refused]
 
 

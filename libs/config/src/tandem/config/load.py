@@ -15,10 +15,10 @@ from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config.checks import broken_rules
-from tandem.config.conform import config_type, conform
+from tandem.config.conform import completed, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escaped, to_plain
-from tandem.config.hidden import Refused, with_hidden
+from tandem.config.hidden import Refused, with_hidden, without_wrong_keys
 from tandem.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
 from tandem.config.megatron import fit_megatron, unfit_megatron
 from tandem.config.nemo_eval import is_nemo_eval, original_key, translated
@@ -57,9 +57,15 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises the errors of `load_config`.
     """
+    layers, written = _layers_of_any(path, overrides)
+    return _build(layers, to_run=True, written=written)
+
+
+def _layers_of_any(path: str | Path, overrides: Sequence[str]) -> tuple[Layers, Written | None]:
+    """Return the layers of a run's configuration, or of an evaluation's in NeMo-RL's form, with what wrote its keys."""
     layers = read_layers(Path(path), overrides)
     if not is_nemo_eval(layers.merged):
-        return _build(layers, to_run=True)
+        return layers, None
     try:
         settings = translated(interpolated(layers.merged))
     except Invalid as problem:
@@ -69,11 +75,8 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         own = original_key(key)
         return layers.source_of(own), own if layers.is_set(own) else key
 
-    return _build(
-        Layers(main=layers.main, layers=(Layer(source=layers.main, settings=settings),), merged=escaped(settings)),
-        to_run=True,
-        written=written,
-    )
+    layer = Layer(source=layers.main, settings=settings)
+    return Layers(main=layers.main, layers=(layer,), merged=escaped(settings)), written
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -101,6 +104,28 @@ def laid_over(layers: Layers, settings: Mapping[str, Any], source: str) -> Layer
 def build(layers: Layers, *, to_run: bool = True) -> Config:
     """Make a configuration from layers. Raises the errors of `load_config`."""
     return _build(layers, to_run=to_run)
+
+
+class ValidPart(msgspec.Struct, frozen=True):
+    """The valid part of a refused configuration."""
+
+    config: Config
+    """Configuration without its wrong keys; those that it needs have a stand-in, which names nothing."""
+    source_of: Callable[[str], str]
+    """Function that returns the file of a key."""
+
+
+def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | None:
+    """Return the valid part of a refused configuration; None if it is not enough to make one."""
+    try:
+        layers, written = _layers_of_any(path, overrides)
+        look = functools.partial(_look_through, to_run=True)
+        tree = without_wrong_keys(layers.merged, look)
+        tree = completed(_without_variables(interpolated(tree), tree), config_type(), _DERIVED)
+        config = msgspec.convert(conform(completed(fill(tree), config_type()), config_type(), ""), Config)
+    except (ConfigError, Invalid, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    return ValidPart(config, layers.source_of if written is None else lambda key: written(key)[0])
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
             return name
         snapshot = hub.Snapshot(reference.repo, str(reference.revision), None)
         folder = hub.folder_of(reference)
+        hub.remove_unfinished(reference)
         is_tokenizer = isinstance(section, Tokenizer)
         if (folder / "tokenizer.json").is_file() if is_tokenizer else hub.is_whole(folder):
             return name

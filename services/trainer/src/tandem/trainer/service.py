@@ -331,6 +331,7 @@ class TrainerService:
             seconds=result.seconds if self._world.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,
+            queued_s=time.queued_s,
             has_update=result.has_update,
             memory=self._memory.use(),
             gpus={} if self._gpus is None else self._gpus.means(),

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -64,6 +65,8 @@ class RankTime:
     """Seconds outside of all collective operations."""
     waited_s = 0.0
     """Seconds inside of them: waiting for the other ranks and their data."""
+    queued_s = 0.0
+    """Seconds of `compute_s` in which this thread could have run, but every processor was busy; 0 if not known."""
 
 
 class _Clock(Protocol):
@@ -81,11 +84,20 @@ def measured(device: torch.device) -> Iterator[RankTime]:
     """Measure the block, in which this thread computes on `device`. A block that raises leaves no times."""
     of_gpu = device.type == "cuda"
     clock: _Clock = _StreamClock() if of_gpu else _HostClock()
-    found = RankTime()
+    found, queued_s = RankTime(), _queued_s()
     with _hooked(clock, [*_WAITS, *(_of_streams() if of_gpu else ())]):
         yield found
     total_s, found.waited_s = clock.read()
     found.compute_s = max(0.0, total_s - found.waited_s)
+    found.queued_s = min(found.compute_s, _queued_s() - queued_s)
+
+
+def _queued_s() -> float:
+    """Return the seconds for which this thread has been ready to run and had no processor; 0 if not known."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # Linux alone counts it, and not every Linux
+        return 0.0
 
 
 def _of_streams() -> Iterator[tuple[Any, str]]:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import http.client
 import re
 import shutil
 import ssl
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -44,9 +46,17 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of all weights, or the one that says which files have them: what Transformers looks for."""
 _CONSOLIDATED = "consolidated*"
 """A second copy of the weights, in their authors' format."""
+_UNFINISHED = re.compile(r"(?P<blob>.+)\.[0-9a-f]{8}\.incomplete")
+QUIET_S = 60.0
+"""Age of an unfinished file from which nothing writes to it: a download fails after seconds without a byte."""
 _LINE_S = 30.0
 """Interval of progress lines while fetching, where no terminal shows a bar."""
 _TIMEOUT_S = 5.0
+_NAME_S = 10.0
+"""Deadline of the first answer, in which looking up the name of the Hub's machine has none of its own."""
+_ANSWER_S = 60.0
+"""Deadline of the answer to what a repository holds, with the library's own attempts."""
+T = TypeVar("T")
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -82,6 +92,36 @@ def reference_in(name: str) -> Reference | None:
     """Return the name on the Hub that a text can be; None for one that can only be a path."""
     found = _REFERENCE.fullmatch(name)
     return None if found is None else Reference(found["repo"], found["revision"])
+
+
+def cached_names(kind: Kind = "model") -> list[str]:
+    """Return the repositories that this node's cache has anything of."""
+    from huggingface_hub import constants
+
+    begin = f"{kind}s--"
+    found = Path(constants.HF_HUB_CACHE).glob(f"{begin}*")
+    return sorted(path.name.removeprefix(begin).replace("--", "/") for path in found)
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what a function does that asks the network. Raise `TimeoutError` if it has not answered by then."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="asking the Hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 def folder_of(reference: Reference, kind: Kind = "model") -> Path:
@@ -127,9 +167,8 @@ def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
 
     try:
         with as_one_line(reference, kind):
-            info: Any = HfApi().repo_info(
-                reference.repo, repo_type=kind, revision=reference.revision, files_metadata=True, timeout=30.0
-            )
+            ask = functools.partial(HfApi().repo_info, reference.repo, repo_type=kind, revision=reference.revision)
+            info: Any = within(_ANSWER_S, lambda: ask(files_metadata=True, timeout=30.0))
     except ModelError as error:
         status = getattr(getattr(error.__cause__, "response", None), "status_code", 0)
         if status < _SERVER_ERRORS:
@@ -174,11 +213,12 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
     """Fetch a model's description and its safetensors weights, unless the cache has them.
 
     Complete files survive an interrupted attempt. A broken connection resumes where it broke, but the unfinished
-    file of a killed process starts again. If several processes fetch the same file, one does and the others wait.
-    Raises `ModelError`.
+    file of a killed process starts again, under another name; what the killed one left is removed. If several
+    processes fetch the same file, one does and the others wait. Raises `ModelError`.
     """
     reference = Reference(snapshot.repo, snapshot.commit)
     folder = folder_of(reference)
+    remove_unfinished(reference)
     if is_whole(folder):
         return
     if snapshot.sizes is None:
@@ -190,8 +230,28 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
     shows_bar = sys.stderr.isatty()
     with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
         _download(snapshot, needed(snapshot.sizes or {}), shows_bar=shows_bar)
+    remove_unfinished(reference)  # of a process that was killed just before this one began
     if not is_whole(folder):
         raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
+
+
+def remove_unfinished(reference: Reference, kind: Kind = "model") -> None:
+    """Remove the unfinished files that killed processes have left of a repository in the cache.
+
+    The Hub's library writes to a file with a random name, which nothing finds again once the process is killed. A
+    process that still writes holds the lock of its file, and has written to it lately.
+    """
+    from filelock import FileLock, Timeout
+    from huggingface_hub import constants
+
+    repository = folder_of(Reference(reference.repo, "x"), kind).parent.parent
+    locks = Path(constants.HF_HUB_CACHE) / ".locks" / repository.name
+    for path in repository.glob("blobs/*.incomplete"):
+        found = _UNFINISHED.fullmatch(path.name)
+        with contextlib.suppress(OSError, Timeout, NotImplementedError):
+            if found is not None and time.time() - path.stat().st_mtime >= QUIET_S:
+                with FileLock(locks / f"{found['blob']}.lock", timeout=0):
+                    path.unlink(missing_ok=True)
 
 
 def missing(snapshot: Snapshot) -> dict[str, int]:
@@ -384,7 +444,7 @@ def why_unreachable() -> str:
         return ""
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
+        within(_NAME_S, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S).close())
     except urllib.error.HTTPError as error:
         error.close()  # even an error is an answer
     except urllib.error.URLError as error:

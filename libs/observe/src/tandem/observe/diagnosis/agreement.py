@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import Evidence, change
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import Evidence, change, shortened
+from tandem.observe.diagnosis.finding import Certainty, Finding
 from tandem.observe.health import HIGH_PROBABILITY_ERROR, learning_rate_keys
+from tandem.observe.run_folder.journal import StepRecord
 
 _GAP = "token_mult_prob_error"
+FAR_AT_ONCE, BEYOND_MOVEMENT = 0.2, 10.0
+"""Nats per token from the reference that a policy does not move in one step, and least ratio of such a distance to
+what the policy was seen to move."""
+SAME_ENTROPY, LEAST_ENTROPY = 0.3, 0.1
+"""Relative change of entropy between two steps of a policy that stayed what it was; of entropies of at least this."""
 TOO_OLD_SHARE = 0.1
 """Share of the generated groups that were discarded because of their age, from which it is reported."""
 
@@ -79,6 +87,69 @@ def stale_samples(evidence: Evidence) -> Finding | None:
         certainty="possible" if corrected else "likely",
         since=far[0].step,
     )
+
+
+def wrong_reference(evidence: Evidence) -> Finding | None:
+    """Find a reference model that is not the model that the run began with.
+
+    A policy that was not trained yet is its reference, and one step does not carry it far away. So a distance that is
+    there in the first step, or that appears as the run is resumed while the policy says what it said, is between two
+    other models.
+    """
+    steps = [record for record in evidence.steps if {"kl", "entropy"} <= record.metrics.keys()]
+    if not steps or not evidence.config.loss_fn.reference_policy_kl_penalty:
+        return None
+    first, batch = steps[0], evidence.config.policy.train_global_batch_size
+    reloads = evidence.num_begun > 1 or any("trainer-" in line and "is lost: " in line for line in evidence.events)
+    moved, clipped = abs(first.metrics.get("approx_kl", 0.0)), first.metrics.get("clip_fraction", 0.0)
+    certainty: Certainty
+    if first.step == 1 and first.metrics["kl"] >= max(FAR_AT_ONCE, BEYOND_MOVEMENT * max(moved, clipped)):
+        section = evidence.config.rollout_section if evidence.config.declaration.rolls_out else None
+        size = section.num_prompts_per_step * section.num_generations_per_prompt if section else 0
+        at, certainty = first, "certain" if batch >= size > 0 and not moved else "likely"
+        lines = [
+            f"kl is {first.metrics['kl']:.4g} nats a token in step 1 ({FAR_AT_ONCE:g} is the threshold), where the "
+            f"policy has hardly moved (approx_kl is {moved:.4g}, clip_fraction {clipped:.4g})",
+        ]
+    elif reloads and (found := _far_at_once(steps)) is not None:
+        (before, at), certainty = found, "likely"
+        lines = [
+            f"kl went from {before.metrics['kl']:.4g} nats a token in step {before.step} to {at.metrics['kl']:.4g} in "
+            f"step {at.step}, and has stayed there; entropy went from {before.metrics['entropy']:.4g} to "
+            f"{at.metrics['entropy']:.4g} and approx_kl was {at.metrics.get('approx_kl', 0.0):.4g}: the policy has not "
+            "moved, so the reference has",
+            "trainers load the reference as they start, so also when the run is resumed or one is replaced",
+        ]
+    else:
+        return None
+    adapters = evidence.config.policy.adapters
+    restored = adapters.restore_from if adapters is not None else None
+    if restored:
+        lines.append(f"the policy begins with the adapters in {shortened(restored)}, and its reference without them")
+    return Finding(
+        name="wrong reference",
+        what="The reference of the KL penalty is not the model that the run began with, so that the penalty pulls the "
+        "policy towards another one.",
+        evidence=tuple(lines),
+        look_at=f"policy.model_name, {shortened(evidence.config.policy.model_name)}: what was written there since the "
+        "run began",
+        certainty=certainty,
+        since=at.step,
+        explains=("KL penalty too large", "learning rate too large", "low entropy", "no progress"),
+    )
+
+
+def _far_at_once(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
+    """Return the steps between which the reference went away for good from a policy that stayed; None if none did."""
+    for number, (before, at) in enumerate(itertools.pairwise(steps), 1):
+        near, far = before.metrics["kl"], at.metrics["kl"]
+        rise = max(FAR_AT_ONCE, BEYOND_MOVEMENT * max(near, at.metrics.get("approx_kl", 0.0)))
+        entropies = [record.metrics["entropy"] for record in (before, at)]
+        stayed = abs(entropies[1] - entropies[0]) <= SAME_ENTROPY * max(*entropies, LEAST_ENTROPY)
+        later = statistics.median(record.metrics["kl"] for record in steps[number:])
+        if stayed and far >= near + rise and later >= near + rise / 2:
+            return before, at
+    return None
 
 
 def groups_thrown_away(evidence: Evidence) -> Finding | None:

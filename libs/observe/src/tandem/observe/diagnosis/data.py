@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
+
 from tandem.observe import held_out_accuracy
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
 from tandem.observe.diagnosis.finding import Finding
@@ -11,6 +15,13 @@ GAP_OF_ACCURACIES = 0.3
 """Difference of training and held-out accuracy from which problems count as memorised."""
 REPEATS = 4
 """Number of times that each problem was drawn in the examined steps, from which few problems are left to learn."""
+TOLD_SHARE, LEAST_PROMPTS, LEAST_ANSWERS = 0.9, 8, 3
+"""Share of prompts that tell their answer at one place, and least numbers of prompts and different answers, from which
+answers are leaked."""
+_ANSWER = re.compile(r"answer(?![\w])")
+_CALLED = re.compile(r"(?i)(?:\banswer|\bsolution|####)(?: is)?\W{0,4}$")
+_LEAD, _SHOWN = 24, 160
+"""Characters examined before an answer, and shown of a prompt."""
 RISE_OF_LOSS = 0.1
 """Rise of the held-out loss above its minimum, as a fraction, from which data count as memorised."""
 
@@ -37,6 +48,69 @@ def another_tokenizer(evidence: Evidence) -> Finding | None:
         since=evidence.first_step,
         explains=("equal rewards", "groups without spread", "truncated responses", "no gradient", "no progress"),
     )
+
+
+def leaked_answer(evidence: Evidence) -> Finding | None:
+    """Find prompts that tell the model the answer."""
+    template = evidence.config.data.prompt_template
+    told = _fills_answer(template)
+    if told:
+        lines, look_at = [f"data.prompt_template is {shortened(template)!r}"], "data.prompt_template"
+    else:
+        found = _told_in(evidence)
+        if found is None:
+            return None
+        lines, look_at = found, "the source of the data, data.prompt_template and data.input_key"
+    return Finding(
+        name="leaked answer",
+        what="Prompts contain the answer: the model learns to copy it, not to find it.",
+        evidence=tuple(lines),
+        look_at=look_at,
+        certainty="certain" if told else "likely",
+        since=evidence.first_step,
+        explains=(
+            *("equal rewards", "groups without spread", "no gradient", "low entropy", "repeated problems"),
+            *("reward without accuracy", "no progress"),
+        ),
+    )
+
+
+def _fills_answer(template: str) -> bool:
+    """Return whether a template, which may also name a function, has a place for the answer."""
+    try:
+        return any(field is not None and _ANSWER.match(field) for _, field, *_ in string.Formatter().parse(template))
+    except ValueError:
+        return False
+
+
+def _told_in(evidence: Evidence) -> list[str] | None:
+    """Return how the prompts of the first recorded step tell their answers; None if they do not.
+
+    A task may well have its answer somewhere in the question: in a passage, or among choices. A leak is at the same
+    place in every prompt: followed by the same text up to the end, or called the answer.
+    """
+    asked = {row.problem_id: row for row in evidence.samples if row.prompt and row.reference_answer}
+    if len(asked) < LEAST_PROMPTS or len({row.reference_answer for row in asked.values()}) < LEAST_ANSWERS:
+        return None
+    places: Counter[str] = Counter()
+    for row in asked.values():
+        answer = rf"(?<![\w.-]){re.escape(row.reference_answer)}(?!\w|\.\d)"
+        found = [*re.finditer(answer, row.prompt)]
+        if not found:
+            continue
+        if any(_CALLED.search(row.prompt[: each.start()][-_LEAD:]) for each in found):
+            places["called the answer"] += 1
+        places[f"before {row.prompt[found[-1].end() :]!r}" if row.prompt[found[-1].end() :] else "at the end"] += 1
+    ((place, count),) = places.most_common(1) or [("", 0)]
+    if count < TOLD_SHARE * len(asked):
+        return None
+    row = next(iter(asked.values()))
+    return [
+        f"step {row.step}: {count} of {len(asked)} prompts have their problem's reference answer at one place, "
+        f"{shortened(place, 80)} ({TOLD_SHARE:.0%} is the threshold)",
+        f"for example {shortened(row.prompt[-_SHOWN:], _SHOWN)!r}, where the answer is "
+        f"{shortened(row.reference_answer, 40)!r}",
+    ]
 
 
 def repeated_problems(evidence: Evidence) -> Finding | None:

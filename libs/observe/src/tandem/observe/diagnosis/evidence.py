@@ -60,6 +60,8 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     response_length: int
     started_at: float
     finished_at: float
+    prompt: str = ""
+    """The prompt; empty except in the first recorded step."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +120,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why samples are not examined; empty if they are."""
     logs: dict[str, tuple[str, ...]]
     """Last lines of each process's log, by name."""
+    num_begun: int = 1
+    """Number of times that the run was started or resumed."""
     most_learning_rate: float | None = None
     """Learning rate above which the optimizer breaks a model of this size; None if unknown."""
 
@@ -165,7 +169,7 @@ def gather(folder: Path) -> Evidence:
         except ConfigError as error:
             raise RunFolderError(f"{folder} cannot be diagnosed by another release than began it: {error}") from error
         steps, events, run = journal.steps(), journal.events(), journal.run
-        refits = journal.refits()
+        refits, num_begun = journal.refits(), journal.num_begun
     times = [at for at, _, _ in events] + [record.committed_at for record in steps] + [run.created_at]
     lines = [text for _, _, text in events]
     samples, unread = _samples(folder, run.run_id)
@@ -183,6 +187,7 @@ def gather(folder: Path) -> Evidence:
         samples=samples,
         unread=unread,
         logs=_logs(folder),
+        num_begun=num_begun,
         most_learning_rate=most_learning_rate(config),
     )
 
@@ -215,7 +220,8 @@ def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
     try:
         for file in shards:
             if file.step in chosen:
-                found = sample_record.read_shard(file.path, run_id, _COLUMNS).to_pylist()
+                columns = (*_COLUMNS, "prompt") if file.step == steps[0] else _COLUMNS  # prompts may be long
+                found = sample_record.read_shard(file.path, run_id, columns).to_pylist()
                 rows += [msgspec.convert(row, SampleRow) for row in found]
     except SamplesError as error:
         return tuple(rows), str(error)

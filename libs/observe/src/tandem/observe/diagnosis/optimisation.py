@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tandem.config.notices import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.health import LOW_ENTROPY, learning_rate_keys
+from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
 
 HIGH_LEARNING_RATE = 0.01
 """Highest learning rate of Adam and its variants. They move every weight by about the rate in each step, and a language
@@ -35,6 +35,8 @@ NARROW_CLIP, MUCH_CLIPPED = 0.02, 0.1
 HIGH_PENALTY, NEAR_REFERENCE = 0.5, 1.0
 """Penalty, relative to an advantage of about 1, above which rewards have no effect; and the nats per token from the
 reference below which the penalty's weight is too large, rather than the distance."""
+HIGH_DROPOUT = 0.5
+"""Dropout of adapters from which it may keep a run from learning, whether or not its record shows an effect."""
 RISE_OF_LOSS = 0.2
 """Rise of the loss over a data set above its first value, as a fraction."""
 _LEAST_ENTROPY = 0.1
@@ -131,6 +133,38 @@ def large_penalty(evidence: Evidence) -> Finding | None:
         certainty="likely",
         since=evidence.first_step,
         explains=("no progress", "learning rate too large"),
+    )
+
+
+def dropout(evidence: Evidence) -> Finding | None:
+    """Find adapters whose dropout makes trainers score another policy than the one that generates.
+
+    Only training steps drop anything. The effect grows with the adapters, which begin at zero.
+    """
+    adapters, gaps = evidence.config.policy.adapters, [value for _, value in evidence.points("token_mult_prob_error")]
+    if adapters is None or not adapters.dropout or len(evidence.steps) < SHORT_RUN:
+        return None
+    keys = "megatron_cfg.peft" if evidence.config.policy.megatron_cfg.enabled else "dtensor_cfg.lora_cfg"
+    lines = [f"policy.{keys}.dropout is {adapters.dropout:g}; 0 to 0.1 are usual"]
+    late = statistics.median(gaps[-max(1, len(gaps) // 4) :] or [0.0])
+    differs = bool(gaps) and gaps[0] <= HIGH_PROBABILITY_ERROR < late
+    if differs:
+        lines.append(
+            f"token_mult_prob_error was {gaps[0]:.4g} at first, where adapters are zero, and {late:.4g} at last, in "
+            f"the median ({HIGH_PROBABILITY_ERROR:g} is the threshold)"
+        )
+    elif adapters.dropout < HIGH_DROPOUT:
+        return None
+    return Finding(
+        name="dropout",
+        what="Dropout leaves so little of the adapters in training that what is trained is not what generates."
+        if differs
+        else "Dropout takes much of the adapters away in training.",
+        evidence=tuple(lines),
+        look_at=f"policy.{keys}.dropout",
+        certainty="likely" if differs else "possible",
+        since=evidence.first_step,
+        explains=(*_OF_A_COLLAPSE, "engine and trainer disagree", "learning rate too large"),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from tandem.observe.diagnosis.evidence import Evidence, Jump, SampleRow, change_point, shortened
 from tandem.observe.diagnosis.finding import Finding
@@ -29,6 +31,8 @@ _LEAST_STEPS = 3
 _LEAST_OF_A_SIDE = 4
 """Least steps before a process became slow, and after."""
 _SHOWN = 3
+Points: TypeAlias = list[tuple[int, float]]
+"""Values with their steps."""
 
 
 def lost_processes(evidence: Evidence) -> Finding | None:
@@ -138,31 +142,75 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
 
 
 def became_slow(evidence: Evidence) -> Finding | None:
-    """Find an engine, or trainers, that became slow during a run and stayed slow."""
-    slowed = {
-        name: found for name, points in _courses(evidence).items() if (found := _slowed(name, points)) is not None
-    }
+    """Find an engine, or trainers, whose own work became slow during a run and stayed slow.
+
+    A machine that becomes busy slows all of its processes at once, so that a process must be slow beside the others of
+    the same steps, and without the time in which it waited for a free processor.
+    """
+    courses = _courses(evidence)
+    knows_queue = any("trainer_queued_per_s" in record.metrics for record in evidence.steps)
+    slowed, beside = {}, {}
+    for name, points in courses.items():
+        of_trainer = name.startswith("trainer-")
+        found = _slowed(name, _without_queue(evidence, points) if of_trainer else points)
+        if found is None:
+            continue
+        others = _slowing_of_others(evidence, courses, name, found.step)
+        if found.after < SLOW * found.before * (others or 1.0):
+            continue
+        slowed[name] = found
+        beside[name] = "" if others is None else f"; other processes took {others:.2g} times as long from then on"
     if not slowed:
         return None
     name, at = min(slowed.items(), key=lambda item: item[1].step)
+    is_alone = not beside[name] and not (knows_queue and name.startswith("trainer-"))
     return Finding(
         name="became slow",
         what=f"{name} became slow in step {at.step}, and stayed so.",
-        evidence=tuple(
-            f"{each}: {found.before * 1e3:.3g} ms a token before step {found.step}, {found.after * 1e3:.3g} ms from it "
-            f"on ({SLOW:g} times as long is the threshold)"
-            for each, found in slowed.items()
+        evidence=(
+            *(
+                f"{each}: {found.before * 1e3:.3g} ms a token before step {found.step}, {found.after * 1e3:.3g} ms "
+                f"from it on ({SLOW:g} times as long is the threshold){beside[each]}"
+                for each, found in slowed.items()
+            ),
+            *(["nothing in the record tells it from a machine that became busy"] if is_alone else []),
         ),
         look_at=f"the machine of {name} at that time: what else began to run there, its clock, temperature and memory; "
         f"the log of {name}",
-        certainty="likely",
+        certainty="possible" if is_alone else "likely",
         since=at.step,
     )
 
 
-def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
+def _without_queue(evidence: Evidence, points: Points) -> Points:
+    """Return a trainer's seconds without those in which it waited for a free processor."""
+    queued = {record.step: record.metrics.get("trainer_queued_per_s", 0.0) for record in evidence.steps}
+    return [(step, value * (1 - queued[step])) for step, value in points]
+
+
+def _slowing_of_others(evidence: Evidence, courses: Mapping[str, Points], name: str, step: int) -> float | None:
+    """Return how many times as long the other processes took from a step on, in the median; None without others."""
+    others = [points for each, points in courses.items() if each != name]
+    if name.startswith("trainer-"):
+        others.append(
+            [
+                (record.step, record.metrics["trainer_compute_median_s"] / record.metrics["num_valid_tokens"])
+                for record in evidence.steps[1:]
+                if "trainer_compute_median_s" in record.metrics and record.metrics.get("num_valid_tokens")
+            ]
+        )
+    ratios = []
+    for points in others:
+        before = [value for at, value in points if at < step]
+        after = [value for at, value in points if at >= step]
+        if before and after and statistics.median(before) > 0:
+            ratios.append(statistics.median(after) / statistics.median(before))
+    return max(1.0, statistics.median_low(ratios)) if ratios else None
+
+
+def _courses(evidence: Evidence) -> dict[str, Points]:
     """Return seconds per token by step, without the cold first one, for each engine and the slowest trainer rank."""
-    courses: dict[str, list[tuple[int, float]]] = {}
+    courses: dict[str, Points] = {}
     for step in sorted({row.step for row in evidence.samples})[1:]:
         rows = [row for row in evidence.samples if row.step == step]
         for rollout, value in _seconds_a_token(rows).items():
@@ -186,7 +234,7 @@ def _courses(evidence: Evidence) -> dict[str, list[tuple[int, float]]]:
     return courses
 
 
-def _slowed(name: str, points: list[tuple[int, float]]) -> Jump | None:
+def _slowed(name: str, points: Points) -> Jump | None:
     """Return the step from which nearly every step takes `SLOW` times as long; None if there is none."""
     found = change_point(name, points, _LEAST_OF_A_SIDE)
     if found is None:

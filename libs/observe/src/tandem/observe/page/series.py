@@ -39,6 +39,8 @@ class MetricName(msgspec.Struct, frozen=True, kw_only=True):
 Along = Literal["steps", "tokens", "time"]
 """Horizontal axis of curves: steps, tokens generated so far, or seconds of the steps so far."""
 _TOTAL, _TOKEN_RATE = f"{SECONDS}total", "tokens_per_s"
+_MEASURED: dict[Along, list[str]] = {"steps": [], "tokens": [_TOTAL, _TOKEN_RATE], "time": [_TOTAL]}
+"""Metrics that measure an axis."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,21 +101,40 @@ class Curves:
         """Return the existing curves between two steps, with at most `points` points each."""
         found: dict[str, Series] = {}
         wanted = list(dict.fromkeys(names))
-        measured = {"steps": [], "tokens": [_TOTAL, _TOKEN_RATE], "time": [_TOTAL]}[along]
         with self._lock:
-            table = read_curves(self._reader.folder)
-            with self._reader.journal() as journal:
-                self._read_steps(journal, table)
-                self._read(journal, table, list(dict.fromkeys([*measured, *wanted])))
-            places = self._places(measured) if measured else None
+            places = self._read_all(wanted, along)
             for name in wanted:
                 steps, values = self._curve(name, first, last)
                 if len(steps):
                     found[name] = bucketed(steps, values, points)
                     if places is not None:
                         found[name] = _placed(found[name], *places)
-            self._forget(keep=len(wanted) + len(measured))
+            self._forget(keep=len(wanted) + len(_MEASURED[along]))
         return found
+
+    def whole(
+        self, names: Iterable[str], first: int | None, last: int | None, along: Along = "steps"
+    ) -> dict[str, tuple[Numbers, Numbers]]:
+        """Return the existing curves between two steps with all of their points: places along the axis, and values."""
+        found: dict[str, tuple[Numbers, Numbers]] = {}
+        wanted = list(dict.fromkeys(names))
+        with self._lock:
+            places = self._read_all(wanted, along)
+            for name in wanted:
+                steps, values = self._curve(name, first, last)
+                if len(steps):
+                    found[name] = (steps.astype(np.float64) if places is None else _place(steps, *places), values)
+            self._forget(keep=len(wanted) + len(_MEASURED[along]))
+        return found
+
+    def _read_all(self, wanted: Sequence[str], along: Along) -> tuple[Ids, Numbers] | None:
+        """Read metrics, and those that measure the axis; return the latter's places, if any."""
+        measured = _MEASURED[along]
+        table = read_curves(self._reader.folder)
+        with self._reader.journal() as journal:
+            self._read_steps(journal, table)
+            self._read(journal, table, list(dict.fromkeys([*measured, *wanted])))
+        return self._places(measured) if measured else None
 
     def _places(self, measured: Sequence[str]) -> tuple[Ids, Numbers] | None:
         """Return steps and the cumulative seconds or tokens up to each; None if there are none."""
@@ -213,8 +234,13 @@ class Curves:
 
 def _placed(series: Series, steps: Ids, sums: Numbers) -> Series:
     """Add the cumulative sum up to each step of a curve."""
-    before = np.searchsorted(steps, np.array(series.step), "right")
-    return msgspec.structs.replace(series, x=np.concatenate([[0.0], sums])[before].tolist())
+    return msgspec.structs.replace(series, x=_place(np.array(series.step), steps, sums).tolist())
+
+
+def _place(wanted: Ids, steps: Ids, sums: Numbers) -> Numbers:
+    """Return the cumulative sum up to each of these steps."""
+    before = np.searchsorted(steps, wanted, "right")
+    return np.concatenate([[0.0], sums])[before]
 
 
 def _joined(first: _Array, second: _Array) -> _Array:

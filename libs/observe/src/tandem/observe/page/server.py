@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,6 +25,7 @@ from tandem.observe.page.reader import RunReader
 from tandem.observe.page.security import Guard, error
 from tandem.observe.page.series import Along, Curves
 from tandem.observe.page.stream import Watch
+from tandem.observe.page.table import Column, csv_parts
 from tandem.observe.timeline import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
@@ -63,6 +64,9 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     async def stream(request: Request) -> Response:
         return StreamingResponse(watch.changes(request), media_type="text/event-stream")
 
+    def csv_file(request: Request) -> Response:
+        return _csv(runs, request)
+
     of_run = [
         Route(f"/api/runs/{{run:int}}/{path}", functools.partial(_answer, runs, answer)) for path, answer in _ANSWERS
     ]
@@ -70,6 +74,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
         routes=[
             Route("/api/runs", _said(list_runs)),
             *of_run,
+            Route("/api/csv", _said(csv_file)),
             Route("/api/stream", stream),
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
         ],
@@ -133,11 +138,37 @@ def _memory(run: Run, request: Request) -> Any:
 
 def _curves(run: Run, request: Request, names: Sequence[str]) -> Any:
     points = whole_number(request, "points", 800, 1, _MOST_POINTS)
-    first, last = maybe_whole_number(request, "from"), maybe_whole_number(request, "to")
-    along = request.query_params.get("along", "steps")
-    if along not in get_args(Along):
-        raise BadQuery(f"along: {along[:100]!r}, must be one of {', '.join(get_args(Along))}")
-    return run.curves.series(names, points, first, last, cast(Along, along))
+    return run.curves.series(names, points, *_range(request))
+
+
+def _range(request: Request) -> tuple[int | None, int | None, Along]:
+    """Return the steps and the axis that are asked for."""
+    along = choice(request, "along", get_args(Along))
+    return maybe_whole_number(request, "from"), maybe_whole_number(request, "to"), along
+
+
+def _csv(runs: Sequence[Run], request: Request) -> Response:
+    """Stream all values of some curves, each given by `run`, `name` and `label`, in this order."""
+    indices, names, labels = (request.query_params.getlist(key) for key in ("run", "name", "label"))
+    if not len(indices) == len(names) == len(labels) <= _MOST_NAMES:
+        raise BadQuery(f"run, name, label: expected as many of each, {_MOST_NAMES} at most")
+    if strange := [index for index in indices if not (index.isdecimal() and int(index) < len(runs))]:
+        raise BadQuery(f"run: there is no run {strange[0][:40]}: there are {len(runs)}, from 0 on")
+    first, last, along = _range(request)
+    found = {
+        index: runs[int(index)].curves.whole(
+            [n for i, n in zip(indices, names, strict=True) if i == index], first, last, along
+        )
+        for index in dict.fromkeys(indices)
+    }
+    columns = [
+        Column(label, *found[index][name])
+        for index, name, label in zip(indices, names, labels, strict=True)
+        if name in found[index]
+    ]
+    # Without a name: the link on the page says it.
+    headers = {"Content-Disposition": "attachment"}
+    return StreamingResponse(csv_parts(along, columns), media_type="text/csv", headers=headers)
 
 
 def _live(run: Run, request: Request) -> Any:

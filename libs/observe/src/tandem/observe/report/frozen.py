@@ -31,7 +31,7 @@ _NUM_EVENTS = 500
 _NUM_STEPS = 10
 """Number of the newest steps whose timeline is in the file."""
 _ALONG: tuple[Along, ...] = ("tokens", "time")
-_REPLACED = {"api.js": "frozen/api.js"}
+_REPLACED = {"api.js": "frozen/api.js", "csv.js": "frozen/csv.js"}
 """Modules of the page in whose place the file has others."""
 
 _IMPORT = re.compile(r'(\bfrom |\bimport\()"(\.[^"]+\.js)"')

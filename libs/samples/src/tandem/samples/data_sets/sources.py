@@ -20,7 +20,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.sliding_puzzle import render, shuffled, solved
-from tandem.config.models.hub import Reference, as_one_line, only_the_cache, why_unreachable
+from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
 from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
@@ -209,6 +209,8 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
     strange = first_irregular(itertools.chain([Path(name)], Path(name).rglob("*"))) if is_here else None
     if strange is not None:
         raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
+    if not is_here:
+        remove_unfinished(Reference(name), "dataset")
     unreachable = "" if is_here else why_unreachable()
     is_offline = bool(unreachable or datasets.config.HF_HUB_OFFLINE) and not is_here
     try:

@@ -7,7 +7,13 @@ import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+from tandem.common.errors import ConfigError
+from tandem.config import Config
+
+if TYPE_CHECKING:
+    from tandem.coordinator.preparing.prerequisite import Mode
 
 OK = 0
 FAILED = 1
@@ -27,6 +33,16 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add a configuration file, and settings that replace the file's, to a parser."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar=SETTINGS, help="settings that replace the file's")
+
+
+def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespace, mode: Mode) -> Config:
+    """Load the configuration of `add_config`. Its `ConfigError` also names what does not exist."""
+    try:
+        return load(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        from tandem.coordinator.preparing.missing import with_missing  # takes a while to import
+
+        raise with_missing(error, arguments.config, arguments.overrides, mode) from None
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

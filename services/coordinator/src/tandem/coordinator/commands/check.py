@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config import dump_yaml, load_evaluation, notices
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import OK, Commands, add_config
+from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
 
 if TYPE_CHECKING:
     from tandem.coordinator.preparing.prerequisite import Ready
@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    config = load_evaluation(arguments.config, arguments.overrides)  # or a run: the file says which
+    config = loaded(load_evaluation, arguments, "new")  # or a run: the file says which
     if arguments.resolved:
         print(dump_yaml(config), end="")
     for notice in notices(config):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import DamagedCheckpoint, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config
+from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
 from tandem.coordinator.commands.running import run_to_end
 from tandem.coordinator.commands.supervision import Supervisor
 
@@ -51,13 +51,13 @@ def add(commands: Commands) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     if arguments.supervised_by:
         die_with(arguments.supervised_by)
-    config = load_config(arguments.config, arguments.overrides)
+    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+    config = loaded(load_config, arguments, mode)
     if arguments.supervise:
         words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
         how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
         return Supervisor(words, Path(config.logger.log_dir), config.cluster).run(how)
-    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
     supervision = None
     if arguments.supervision_fd is not None:

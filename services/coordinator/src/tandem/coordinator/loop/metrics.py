@@ -34,6 +34,7 @@ class StepMetrics:
         self._compute_s: dict[int, float] = {}
         """Seconds of each trainer rank's own work, and below of its waits."""
         self._waited_s: dict[int, float] = {}
+        self._queued_s: dict[int, float] = {}
         self._gpus: dict[str, list[float]] = {}
         """GPU readings of processes, named ``gpu_power_w_trainer``."""
 
@@ -43,6 +44,7 @@ class StepMetrics:
         if member not in self._without_policy:  # one with another model has other work to do
             rank = int(member.rpartition("-")[2])
             self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
+            self._queued_s[rank] = reply.queued_s
         _keep_maxima(self._training_seconds, reply.seconds)
         self._note_memory("training", "generation", "trainer", reply.memory)
         self._note_gpus("trainer", reply.gpus)
@@ -101,11 +103,13 @@ class StepMetrics:
         return seconds
 
     def _of_ranks(self) -> dict[str, float]:
-        """Return the metrics that tell a slow trainer rank from the others; none for a single rank."""
+        """Return the metrics that tell a slow trainer rank from the others, and from a busy machine."""
+        slowest = max(self._compute_s, key=lambda rank: self._compute_s[rank], default=0)
+        own_s, queued_s = self._compute_s.get(slowest, 0.0), self._queued_s.get(slowest, 0.0)
+        busy = {"trainer_queued_per_s": min(1.0, queued_s / own_s)} if queued_s and own_s else {}
         if len(self._compute_s) < 2:
-            return {}
-        slowest = max(self._compute_s, key=lambda rank: self._compute_s[rank])
-        return {
+            return busy
+        return busy | {
             "slowest_trainer": slowest,
             "trainer_compute_max_s": self._compute_s[slowest],
             "trainer_compute_median_s": statistics.median_low(self._compute_s.values()),  # of two ranks, the faster

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from tandem.common.errors import ConfigError, DataError, ModelError
+from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, is_local
@@ -35,6 +36,7 @@ def find_data(config: Config, mode: Mode) -> tuple[Config, list[str]]:
     if config.replay is not None:
         return config, []  # it trains on recorded samples
     finding = _Finding(_recorded(config, mode))
+    finding.problems += missing_files(config)
     data = config.data
     found = msgspec.structs.replace(
         finding.find("data", data) if not data.train else data,
@@ -50,6 +52,51 @@ def find_data(config: Config, mode: Mode) -> tuple[Config, list[str]]:
     return msgspec.structs.replace(config, data=found), finding.notices
 
 
+def missing_data(config: Config, mode: Mode, say: Callable[[str], None]) -> None:
+    """Say which data sets do not exist, one line each, as soon as that is known."""
+    if config.replay is not None:
+        return
+    for line in missing_files(config):
+        say(line)
+    finding = _Finding(_recorded(config, mode))
+    finding.say = say
+    data = config.data
+    if not data.train:
+        finding.find("data", data)
+    _all(finding, "train", data.train)
+    _all(finding, "validation", data.validation)
+
+
+def missing_files(config: Config) -> Iterator[str]:
+    """Yield a line for each file of the run's data that does not exist."""
+    for key, path in _files(config):
+        if not Path(path).exists():
+            yield f"{key}: {path!r} does not exist{nearest(path, _beside(Path(path)))}"
+
+
+def _files(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the files that the run reads, with their keys."""
+    data = config.data
+    for side, sets in (("train", data.train), ("validation", data.validation)):
+        for index, each in enumerate(sets):
+            if each.data_path is not None and is_local(str(each.dataset_name)):
+                yield f"data.{side}[{index}].data_path", each.data_path
+    if not is_local(data.dataset_name):
+        return
+    held_out = {"data.val_data_path": data.val_data_path} | {
+        f"data.val_data_paths.{name}": path for name, path in (data.val_data_paths or {}).items()
+    }
+    named = [(key, path) for key, path in held_out.items() if path is not None]
+    if data.train_data_path is not None and not data.train and not (config.evaluates and named):
+        yield "data.train_data_path", data.train_data_path
+    yield from named
+
+
+def _beside(path: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from (str(path.with_name(each.name)) for each in path.parent.iterdir() if each.is_file())
+
+
 def _all(finding: _Finding, side: str, sets: tuple[DataSet, ...]) -> tuple[DataSet, ...]:
     return tuple(finding.find(f"data.{side}[{index}]", each) for index, each in enumerate(sets))
 
@@ -60,6 +107,7 @@ class _Finding:
     def __init__(self, recorded: dict[Asked, str | None]) -> None:
         self._commits = dict(recorded)
         self.problems: list[str] = []
+        self.say: Callable[[str], None] = self.problems.append
         self.notices: list[str] = []
 
     def find(self, key: str, section: Section) -> Section:
@@ -73,7 +121,8 @@ class _Finding:
             except ModelError as error:
                 self._commits[asked] = None
                 where = f"{key}.dataset_name: cannot load {asked[0]!r}, split {section.split!r}"
-                self.problems.append(f"{where}: {error}")
+                near = nearest(asked[0], [*NAMED, *hub.cached_names("dataset")])
+                self.say(f"{where}: {error}{near}")
         return msgspec.structs.replace(section, commit=self._commits[asked])
 
     def _commit(self, key: str, reference: hub.Reference) -> str | None:

@@ -7,11 +7,13 @@ begins (`tandem.config.model_names.fetch_models`).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from tandem.common.errors import ConfigError, ModelError
+from tandem.common.errors import ConfigError, ModelError, nearest
 from tandem.config import Config, config_from_json
 from tandem.config.checks import broken_rules
 from tandem.config.model_names import change_model_names, is_used
@@ -44,19 +46,33 @@ def find_on_hub(
     return found, finding.notices
 
 
+def missing_models(config: Config, mode: Mode, earlier: Config | None, say: Callable[[str], None]) -> None:
+    """Say which models are neither folders nor on the Hub, one line each, as soon as that is known; fetch nothing."""
+    finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights=False, only_looks=True)
+    finding.say = say
+    change_model_names(config, finding.find)
+
+
 class _Finding:
     """The search through one configuration."""
 
     def __init__(
-        self, config: Config, recorded: dict[str, hub.Reference], earlier: Config | None, fetches_weights: bool
+        self,
+        config: Config,
+        recorded: dict[str, hub.Reference],
+        earlier: Config | None,
+        fetches_weights: bool,
+        only_looks: bool = False,
     ) -> None:
         self._config = config
         self._fetches_weights = fetches_weights
+        self._only_looks = only_looks
         self._recorded = recorded
         self._earlier = earlier
         self._known: dict[tuple[str, str | None], str] = {}
         """Folders by name and requested revision; models that will be made keep their names."""
         self.problems: list[str] = []
+        self.say: Callable[[str], None] = self.problems.append
         self.notices: list[str] = []
 
     def find(self, key: str, name: str, section: msgspec.Struct) -> str:
@@ -71,7 +87,7 @@ class _Finding:
                 self._known[name, revision] = self._find(key, name, section)
             except ModelError as error:
                 self._known[name, revision] = name
-                self.problems.append(f"{key}: {self._missing(key, name)}{error}")
+                self.say(f"{key}: {self._missing(key, name, error)}")
         return self._known[name, revision]
 
     def _find(self, key: str, name: str, section: msgspec.Struct) -> str:
@@ -92,6 +108,8 @@ class _Finding:
         if asked.is_pinned and hub.is_whole(folder):
             return str(folder)
         snapshot = hub.resolve(asked)
+        if self._only_looks:
+            return name
         hub.fetch_description(snapshot)
         if snapshot.note:
             self.notices.append(f"{key}: {snapshot.note}")
@@ -124,11 +142,21 @@ class _Finding:
         made = (earlier.policy.model_name, earlier.logger.log_dir, earlier.checkpointing.checkpoint_dir)
         return any(path.is_relative_to(Path(folder).absolute()) for folder in made)
 
-    def _missing(self, key: str, name: str) -> str:
+    def _missing(self, key: str, name: str, error: ModelError) -> str:
+        """Describe a model that is neither a folder nor on the Hub; if a folder is meant, the Hub is not."""
         if hub.name_in_cache(name) is not None:
-            return ""
+            return str(error)
         nothing_makes_it = ", and neither policy.new_model nor prerequisite makes it"
-        return f"{name!r} does not exist{nothing_makes_it * key.startswith('policy.model_name')}; "
+        missing = f"{name!r} does not exist{nothing_makes_it * key.startswith('policy.model_name')}"
+        if near := nearest(name, _beside(Path(name))):
+            return f"{missing}{near}"
+        return f"{missing}; {error}{nearest(name, hub.cached_names())}"
+
+
+def _beside(path: Path) -> Iterator[str]:
+    """Yield the folders beside a missing one."""
+    with contextlib.suppress(OSError):
+        yield from (str(path.with_name(each.name)) for each in path.parent.iterdir() if each.is_dir())
 
 
 def _recorded(config: Config, mode: Mode) -> dict[str, hub.Reference]:

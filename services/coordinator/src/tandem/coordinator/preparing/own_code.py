@@ -6,17 +6,22 @@ runs in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.common.errors import ConfigError, nearest
-from tandem.config import Config, config_from_json
+from tandem.common.texts import last_lines
+from tandem.config import Config, config_from_json, config_to_json
+from tandem.launch.expected import launched_processes
 
 _LOSS = "loss_fn.class"
 
@@ -94,6 +99,46 @@ def _environment_problems(config: Config, key: str, path: str, made: Any) -> Ite
         pass
     if inspect.isclass(made) and not any(callable(getattr(made, method, None)) for method in ("score", "step")):
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"
+
+
+@contextlib.contextmanager
+def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator[Callable[[], None]]:
+    """Import custom code in another process; yield a function that waits for its end and raises its problems."""
+    kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
+    if not kinds:
+        yield lambda: None
+        return
+    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
+    order.write_bytes(config_to_json(config))
+    # -B: a check leaves no compiled files beside the user's.
+    command = [sys.executable, "-B", "-m", "tandem.coordinator.preparing.own_code", str(order), str(answer), *kinds]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+
+    def complain() -> None:
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"importing the classes that the configuration names takes over {deadline_s:g} s "
+                "(cluster.deadlines.join_s)"
+            ) from None
+        if not answer.exists():
+            last = (last_lines(output, 1) or ["nothing"])[-1]
+            raise ConfigError(
+                f"importing the classes that the configuration names ended the process (exit code "
+                f"{process.returncode}); its last line: {last}"
+            )
+        found = msgspec.json.decode(answer.read_bytes(), type=list[str])
+        if found:
+            raise ConfigError(*found)
+
+    try:
+        yield complain
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
 
 
 if __name__ == "__main__":

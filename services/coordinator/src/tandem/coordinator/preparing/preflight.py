@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +21,7 @@ from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
-from tandem.common.texts import last_lines
-from tandem.config import Config, about_learning_rate, config_to_json, load_config, notices
+from tandem.config import Config, about_learning_rate, load_config, notices
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.installed.sources import package_folder
 from tandem.config.models.model_sizes import model_config
@@ -35,7 +32,7 @@ from tandem.coordinator.preparing.hub_data import find_data
 from tandem.coordinator.preparing.hub_models import find_on_hub
 from tandem.coordinator.preparing.model_folder import check_model
 from tandem.coordinator.preparing.needed_models import missing_models
-from tandem.coordinator.preparing.own_code import has_own_code
+from tandem.coordinator.preparing.own_code import imported_apart
 from tandem.coordinator.preparing.prerequisite import (
     Mode,
     Ready,
@@ -96,16 +93,20 @@ def _look_through(
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
     told = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
-    with _own_code_imported(config, scratch) as own_code:
+    with imported_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
                 look(config)
         algorithm = None
         about_model: list[str] = []
-        is_found = False
+        about_data: list[str] = []
+        is_found = has_data = False
         with _noted(problems):
             config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
             is_found = True
+        with _noted(problems):  # whatever the models are
+            config, about_data = find_data(config, mode)
+            has_data = True
         if is_found:  # else the checks below would report it again
             with _noted(problems):
                 about_model += _check_model(config, mode, earlier)
@@ -117,9 +118,9 @@ def _look_through(
                 check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
             with _noted(problems):
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
-                config, about_data = find_data(config, mode)
                 about_model += about_data
-                algorithm = make_algorithm(config, tokenizer)
+                if has_data:
+                    algorithm = make_algorithm(config, tokenizer)
                 about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         with _noted(problems):
             own_code()
@@ -278,44 +279,3 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     else:
         made, is_own = folder, False
     return load_tokenizer(config, made if is_own else None)
-
-
-@contextlib.contextmanager
-def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], None]]:
-    """Import custom code in another process; yield a function that waits for its end and raises its problems."""
-    kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
-    if not kinds:
-        yield lambda: None
-        return
-    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
-    order.write_bytes(config_to_json(config))
-    # -B: a check leaves no compiled files beside the user's.
-    command = [sys.executable, "-B", "-m", "tandem.coordinator.preparing.own_code", str(order), str(answer), *kinds]
-    with output.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    deadline_s = config.cluster.deadlines.join_s
-
-    def complain() -> None:
-        try:
-            process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"importing the classes that the configuration names takes over {deadline_s:g} s "
-                "(cluster.deadlines.join_s)"
-            ) from None
-        if not answer.exists():
-            last = (last_lines(output, 1) or ["nothing"])[-1]
-            raise ConfigError(
-                f"importing the classes that the configuration names ended the process (exit code "
-                f"{process.returncode}); its last line: {last}"
-            )
-        problems = msgspec.json.decode(answer.read_bytes(), type=list[str])
-        if problems:
-            raise ConfigError(*problems)
-
-    try:
-        yield complain
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()

@@ -1,20 +1,20 @@
-// Saving a table as a CSV file, created in the browser.
+// Saving all values of curves as a CSV file, which the server writes.
 
-/** @param {string} name without the ending @param {(string | number)[][]} rows */
-export function saveCsv(name, rows) {
-  const text = rows.map((row) => row.map(cell).join(",")).join("\r\n");
-  const url = URL.createObjectURL(new Blob([`${text}\r\n`], { type: "text/csv" }));
+/** @param {string} name of the file, without the ending
+ * @param {{run: number, name: string, label: string}[]} columns
+ * @param {Record<string, any>} query null values are left out */
+export function saveCsv(name, columns, query) {
+  const words = new URLSearchParams();
+  for (const column of columns) {
+    words.append("run", String(column.run));
+    words.append("name", column.name);
+    words.append("label", column.label);
+  }
+  for (const [key, value] of Object.entries(query)) {
+    if (value !== null && value !== undefined) words.set(key, String(value));
+  }
   const link = document.createElement("a");
-  link.href = url;
+  link.href = `api/csv?${words}`;
   link.download = `${name.replace(/[^\w.+-]+/g, "_")}.csv`;
   link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 0);
-}
-
-/** Write a cell: numbers with all digits, texts quoted if necessary, and never as a formula.
- * @param {string | number} value */
-function cell(value) {
-  if (typeof value === "number") return String(value);
-  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
-  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }

@@ -255,7 +255,7 @@ class Card {
       type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isLog()), onclick: () => this.toggleLog(),
     }, "log");
     const csv = el("button.small", {
-      type: "button", title: "Save these values as a CSV file", "aria-label": `Save ${name} as CSV`,
+      type: "button", title: "Save all values of these lines as a CSV file", "aria-label": `Save ${name} as CSV`,
       onclick: () => this.save(),
     }, "csv");
     const remove = el("button.small", {
@@ -320,7 +320,8 @@ class Card {
       : place;
     const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
     const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
-    return { label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES,
+    return { run: run.index, name, label: several ? `${run.name}: ${what}` : what, colour: own,
+      dashed: place > 0 && this.id !== PHASES,
       ...series, step: series.x ?? series.step };
   }
 
@@ -368,13 +369,9 @@ class Card {
   /** Save the shown values, unsmoothed, with a row per step and a column per line. */
   save() {
     const runs = this.id === PHASES ? [this.curves.ctx.run()] : this.curves.ctx.shown();
-    const [low, high] = this.curves.range();
-    const columns = this.lines.map((line) => new Map(line.step.map((step, i) => [step, line.mean[i]])));
-    const steps = [...new Set(this.lines.flatMap((line) => line.step))].filter((step) => step >= low && step <= high);
-    const rows = steps.sort((a, b) => a - b).map((step) => [step, ...columns.map((column) => column.get(step) ?? "")]);
-    saveCsv(`${runs.map((run) => run.name).join("+")}-${this.id}`,
-      [[{ steps: "step", tokens: "tokens", time: "seconds" }[this.curves.along()],
-        ...this.lines.map((line) => line.label)], ...rows]);
+    const zoom = this.curves.zoomed();
+    saveCsv(`${runs.map((run) => run.name).join("+")}-${this.id}`, this.lines,
+      { along: this.curves.along(), from: zoom?.[0], to: zoom?.[1] });
   }
 
   close() {
