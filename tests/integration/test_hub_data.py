@@ -23,7 +23,7 @@ PROBE = """
 import sys
 from tandem.config import load_config
 from tandem.common.errors import TandemError
-from tandem.coordinator.data import load_problems
+from tandem.samples.data_sets import load_problems
 from tandem.coordinator.preparing.hub_data import find_data
 
 for overrides in {overrides!r}:

@@ -17,7 +17,7 @@ from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
 from tandem.coordinator.cli import main
-from tandem.coordinator.preparing.found_models import models_in
+from tandem.observe.run_folder.found_models import models_in
 from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference_lora import (

@@ -14,7 +14,7 @@ import transformers
 from tandem.common.errors import ModelError, TrainingError
 from tandem.config import Config
 from tandem.samples.batch import Batch
-from tandem.trainer.backends.megatron import cpu
+from tandem.trainer.backends.megatron import preparing
 from tests.integration.megatron_harness import BATCHES, EP2, PP2, SP, TP2, config_for, make, make_checkpoint
 from tests.integration.reference import plain_numbers, sequences_of
 from tests.integration.trainer_harness import ADAMW, digest_of, make_batch, run_ranks, train_on
@@ -171,7 +171,7 @@ def error_of(rank: int, change: str) -> str:
 
     exec(change, {"core": core})
     try:
-        cpu.prepare()
+        preparing.prepare()
     except ModelError as error:
         return str(error)
     return ""

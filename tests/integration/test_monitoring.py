@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tandem.common.distribution import install_command
-from tandem.coordinator.doctor.network import measure_peer
+from tandem.launch.doctor.network import measure_peer
 from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port, scraped
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.timeline import Frame, Lane, LaneSpan, TimelineView, flame, timeline
+from tandem.observe.timeline import Frame, Lane, LaneSpan, TimelineView, flame, timeline
 from tests.integration.harness import (
     TIMEOUT_S,
     Command,
@@ -98,7 +98,7 @@ def test_every_process_has_a_lane_without_gaps(run: Path) -> None:
 
 
 def test_a_flame_is_nested(run: Path) -> None:
-    frames = flame(RunReader(run), 2)
+    frames = flame(run, 2, RunReader(run).step_seconds)
     above: list[Frame] = []
     for frame in frames:
         above = above[: frame.depth]
@@ -108,7 +108,7 @@ def test_a_flame_is_nested(run: Path) -> None:
         above.append(frame)
     assert [frame.name for frame in frames if frame.depth == 0] == ["step 2"]
     assert {frame.process for frame in frames if frame.depth == 2} >= {"trainer-1", "rollout-0"}
-    assert flame(RunReader(run), 99) == []
+    assert flame(run, 99, RunReader(run).step_seconds) == []
 
 
 def test_how_a_run_ended_is_in_its_folder(run: Path) -> None:

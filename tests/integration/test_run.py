@@ -53,7 +53,7 @@ def test_one_command_runs_grpo_and_leaves_results(whole: Path) -> None:
         assert record["metric"] == step.metrics["val_reward"], "what checkpoints are ranked by"
     assert (whole / "report.png").stat().st_size > 5000
     assert (whole / "report.json").exists()
-    assert "log-probability gap" in (whole / "report.html").read_text()
+    assert '"token_mult_prob_error"' in (whole / "report.html").read_text()
 
 
 def test_a_checkpoint_loads_in_transformers(whole: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from tandem.common.distribution import install_command
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Curves
-from tandem.observe.page.timeline import timeline
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.live import Live, read_live
+from tandem.observe.timeline import timeline
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, process_of, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port, rows_in, scraped

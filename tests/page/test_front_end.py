@@ -247,7 +247,7 @@ def test_refits_memory_and_the_log_say_what_the_journal_says(ended: Shown, chrom
         cell.wait_for()
         peak = max(record.metrics.get("memory_training_trainer_gb", 0.0) for record in steps)
         assert cell.inner_text() == (f"{peak:.2f} GB" if peak >= 1 else f"{round(peak * 1000)} MB")
-        page.wait_for_selector("text=This run computes on CPUs")
+        page.wait_for_selector("text=GPUs are shown while a run goes on")
         page.click("#tabs a[data-tab=log]")
         page.wait_for_selector(".log li")
         assert page.locator(".log .words").all_inner_texts() == [text for _, _, text in events]

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from scripts.protocol_page import with_tables
 from tandem.common.errors import WireError
 from tandem.common.messages import Message
 from tandem.common.wire import Codec, encode
-from tandem.coordinator.members.protocol_page import with_tables
 from tests.protocol.examples import GOLDEN, UNIONS, every_message, example, golden_path, messages_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +60,6 @@ def test_what_is_no_message_of_the_link_is_refused(link: Any) -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
-    assert with_tables(page) == page, "run: python -m tandem.coordinator.members.protocol_page docs/protocol.md"
+    assert with_tables(page) == page, "run: python scripts/protocol_page.py docs/protocol.md"
     for message in every_message():
         assert f"**`{message.__name__}`**" in page

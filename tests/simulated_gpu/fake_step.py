@@ -31,7 +31,7 @@ from tandem.config import Config, load_config
 from tandem.refit.layout import Box
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import dtensor, make_backend
-from tandem.trainer.backends.megatron import cpu
+from tandem.trainer.backends.megatron import preparing
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.files import checkpoints
 from tests.integration.trainer_harness import train_on
@@ -193,7 +193,7 @@ def main(plan: str) -> None:
     meter, at_optimizer = Meter(), list[int]()
     follow(meter)
     if is_megatron:
-        cpu.prepare()
+        preparing.prepare()
         follow_megatron()
     register_optimizer_step_pre_hook(lambda *_: at_optimizer.append(meter.current))
     with Shapes(allow_non_fake_inputs=True), meter:

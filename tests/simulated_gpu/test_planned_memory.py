@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tandem.config import load_config
-from tandem.coordinator.planning.plan import explain
+from tandem.refit.forecast.plan import explain
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

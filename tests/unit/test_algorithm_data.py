@@ -23,18 +23,18 @@ from tandem.config.schema import Tokenizer as TokenizerSettings
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm, turn_metrics
 from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
-from tandem.coordinator.data import (
+from tandem.coordinator.data import worked
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples.batch import Batch
+from tandem.samples.data_sets import (
     Asked,
     ChatEncoder,
     ConversationWriter,
     PromptEncoder,
     epoch_stream,
     sample_seed,
-    worked,
 )
-from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 MARKED = (

@@ -11,9 +11,9 @@ from tandem.config import Config, build_config
 from tandem.config.dump import resume_differences, to_plain
 from tandem.config.worlds import World, world_at, worlds_of
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.planning import plan_summary
 from tandem.launch.expected import expected_processes
 from tandem.launch.nodes import nodes_of
+from tandem.refit.forecast import plan_summary
 from tandem.samples.assignment import data_parallel_ranks, scoring_trainers
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}

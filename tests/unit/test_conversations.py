@@ -17,8 +17,8 @@ from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.config import Config, notices
 from tandem.config.named import NAMED
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.data import load_conversations
 from tandem.samples.batch import Batch
+from tandem.samples.data_sets import load_conversations
 from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 WRONG = "tandem.coordinator.data.worked:wrong_number"

@@ -15,9 +15,10 @@ from tandem.common.errors import ConfigError, DataError, RewardError
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import MOVES, render, shuffled, slide, solved
 from tandem.config import Config, build_config
-from tandem.coordinator.data import load_problems, worked
+from tandem.coordinator.data import worked
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.calculator import calculate
+from tandem.samples.data_sets import load_problems
 
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
 

@@ -24,7 +24,7 @@ from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.data import load_problems, sources
+from tandem.samples.data_sets import load_problems, sources
 
 TASKS_TRAIN, TASKS_HELD_OUT = ["0 + 5", "5 - 9", "2 + 6", "2 - 5"], ["4 - 8", "8 + 0", "8 - 4", "3 + 5"]
 FILES_HELD_OUT = ["all.jsonl:6", "all.jsonl:7", "all.jsonl:3"]
@@ -460,7 +460,7 @@ def test_a_dataset_that_cannot_be_fetched_is_one_line_and_torch_stays_out() -> N
     folder = hub_folder("parquet")
     probe = (
         "import sys; from data_harness import data_config; from tandem.common.errors import DataError\n"
-        "from tandem.coordinator.data import load_problems\n"
+        "from tandem.samples.data_sets import load_problems\n"
         f"load_problems(data_config(dataset_name={folder!r}, num_validation=3))\n"
         "try: load_problems(data_config(dataset_name='nobody/nothing'))\n"
         "except DataError as error: print(error)\n"
@@ -475,7 +475,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
     probe = (
-        "from data_harness import data_config; from tandem.coordinator.data import load_problems\n"
+        "from data_harness import data_config; from tandem.samples.data_sets import load_problems\n"
         "from tandem.common.errors import DataError; import time\n"
         "import datasets, huggingface_hub\n"  # which takes seconds by itself
         "before = time.monotonic()\n"

@@ -16,11 +16,12 @@ import yaml
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
-from tandem.coordinator.doctor.child import outcomes
-from tandem.coordinator.doctor.findings import Finding, Outcome, Report, links_section, report_of
-from tandem.coordinator.doctor.machine import look_at_machine
-from tandem.coordinator.doctor.network import Listener, measure_loopback, measure_peer, parse_address
-from tandem.coordinator.doctor.steps import NEED_CUDA, STEPS
+from tandem.launch.doctor.child import outcomes
+from tandem.launch.doctor.findings import Finding, Outcome, Report, links_section, report_of
+from tandem.launch.doctor.machine import look_at_machine
+from tandem.launch.doctor.network import Listener, measure_loopback, measure_peer, parse_address
+from tandem.launch.doctor.steps import Step
+from tandem.refit.doctor_steps import STEPS
 from tests.integration.harness import write_config
 from tests.integration.pages_harness import DOCS, quoted
 
@@ -50,7 +51,7 @@ def test_the_whole_of_it_on_this_machine(in_folder: Path, capfd: pytest.CaptureF
     report = msgspec.json.decode(capfd.readouterr().out, type=Report)
     found = {finding.name: finding for finding in report.findings}
     assert {"Python", "shared memory", "open files", "clocks", "disk", "network"} <= found.keys()
-    assert {name for name, _ in STEPS.values()} <= found.keys()
+    assert {step.finding for step in STEPS.values()} <= found.keys()
     for line in filter(re.compile("ok|missing|skipped").match, quotes):
         assert line[9:24].strip() in found, line
     assert found["torch"].says.startswith(torch.__version__)
@@ -67,7 +68,7 @@ def test_what_a_configuration_needs_and_is_missing_is_an_error(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Outcome((Finding("vLLM", "missing", "not installed", "pip install it"),), {"memory": 4.0})]
-    monkeypatch.setattr("tandem.coordinator.doctor.look.outcomes", lambda *_: found)
+    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: found)
     assert cli.main(["doctor", str(write_config())]) == 0
     printed = capsys.readouterr().out
     assert "missing  vLLM            not installed; pip install it\n" in printed
@@ -77,17 +78,25 @@ def test_what_a_configuration_needs_and_is_missing_is_an_error(
     assert capsys.readouterr().err.endswith("config.yaml cannot run here: vLLM\n")
 
 
+def chosen(names: list[str]) -> dict[str, Step]:
+    return {name: STEPS[name] for name in names}
+
+
 def test_steps_that_die_or_hang_are_said_and_the_others_are_carried_out() -> None:
-    names = ["gpus", "cuda", *sorted(NEED_CUDA), "vllm"]
+    need_cuda = [name for name, step in STEPS.items() if "cuda" in step.needs]
+    assert need_cuda == ["kernel", "peers", "ipc", "nccl"]
+    names = ["gpus", "cuda", *need_cuda, "vllm"]
     program = [sys.executable, "-c", STANDS_IN]
-    found = [outcome.findings[0] for outcome in outcomes(names, 3, 8.0, program)]
+    found = [outcome.findings[0] for outcome in outcomes(chosen(names), 3, 8.0, program)]
     assert [finding.name for finding in found[:2]] == ["gpus", "CUDA"]
     assert found[0].says == "3"
     assert (found[1].status, found[1].says) == ("missing", "hangs: no answer for 8 s")
     assert {finding.says for finding in found[2:-1]} == {"CUDA has failed"}
     assert len(found) == len(names)
     assert found[-1].status == "ok", "a new process goes on"
-    died, memory, last = (outcome.findings[0] for outcome in outcomes(["torch", "memory", "gpus"], 1, 60.0, program))
+    died, memory, last = (
+        outcome.findings[0] for outcome in outcomes(chosen(["torch", "memory", "gpus"]), 1, 60.0, program)
+    )
     assert (died.status, died.says) == ("missing", "ended its process (exit code 1): Illegal instruction")
     assert (memory.status, last.status) == ("skipped", "ok")
 
@@ -120,7 +129,7 @@ def test_a_listener_is_measured_from_elsewhere_and_survives_strangers() -> None:
 def test_the_rate_to_a_peer_is_for_the_planner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tandem.coordinator.doctor.look.outcomes", lambda *_: [])
+    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: [])
     listener = Listener("127.0.0.1", 0)
     answering = threading.Thread(target=listener.answer_next)
     answering.start()

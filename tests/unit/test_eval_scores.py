@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.coordinator.evaluation.scores import Answer, estimate, ks, majority_at, pass_at
+from tandem.observe.evaluation.scores import Answer, estimate, ks, majority_at, pass_at
 
 
 def voted(answers: Sequence[Answer]) -> float:

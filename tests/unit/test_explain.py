@@ -17,9 +17,10 @@ from rich.console import Console
 
 from tandem.config import Config, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.planning.plan import Explained, explain, predict
-from tandem.coordinator.planning.plan_layouts import Side, model_shape, sides
 from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.forecast.plan import explain
+from tandem.refit.forecast.sides import Side, model_shape, sides
+from tandem.refit.forecast.transfers import Forecast, predict
 from tandem.refit.layout import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def planned(name: str, *overrides: str) -> tuple[Side, Side, Explained]:
+def planned(name: str, *overrides: str) -> tuple[Side, Side, Forecast]:
     config = load_config(PLANS / name, overrides, to_run=False)
     trainers, engines = laid_out(config)
     return trainers, engines, predict(config, trainers, engines)
@@ -120,7 +121,7 @@ def test_every_engine_receives_what_it_wants_and_no_more(name: str) -> None:
     assert row_of(name, explained) in page, "docs/refit.md says otherwise"
 
 
-def row_of(name: str, explained: Explained) -> str:
+def row_of(name: str, explained: Forecast) -> str:
     """What the table of the documentation says of an example."""
     memory = [num for member, num in explained.memory.items() if member.startswith("rollout")]
     return row(name, explained.cost.seconds, explained.cost.bound_s, max(memory, default=0))
@@ -196,8 +197,8 @@ def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 from tandem.config import load_config
-from tandem.coordinator.planning.plan import predict
-from tandem.coordinator.planning.plan_layouts import model_shape, sides
+from tandem.refit.forecast.transfers import predict
+from tandem.refit.forecast.sides import model_shape, sides
 config = load_config("examples/plans/{LARGEST}", to_run=False)
 explained = predict(config, *sides(config, model_shape(config)))
 links = [(link.source, link.destination, link.transport, link.round, link.num_bytes) for link in explained.survey.links]

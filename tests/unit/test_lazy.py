@@ -14,8 +14,8 @@ from tandem.config import Config
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.data import LazyDataset, epoch_stream
-from tandem.coordinator.data.lazy import NUM_CHECKED
+from tandem.samples.data_sets import LazyDataset, epoch_stream
+from tandem.samples.data_sets.lazy import NUM_CHECKED
 from tandem.samples.tokenizer import load_tokenizer
 
 NUM = 2 * NUM_CHECKED

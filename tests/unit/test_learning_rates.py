@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Config, build_config, notices
-from tandem.coordinator.data import steps_capped
+from tandem.samples.data_sets import steps_capped
 
 ADAM = {"name": "torch.optim.AdamW"}
 

@@ -18,8 +18,8 @@ from tandem.config import Config, build_config
 from tandem.config.dump import to_plain
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.data import load_conversations, load_problems
-from tandem.coordinator.data.prompts import PromptWriter
+from tandem.samples.data_sets import load_conversations, load_problems
+from tandem.samples.data_sets.prompts import PromptWriter
 from tandem.samples.tokenizer import load_tokenizer
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.trainer.backends.megatron import kernels
+from tandem.trainer.backends.megatron import preparing
+from tandem.trainer.backends.megatron.on_cpu import kernels
 from tandem.trainer.context import tokens_of_share
 
 Formula = Callable[..., torch.Tensor]
@@ -131,6 +132,6 @@ def test_weight_gradients_add_up(dtype: torch.dtype) -> None:
     total_VE, expected_VE = torch.zeros(5, 7), torch.zeros(5, 7)
     for seed in range(3):
         input_NE, grad_NV = random(11, 7, seed=seed, dtype=dtype), random(11, 5, seed=seed + 10, dtype=dtype)
-        kernels.add_weight_gradient(input_NE, grad_NV, total_VE)
+        preparing.add_weight_gradient(input_NE, grad_NV, total_VE)
         expected_VE += torch.autograd.grad(F.linear(input_NE, weight_VE), weight_VE, grad_NV)[0]
     torch.testing.assert_close(total_VE, expected_VE, rtol=2e-6, atol=2e-6)

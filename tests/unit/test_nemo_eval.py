@@ -9,8 +9,8 @@ import pytest
 from tandem.common.errors import ConfigError, DataError, NotSupportedYet
 from tandem.config import Config, load_evaluation
 from tandem.coordinator.cli import main
-from tandem.coordinator.data import load_problems
-from tandem.coordinator.data.sources import csv_rows
+from tandem.samples.data_sets import load_problems
+from tandem.samples.data_sets.sources import csv_rows
 
 EVAL = """
 eval:

@@ -16,7 +16,7 @@ import pytest
         "import tandem.observe.report.report",
         "import tandem.observe.page.__main__, tandem.observe.page.program",
         "import tandem.coordinator.algorithms",
-        "import tandem.coordinator.commands.doctor, tandem.coordinator.doctor.look",
+        "import tandem.coordinator.commands.doctor, tandem.launch.doctor.look",
         "import tandem.observe.exporters.telemetry, tandem.launch.service, tandem.samples.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",

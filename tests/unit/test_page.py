@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
+from nvml_library import Library
 from page_harness import a_refit, a_sample, client, commit, get, make_run, record
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import build_config
 from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
+from tandem.observe.page.gpus import Gpus
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.ending import Outcome
 from tandem.observe.run_folder.journal import Journal
@@ -328,30 +332,44 @@ def test_what_the_coordinator_was_writing_is_not_there_yet() -> None:
         assert get(client("run"), "/api/runs/0/live") is None
 
 
-def test_gpus_are_what_the_drivers_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = Path("bin/nvidia-smi").absolute()
-    tool.parent.mkdir()
-    lines = ["0, NVIDIA H200, 143771, 1024, 37", "1, NVIDIA H200, 143771, 0, [N/A]", "No devices were found"]
-    tool.write_text(
-        "#!/bin/sh\necho asked >> " + f"{tool.parent}/asked\n" + "".join(f"echo '{line}'\n" for line in lines)
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+def test_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     with make_run():
         page = client("run")
         assert get(page, "/api/runs/0/gpus") == [], "it has not begun"
+        assert not library.num_opened
         say_live()
         first, second = get(page, "/api/runs/0/gpus")
-        assert (first["index"], first["name"], first["utilisation"]) == (0, "NVIDIA H200", 0.37)
-        assert first["memory_gb"] == pytest.approx(150.755, abs=1e-3)
-        assert first["used_gb"] == pytest.approx(1.074, abs=1e-3)
+        assert (first["index"], first["name"], first["utilisation"]) == (0, "H200", 0.75)
+        assert (first["memory_gb"], first["used_gb"]) == (150.0, 50.0)
         assert second["utilisation"] is None
         get(page, "/api/runs/0/gpus")
-    assert Path("bin/asked").read_text().count("asked") <= 2, "not more than every two seconds"
+    assert library.num_opened <= 2, "not more than every two seconds"
+
+
+def test_a_driver_that_hangs_holds_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    is_asked, ends = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        is_asked.set()
+        assert ends.wait(60)
+
+    monkeypatch.setattr(library, "nvmlInit", hang)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    gpus = Gpus()
+    first = threading.Thread(target=gpus.read)
+    first.start()
+    assert is_asked.wait(60)
+    assert gpus.read() == [], "the last that is known"
+    ends.set()
+    first.join()
+    assert len(gpus.read()) == 2
 
 
 def test_a_driver_that_is_not_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path.cwd()))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     with make_run():
         say_live()
         assert get(client("run"), "/api/runs/0/gpus") == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +18,10 @@ from tandem.config import build_config, config_to_json
 from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
-from tandem.observe.report.charts import ROUNDING, Line, layer_chart, line_chart
-from tandem.observe.report.figure import _pyplot, _widen, draw_panels
+from tandem.observe.report.figure import ROUNDING, _pyplot, _widen, draw_panels
+from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.panels import panels_of
 from tandem.observe.report.report import format_report, write_report
-from tandem.observe.report.report_page import page
 from tandem.observe.report.side_by_side import configuration_differences, labels, load_runs
 from tandem.observe.run_folder.journal import Journal, StepRecord
 
@@ -41,16 +43,6 @@ OF_GRPO = {
     "memory_generation_engine_gb": 1.5,
 }
 MODEL_MADE = "</pre><script>alert('7')</script><img src=http://elsewhere/x>"
-PANELS = (
-    "reward",
-    "held-out accuracy",
-    "KL and entropy",
-    "lengths and truncation",
-    "gradient norm and clipping",
-    "log-probability gap, engine to trainer",
-    "seconds by phase",
-    "memory",
-)
 
 
 def write_run(
@@ -72,36 +64,39 @@ def write_run(
 
 
 class Page(HTMLParser):
-    """What a page has in it."""
+    """What a page has in it: its tags with their attributes, and the runs' data."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: dict[str, set[str]] = {}
-        self.titles: list[str] = []
-        self.charts = 0
-        self._open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str, str] = {}
+        """Texts of inline scripts, by type."""
+        self.styles: list[str] = []
         self.feed(text)
+        self.runs: list[dict[str, Any]] = msgspec.json.decode(self.scripts["application/json"])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self._open.append(tag)
-        self.charts += dict(attrs).get("class") == "chart"
-        for name, value in attrs:
-            self.attributes.setdefault(name, set()).add(str(value))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] == "h3":
-            self.titles.append(data)
+        tag, attributes = self.tags[-1] if self.tags else ("", {})
+        if tag == "script" and data.strip():
+            kind = attributes.get("type") or "text/javascript"
+            self.scripts[kind] = self.scripts.get(kind, "") + data
+        if tag == "style" and data.strip():
+            self.styles.append(data)
 
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:
-            while self._open.pop() != tag:
-                pass
+    def attributes(self, name: str) -> list[str]:
+        return [str(attributes[name]) for _, attributes in self.tags if name in attributes]
+
+    def rows(self, title: str) -> dict[str, list[str]]:
+        """Return a table of the summary: the values of each run, by row."""
+        (table,) = [table for table in self.runs[0]["tables"] if table["title"] == title]
+        return dict(table["rows"])
 
 
 def page_of(*folders: Path) -> tuple[str, Page]:
-    text = page(load_runs(folders))
+    text = frozen_page(load_runs(folders))
     return text, Page(text)
 
 
@@ -110,17 +105,60 @@ def test_the_page_is_one_file_that_loads_nothing_and_links_to_nothing() -> None:
     with Journal.open(folder) as journal:
         journal.record_event("coordinator", f"validation: 'q' -> {MODEL_MADE!r} (reward 0)")
     text, shown = page_of(folder)
-    assert shown.titles == [*PANELS]
-    assert shown.charts == 8
-    assert not shown.tags & {"script", "img", "link", "a", "iframe", "object", "use", "image"}
-    assert not shown.attributes.keys() & {"href", "src", "xlink:href", "srcset", "data", "action", "onclick"}
-    assert "url(" not in text
-    assert "@import" not in text
-    assert "default-src &" not in text
-    assert "default-src 'none'; style-src 'unsafe-inline'" in shown.attributes["content"]
-    assert "&lt;script&gt;alert(" in text, "what a model made is text"
-    for said in ("Results", "finished", "0.55 → 0.8", "Where the time went", "1.000 s (50%)", "5.600"):
-        assert said in text, said
+    assert all(name.startswith(("data:", "#")) for key in ("src", "href") for name in shown.attributes(key))
+    assert not {"xlink:href", "srcset", "data", "action", "onclick"} & {
+        name for _, attributes in shown.tags for name in attributes
+    }
+    assert not {"img", "iframe", "object", "use", "image"} & {tag for tag, _ in shown.tags}
+    assert "url(" not in "".join(shown.styles)
+    assert "@import" not in "".join(shown.styles)
+    assert "<script>alert(" not in text, "what a model made is text"
+    assert MODEL_MADE in shown.runs[0]["events"][-1]["text"]
+    results, seconds = shown.rows("Results"), shown.rows("Where the time went")
+    assert results["ended"] == ["finished"]
+    assert results["reward, first → last"] == ["0.55 → 0.8"]
+    assert seconds["training"] == ["1.000 s (50%)"]
+    assert shown.rows("Memory")["generation, trainer"] == ["5.600"]
+
+
+def test_a_browser_runs_the_scripts_of_the_file_and_nothing_else() -> None:
+    text, shown = page_of(write_run("run"))
+    (policy,) = [content for content in shown.attributes("content") if "default-src" in content]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules.pop("script-src").split()[0] == "data:"
+    assert rules.pop("style-src").count("sha256-") == 2
+    assert rules == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
+    for script in re.findall(r"<script(?: type=\"(?:module|importmap)\")?>(.*?)</script>", text, re.DOTALL):
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    imports = msgspec.json.decode(shown.scripts["importmap"])["imports"]
+    for name, url in imports.items():
+        module = base64.b64decode(url.partition("base64,")[2]).decode()
+        named = {*re.findall(r"^import .*? from \"(.*?)\";$", module, re.MULTILINE)}
+        assert named <= imports.keys(), name
+    assert "EventSource" not in base64.b64decode(imports["tandem/api.js"].partition("base64,")[2]).decode()
+
+
+def test_the_page_has_every_curve_of_the_run() -> None:
+    _, shown = page_of(write_run("run", OF_GRPO | {"odd": math.nan}))
+    (run,) = shown.runs
+    assert {metric["name"] for metric in run["metrics"]} == {*OF_GRPO, "odd", *(f"seconds/{name}" for name in SECONDS)}
+    reward = run["series"]["reward"]
+    assert reward["mean"] == [0.5 * (1 + step / 10) for step in range(1, 7)]
+    assert run["places"][reward["at"]] == {"steps": [*range(1, 7)], "tokens": None, "time": [2, 4, 6, 8, 10, 12]}
+    assert run["series"]["odd"]["mean"] == [None] * 6
+    assert len(run["places"]) == 1, "the places that all curves share are there once"
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peak() -> None:
+    folder = write_run("run", {"loss": 1.0}, num_steps=0)
+    with Journal.open(folder) as journal:
+        for step in range(1, 2001):
+            metrics = {"loss": 1.0 + (step == 543)}
+            journal.commit_step(StepRecord(step=step, version=step, metrics=metrics, seconds={}))
+    loss = page_of(folder)[1].runs[0]["series"]["loss"]
+    assert len(loss["mean"]) <= 400
+    assert max(loss["high"]) == 2.0
+    assert max(loss["mean"]) < 2.0
 
 
 def test_eight_panels_are_drawn() -> None:
@@ -157,14 +195,15 @@ def test_axes_show_no_rounding_and_no_divergence_from_a_reference_that_is_not_he
 def test_every_algorithm_has_eight_panels_and_those_without_metrics_say_so(
     algorithm: str, metrics: dict[str, float], instead: str, lacks: int
 ) -> None:
-    text, shown = page_of(write_run("run", metrics, algorithm))
-    assert len(shown.titles) == 8
-    assert instead in shown.titles
-    assert shown.titles[-2:] == ["seconds by phase", "memory"]
-    assert text.count('<p class="missing">') == lacks
-    assert shown.charts == 8 - lacks
+    runs = load_runs([write_run("run", metrics, algorithm)])
+    titles = [panel.title for panel in panels_of([algorithm])]
+    assert len(titles) == 8
+    assert instead in titles
+    assert titles[-2:] == ["seconds by phase", "memory"]
+    drawn = [panel.drawn([run.curves for run in runs]) for panel in panels_of([algorithm])]
+    assert drawn.count(([], [])) == lacks
     if lacks == 6:
-        draw_panels(load_runs([Path("run")]), Path("eight.png"))
+        draw_panels(runs, Path("eight.png"))
         assert Path("eight.png").exists()
 
 
@@ -184,13 +223,12 @@ def test_runs_are_compared_with_what_differs_between_their_configurations(capsys
     told = capsys.readouterr().out
     assert "b/run:" in told
     assert "policy.optimizer.kwargs.lr" in told
-    text = Path("both/report.html").read_text()
-    shown = Page(text)
-    assert shown.charts == 8
-    assert "Differences in configuration" in text
-    assert "<th>policy.optimizer.kwargs.lr</th>" in text
-    assert "log_dir" not in text, "it differs between any two"
-    assert "b/run: share cut off (right)" in text
+    shown = Page(Path("both/report.html").read_text())
+    assert [run["summary"]["name"] for run in shown.runs] == ["a/run", "b/run"]
+    differences = shown.rows("Differences in configuration")
+    assert differences["policy.optimizer.kwargs.lr"][1] == "0.5"
+    assert not [key for key in differences if "log_dir" in key], "it differs between any two"
+    assert [run["series"]["truncated_fraction"]["mean"][0] for run in shown.runs] == [0.1375, 0.1375]
     assert msgspec.json.decode(Path("both/report.json").read_bytes())["num_steps"] == 4
     assert Path("both/report.png").exists()
     assert not Path("a/run/report.html").exists()
@@ -218,26 +256,6 @@ def test_a_folder_without_a_run_is_one_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("error: nothing holds no run")
     assert main(["report", "run", "--out", "run/journal.sqlite"]) == 1
     assert capsys.readouterr().err.startswith("error: cannot write the report to run/journal.sqlite: ")
-
-
-def test_a_long_curve_is_thinned_and_keeps_its_peak() -> None:
-    points = [(step, 1.0 + (step == 54_321)) for step in range(100_000)]
-    svg = line_chart([Line("loss", points, 0, 0)])
-    assert len(svg) < 20_000
-    path = next(part for part in svg.split("<path ") if part.startswith('class="c0'))
-    heights = {float(place.split(" ")[1]) for place in path.split('d="M')[1].split('"')[0].split("L")}
-    assert len(heights) == 2, "the one step that differs is drawn"
-    layers = layer_chart(range(100_000), [[1.0] * 100_000, [2.0] * 100_000])
-    assert layers.count("<polygon") == 2
-    assert len(layers) < 50_000
-
-
-def test_curves_that_cannot_be_drawn_are_left_out() -> None:
-    assert line_chart([Line("loss", [(1, math.nan)], 0, 0)]) == ""
-    svg = line_chart([Line("a", [(1, 1.0), (2, math.inf), (3, 1.0 + 1e-9)], 0, 0), Line("b", [(1, 0.0)], 1, 1, True)])
-    assert "nan" not in svg
-    assert "inf" not in svg
-    assert ">1.0000</text>" in svg, "an axis says what differs from what"
 
 
 def test_a_replay_is_drawn_beside_its_run_and_the_summary_is_its_own() -> None:

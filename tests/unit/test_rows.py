@@ -18,7 +18,7 @@ from tandem.config.schema import Data
 from tandem.coordinator.api.configuration import of_rows, row_keys
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.api.rows import Rows, rows_of
-from tandem.coordinator.data import sources
+from tandem.samples.data_sets import sources
 
 ROWS = [{"problem": f"{number} + 1", "answer": number + 1, "tags": ["sum"]} for number in range(3)]
 

@@ -13,8 +13,8 @@ import pytest
 from serving_harness import MAX_LENGTH, Driving, make_model, served, write_tokenizer
 
 from tandem.coordinator.cli import main
-from tandem.coordinator.preparing.found_models import models_in
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.observe.run_folder.found_models import models_in
 
 Refusal = Callable[..., str]
 

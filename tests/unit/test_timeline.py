@@ -12,10 +12,9 @@ from page_harness import make_run
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.observe import timeline as recording
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.timeline import flame, timeline
-from tandem.observe.run_folder import timeline_file as recording
-from tandem.observe.run_folder.timeline_file import TIMELINE_NAME, read_timeline
+from tandem.observe.timeline import TIMELINE_NAME, flame, read_timeline, timeline
 
 MEMORY = MemoryUse(peak=1, held=1)
 SAMPLING = {
@@ -162,7 +161,7 @@ def test_lanes_are_full_of_waiting_and_cut_to_the_steps(recorded: Timeline) -> N
 
 def test_without_a_timeline_a_flame_is_what_the_seconds_tell() -> None:
     make_run().close()
-    whole, generating, training = flame(RunReader(Path("run")), 2)
+    whole, generating, training = flame(Path("run"), 2, RunReader(Path("run")).step_seconds)
     assert (whole.name, generating.name, training.name) == ("step 2", "generating", "training")
     assert whole.end - whole.start == pytest.approx(2.0)
     assert generating.end == training.start

@@ -24,7 +24,7 @@ from tandem.observe.exporters.nvml import GpuUse, Nvml
 from tandem.observe.exporters.tracing import Tracing
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import Live, LiveEngine
-from tandem.observe.run_folder.timeline_file import Span, StepSpans
+from tandem.observe.timeline import Span, StepSpans
 
 MEMORY = MemoryUse(peak=1, held=1)
 

@@ -12,7 +12,7 @@ import msgspec
 from tandem.common.errors import ConfigError
 from tandem.config.model_names import with_folders, with_names
 from tandem.config.schema import MODELS, Config
-from tandem.config.schema.declarations import SECTIONS
+from tandem.config.schema.declarations import ALGORITHMS, SECTIONS
 from tandem.config.schema.loss import OF_ANY_LOSS
 
 _OF_MODEL = (
@@ -38,71 +38,27 @@ _OF_MODEL = (
 )
 """Keys of a model section that only affect how trainers hold the model."""
 
+_VALIDATION = ("val_period", "val_at_start", "val_at_end")
+_OF_GENERATION = (
+    "max_val_samples",
+    "val_batch_size",
+    "num_val_generations_per_prompt",
+    "val_temperature",
+    "val_seed",
+)
+_OF_DATA_SET = ("val_batches", "val_global_batch_size", "val_micro_batch_size")
+
+
+def length_and_validation(algorithm: str) -> tuple[str, ...]:
+    """Return the keys of an algorithm's section that say how long a run trains, and what it validates when."""
+    own = _OF_GENERATION if ALGORITHMS[algorithm].rolls_out else _OF_DATA_SET
+    return tuple(f"{algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs", *_VALIDATION, *own))
+
+
 FREE_ON_RESUME = (
     "eval",
     "prerequisite",
-    "grpo.max_num_steps",
-    "grpo.max_num_epochs",
-    "grpo.val_period",
-    "grpo.val_at_start",
-    "grpo.val_at_end",
-    "grpo.max_val_samples",
-    "grpo.val_batch_size",
-    "grpo.num_val_generations_per_prompt",
-    "grpo.val_temperature",
-    "grpo.val_seed",
-    "ppo.max_num_steps",
-    "ppo.max_num_epochs",
-    "ppo.val_period",
-    "ppo.val_at_start",
-    "ppo.val_at_end",
-    "ppo.max_val_samples",
-    "ppo.val_batch_size",
-    "ppo.num_val_generations_per_prompt",
-    "ppo.val_temperature",
-    "ppo.val_seed",
-    "sft.max_num_steps",
-    "sft.max_num_epochs",
-    "sft.val_period",
-    "sft.val_at_start",
-    "sft.val_at_end",
-    "sft.val_batches",
-    "sft.val_global_batch_size",
-    "sft.val_micro_batch_size",
-    "dpo.max_num_steps",
-    "dpo.max_num_epochs",
-    "dpo.val_period",
-    "dpo.val_at_start",
-    "dpo.val_at_end",
-    "dpo.val_batches",
-    "dpo.val_global_batch_size",
-    "dpo.val_micro_batch_size",
-    "rm.max_num_steps",
-    "rm.max_num_epochs",
-    "rm.val_period",
-    "rm.val_at_start",
-    "rm.val_at_end",
-    "rm.val_batches",
-    "rm.val_global_batch_size",
-    "rm.val_micro_batch_size",
-    "distillation.max_num_steps",
-    "distillation.max_num_epochs",
-    "distillation.val_period",
-    "distillation.val_at_start",
-    "distillation.val_at_end",
-    "distillation.max_val_samples",
-    "distillation.val_batch_size",
-    "distillation.num_val_generations_per_prompt",
-    "distillation.val_temperature",
-    "distillation.val_seed",
-    "off_policy_distillation.max_num_steps",
-    "off_policy_distillation.max_num_epochs",
-    "off_policy_distillation.val_period",
-    "off_policy_distillation.val_at_start",
-    "off_policy_distillation.val_at_end",
-    "off_policy_distillation.val_batches",
-    "off_policy_distillation.val_global_batch_size",
-    "off_policy_distillation.val_micro_batch_size",
+    *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.expose_http_server",

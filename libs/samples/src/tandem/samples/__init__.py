@@ -1,1 +1,1 @@
-"""Samples: tokens, arrays, the store that serves them, and the rollout log on disk."""
+"""Samples: data sets, tokens, arrays, the store that serves them, and the rollout log on disk."""

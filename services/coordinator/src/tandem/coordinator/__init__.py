@@ -1,1 +1,1 @@
-"""The coordinator: scheduling, data order, advantages, journal and command line, without torch."""
+"""The coordinator: scheduling, advantages, journal and command line, without torch."""

@@ -124,6 +124,10 @@ class Colocated(Section, frozen=True, kw_only=True):
     resources: ColocatedResources = ColocatedResources()
 
 
+_VLLM_WIDTH = 256
+"""Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
+
+
 class Generation(Section, frozen=True, kw_only=True):
     """Settings of generation in algorithms that roll out; no other algorithm reads them."""
 
@@ -185,6 +189,13 @@ class Generation(Section, frozen=True, kw_only=True):
     def is_async(self) -> bool:
         """Whether `async_engine` is on, at either place."""
         return self.async_engine or self.vllm_cfg.async_engine
+
+    @cached_property
+    def width(self) -> int:
+        """Samples that each engine runs at once."""
+        if self.backend == "vllm":
+            return int(self.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
+        return self.transformers_cfg.num_slots
 
     @cached_property
     def has_guests(self) -> bool:

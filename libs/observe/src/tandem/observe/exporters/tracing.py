@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Tracer, set_span_in_context
 
-from tandem.observe.run_folder.timeline_file import COORDINATOR, Span, StepSpans
+from tandem.observe.timeline import COORDINATOR, Span, StepSpans
 
 _TIMEOUT_S = 5.0
 """Longest time that the collector takes to answer, also at the end of a run."""

@@ -1,20 +1,17 @@
-"""The GPUs of this machine, read with the driver's own tool; none without it."""
+"""The GPUs of this machine as the page shows them; none without a driver."""
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import threading
 import time
 
 import msgspec
 
-_FIELDS = ("index", "name", "memory.total", "memory.used", "utilization.gpu")
+from tandem.observe.exporters.nvml import GpuUse, opened_nvml
+
 _PAUSE_S = 2.0
-"""Shortest interval between two calls of the tool, however many requests there are."""
-_TIMEOUT_S = 5.0
-_MIB = 2**20
+"""Shortest interval between two readings, however many requests there are."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,54 +28,35 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpus:
-    """Reader of GPUs, which calls the tool only on request."""
+    """Reader of GPUs, which asks the driver only on request."""
 
-    def __init__(self, tool: str = "nvidia-smi") -> None:
-        self._tool = shutil.which(tool)
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
         self._asked_at = -_PAUSE_S
         self._found: list[Gpu] = []
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs' state of at most two seconds ago."""
-        if self._tool is None:
-            return []
-        with self._lock:
-            if time.monotonic() - self._asked_at >= _PAUSE_S:
-                self._found = _ask(self._tool)
-                self._asked_at = time.monotonic()
-            return self._found
+        """Return the GPUs' state of at most two seconds ago; while the driver is being asked, the one before.
+
+        So a driver that hangs blocks one request, and no other.
+        """
+        if self._asking.acquire(blocking=False):
+            try:
+                if time.monotonic() - self._asked_at >= _PAUSE_S:
+                    with opened_nvml() as nvml:
+                        self._found = [] if nvml is None else [_gpu(use) for use in nvml.uses()]
+                    self._asked_at = time.monotonic()
+            finally:
+                self._asking.release()
+        return self._found
 
 
-def _ask(tool: str) -> list[Gpu]:
-    command = [tool, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):  # the driver is not loaded, or hangs
-        return []
-    return [gpu for line in done.stdout.splitlines() if (gpu := _parse(line)) is not None]
-
-
-def _parse(line: str) -> Gpu | None:
-    """Parse a line of the tool's output; return None if it describes no GPU."""
-    fields = [field.strip() for field in line.split(",")]
-    if len(fields) != len(_FIELDS) or not fields[0].isdigit():
-        return None
-    total, used = _number(fields[2]), _number(fields[3])
-    utilisation = _number(fields[4])
+def _gpu(use: GpuUse) -> Gpu:
     return Gpu(
         host=socket.gethostname(),
-        index=int(fields[0]),
-        name=fields[1],
-        memory_gb=(total or 0.0) * _MIB / 1e9,
-        used_gb=(used or 0.0) * _MIB / 1e9,
-        utilisation=None if utilisation is None else utilisation / 100,
+        index=use.index,
+        name=use.name,
+        memory_gb=use.memory_gb or 0.0,
+        used_gb=use.used_gb or 0.0,
+        utilisation=use.utilisation,
     )
-
-
-def _number(text: str) -> float | None:
-    """Return a number; None for other text, such as [N/A]."""
-    try:
-        return float(text)
-    except ValueError:
-        return None

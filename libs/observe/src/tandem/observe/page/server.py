@@ -26,7 +26,7 @@ from tandem.observe.page.security import Guard, error
 from tandem.observe.page.series import Along, Curves
 from tandem.observe.page.stream import Watch
 from tandem.observe.page.table import Column, csv_parts
-from tandem.observe.page.timeline import flame, timeline
+from tandem.observe.timeline import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
 _MOST_POINTS = 10_000
@@ -179,7 +179,11 @@ def _timeline(run: Run, request: Request) -> Any:
     num_steps = whole_number(request, "steps", 10, 1, _MOST_STEPS)
     view = timeline(run.reader.folder, num_steps, maybe_whole_number(request, "to"))
     step = maybe_whole_number(request, "flame")
-    return view if step is None else msgspec.structs.replace(view, flame=flame(run.reader, step))
+    return (
+        view
+        if step is None
+        else msgspec.structs.replace(view, flame=flame(run.reader.folder, step, run.reader.step_seconds))
+    )
 
 
 def _refits(run: Run, request: Request) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 from tandem.common import gc_tuning
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.observe.report.charts import ROUNDING
 from tandem.observe.report.panels import PHASES, SECONDS, Curve, Panel, panels_of
 from tandem.observe.report.side_by_side import Run
 from tandem.observe.report.summary import RunSummary
@@ -23,6 +22,8 @@ _TITLES = {
     "val_loss": "loss on held-out problems",
 }
 _STYLES = ("-", "--", ":")
+ROUNDING = 1e-4
+"""Relative difference of values below which an axis does not separate them."""
 _FEW = 40
 """Number of points below which each is marked; a curve of one point would be invisible otherwise."""
 

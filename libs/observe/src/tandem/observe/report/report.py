@@ -10,7 +10,7 @@ import msgspec
 from tandem.common.errors import RunFolderError
 from tandem.observe.held_out_accuracy import no_progress
 from tandem.observe.report.figure import draw_curves, draw_panels
-from tandem.observe.report.report_page import page
+from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, load_runs, reached
 from tandem.observe.report.summary import format_breakdown, format_curves
 
@@ -25,7 +25,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) 
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(runs[0].summary)))
-        (out / "report.html").write_text(page(runs), encoding="utf-8")
+        (out / "report.html").write_text(frozen_page(runs), encoding="utf-8")
         if is_brief:
             draw_curves({run.label: run.summary for run in runs}, out / "report.png")
         else:

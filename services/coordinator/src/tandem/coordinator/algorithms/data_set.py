@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 import numpy as np
 
-from tandem.common.messages import Purpose, SampleScored
+from tandem.common.messages import Purpose
 from tandem.config import Config
-from tandem.coordinator.data import (
+from tandem.coordinator.algorithms.running import WithoutGeneration
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples.batch import Batch
+from tandem.samples.data_sets import (
     ChatEncoder,
     Conversation,
     ConversationWriter,
@@ -21,10 +24,8 @@ from tandem.coordinator.data import (
     set_aside,
     steps_capped,
 )
-from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.data_sets.chat import EncodedSolution
+from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -42,7 +43,7 @@ Sequences = tuple[EncodedSequence, ...]
 """One conversation: a sequence for each of its answers."""
 
 
-class DataSetAlgorithm:
+class DataSetAlgorithm(WithoutGeneration):
     """An algorithm over a data set, as the loop uses it (`tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A conversation with too many tokens is left out if it was read from a file or a hub. If it was generated, all others
@@ -77,11 +78,6 @@ class DataSetAlgorithm:
         self.notices = tuple(filter(None, (too_long, ties, aside, capped)))
 
     @property
-    def num_validation(self) -> int:
-        """Prompts to generate for validation: none."""
-        return 0
-
-    @property
     def validation_parts(self) -> dict[str, int]:
         """Sequences of each named validation set, in the order of the batch."""
         return {name: sum(map(len, part)) for name, part in self._validation.items() if name}
@@ -93,14 +89,6 @@ class DataSetAlgorithm:
         of_epochs, most = self._section.max_num_epochs * per_epoch, self._section.max_num_steps
         return of_epochs if most < 0 else min(most, of_epochs)
 
-    def sampling(self, purpose: Purpose) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
-
-    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
-
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
     ) -> tuple[Batch, dict[str, float]]:
@@ -111,14 +99,6 @@ class DataSetAlgorithm:
             size = self._config.policy.train_global_batch_size
             batch = batch_of(self._train.draw((step - 1) * size, size))
         return batch.replace(**batch.table().columns), {}
-
-    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
-        """Return nothing: validation is by the loss."""
-        return []
-
-    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
-        """Return nothing: there are no samples."""
-        return {}
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""

@@ -26,7 +26,10 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.data import (
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import Batch
+from tandem.samples.data_sets import (
     EncodedProblem,
     LazyDataset,
     PromptEncoder,
@@ -37,10 +40,7 @@ from tandem.coordinator.data import (
     set_aside,
     steps_capped,
 )
-from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import Batch
+from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.tokenizer import Tokenizer
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Never
 from urllib.parse import urlsplit
 
 from tandem.common.bounds import bounded
@@ -21,6 +20,7 @@ from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_files, sample_record
 from tandem.samples.batch import Batch
@@ -33,7 +33,7 @@ SOURCE = "record"
 """The trainers' name for the store."""
 
 
-class RecordedAlgorithm:
+class RecordedAlgorithm(WithoutGeneration):
     """An algorithm over a rollout log, with the interface `tandem.coordinator.algorithms.running.RunningAlgorithm`."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -68,27 +68,14 @@ class RecordedAlgorithm:
             self._store.close()
 
     @property
-    def num_validation(self) -> int:
-        """Prompts to generate for validation: none, since there are no engines."""
-        return 0
-
-    @property
     def validation_parts(self) -> dict[str, int]:
-        """Nothing, likewise."""
+        """Sequences of each named validation set: none, since nothing is validated."""
         return {}
 
     @property
     def num_steps(self) -> int:
         """The last step."""
         return self._replay.to_step
-
-    def sampling(self, purpose: Purpose) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
-
-    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
@@ -98,14 +85,6 @@ class RecordedAlgorithm:
         if step != self._step:
             self._put(step)
         return batch_of_step(self._config, step, self._records, self._prompts)
-
-    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
-        """Return nothing: there is no validation."""
-        return []
-
-    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
-        """Return nothing: there is no validation."""
-        return {}
 
     def _put(self, step: int) -> None:
         """Let the store serve the samples of `step`, and of no other step."""

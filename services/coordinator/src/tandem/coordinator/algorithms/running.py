@@ -7,7 +7,7 @@ keeps. A resumed run needs only the number of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Never, Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize, SampleRecord
@@ -56,6 +56,31 @@ class RunningAlgorithm(Protocol):
     def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
         """Return the metrics of a validation's samples; none if it had none."""
         ...
+
+
+class WithoutGeneration:
+    """The answers of every algorithm for which nothing is generated."""
+
+    @property
+    def num_validation(self) -> int:
+        """Prompts to generate for validation: none."""
+        return 0
+
+    def sampling(self, purpose: Purpose) -> Never:
+        """Fail: no samples are drawn."""
+        raise AssertionError("nothing is generated")
+
+    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
+        """Fail: no samples are drawn."""
+        raise AssertionError("nothing is generated")
+
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
+        """Return nothing: there are no samples."""
+        return []
+
+    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
+        """Return nothing: there are no samples."""
+        return {}
 
 
 def group_sizes(algorithm: RunningAlgorithm, drawn: DrawPrompts) -> tuple[GroupSize, ...]:

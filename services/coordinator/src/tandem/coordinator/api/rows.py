@@ -16,7 +16,7 @@ import msgspec
 from tandem.common.errors import DataError, nearest
 from tandem.common.returned import shown
 from tandem.config.schema import Data
-from tandem.coordinator.data import sources
+from tandem.samples.data_sets import sources
 
 FOLDER = "data"
 """Folder of the rows within the run folder."""

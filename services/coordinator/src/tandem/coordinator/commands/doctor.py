@@ -44,15 +44,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tandem.config import load_config
-    from tandem.coordinator.doctor.findings import line_of, links_section, report_of
-    from tandem.coordinator.doctor.look import look, needed_by
-    from tandem.coordinator.doctor.network import parse_address
+    from tandem.launch.doctor.findings import line_of, links_section, report_of
+    from tandem.launch.doctor.look import look, needed_by
+    from tandem.launch.doctor.network import parse_address
+    from tandem.refit import doctor_steps
 
     if arguments.peer is not None:
         parse_address(arguments.peer)  # before anything takes time
     config = None if arguments.config is None else load_config(arguments.config, arguments.overrides, to_run=False)
     found = []
-    for outcome in look(config, arguments.peer, arguments.deadline):
+    program = (sys.executable, "-m", doctor_steps.__name__)
+    for outcome in look(config, arguments.peer, arguments.deadline, doctor_steps.STEPS, program):
         found.append(outcome)
         if not arguments.json:
             for finding in outcome.findings:
@@ -69,7 +71,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(address: str) -> int:
-    from tandem.coordinator.doctor.network import Listener, parse_address
+    from tandem.launch.doctor.network import Listener, parse_address
 
     host, port = parse_address(address)
     listener = Listener(host, port)

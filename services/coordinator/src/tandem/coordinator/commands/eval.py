@@ -59,10 +59,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.coordinator.evaluation.evaluate import evaluate, evaluation_config, prepare, prepare_folder
-    from tandem.coordinator.evaluation.table import print_table
     from tandem.launch.expected import launched_processes
     from tandem.launch.fork_server import ForkServer
     from tandem.launch.launch import preload
+    from tandem.observe.evaluation.table import print_table
 
     say = partial(print, flush=True)
     kinds = [k for k, count in launched_processes(evaluation_config(config, found[0].folder, folder)).items() if count]

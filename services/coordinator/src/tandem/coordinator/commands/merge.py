@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.preparing.found_models import adapters_in
+    from tandem.observe.run_folder.found_models import adapters_in
 
     (found,) = adapters_in(arguments.adapters)
     words = [str(found.folder), str(arguments.target), *([arguments.base] if arguments.base else [])]

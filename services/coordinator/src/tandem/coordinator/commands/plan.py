@@ -34,9 +34,9 @@ def add(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.planning.plan import explain
-    from tandem.coordinator.planning.plan_ages import GivenRates
     from tandem.coordinator.preparing.hub_models import find_on_hub
+    from tandem.refit.forecast.plan import explain
+    from tandem.refit.forecast.plan_ages import GivenRates
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)

@@ -14,8 +14,6 @@ from tandem.common.errors import ConfigError, DataError, RunFolderError
 from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import Model
-from tandem.coordinator.evaluation.results import Asked, results_of, scores_of, write_results
-from tandem.coordinator.evaluation.table import INTERVAL, Evaluation, write_table
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.run import run
 from tandem.coordinator.preparing.model_folder import model_vocabulary
@@ -23,6 +21,8 @@ from tandem.coordinator.preparing.preflight import preflight
 from tandem.coordinator.preparing.prerequisite import Ready, set_aside
 from tandem.coordinator.scheduler.events import Finish
 from tandem.launch.fork_server import ForkServer
+from tandem.observe.evaluation.results import Asked, results_of, scores_of, write_results
+from tandem.observe.evaluation.table import INTERVAL, Evaluation, write_table
 from tandem.samples.tokenizer import load_tokenizer
 
 RUNS = "runs"

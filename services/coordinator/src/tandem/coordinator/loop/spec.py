@@ -7,17 +7,6 @@ from tandem.config import Config
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 from tandem.launch.expected import expected_processes
 
-_VLLM_WIDTH = 256
-"""Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
-
-
-def engine_width(config: Config) -> int:
-    """Return how many samples each engine runs at once."""
-    generation = config.policy.generation
-    if generation.backend == "vllm":
-        return int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
-    return generation.transformers_cfg.num_slots
-
 
 def run_spec(
     config: Config,
@@ -81,7 +70,7 @@ def _balance(config: Config) -> Balance | None:
     generation = config.policy.generation
     if not generation.is_async:
         return None
-    return Balance(width=engine_width(config), timeout_s=generation.generation_timeout)
+    return Balance(width=generation.width, timeout_s=generation.generation_timeout)
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:

@@ -6,7 +6,7 @@ the journal.
 
 Decoding has already checked each field by itself (the types in `tandem.common.messages`). Here fields are compared with
 the request, by one rule for each message (`reply_rules`). ``docs/protocol.md`` lists the rules' docstrings
-(`tandem.coordinator.members.protocol_page`).
+(``scripts/protocol_page.py``).
 """
 
 from __future__ import annotations

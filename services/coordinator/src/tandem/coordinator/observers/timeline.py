@@ -45,7 +45,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.run_folder.timeline_file import (
+from tandem.observe.timeline import (
     COORDINATOR,
     TIMELINE_NAME,
     Span,

@@ -23,7 +23,7 @@ from tandem.observe.held_out_accuracy import LowStart
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.guest_servers import GuestServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
-from tandem.observe.run_folder.timeline_file import StepSpans
+from tandem.observe.timeline import StepSpans
 
 if TYPE_CHECKING:  # each needs an extra
     from tandem.coordinator.observers.prometheus import Exporter

@@ -15,8 +15,8 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.config import build_config
 from tandem.config.installed.sources import package_folder
 from tandem.config.models import hub
-from tandem.coordinator.data import sources
-from tandem.coordinator.data.split import share_held_out
+from tandem.samples.data_sets import sources
+from tandem.samples.data_sets.split import share_held_out
 
 ALGORITHMS = {
     "grpo": "learn from rewards for the model's own samples",

@@ -23,9 +23,9 @@ def make_backend(config: Config, *, checkpoint: Path | None, world: World | None
         from tandem.trainer.backends.dtensor import DTensorBackend
 
         return DTensorBackend(config, checkpoint=checkpoint, world=world)
-    from tandem.trainer.backends.megatron import cpu
+    from tandem.trainer.backends.megatron import preparing
 
-    cpu.prepare()
+    preparing.prepare()
     from tandem.trainer.backends.megatron.backend import MegatronBackend
 
     if name == "policy" and section.dtensor_cfg.enabled and dist.get_rank() == 0:

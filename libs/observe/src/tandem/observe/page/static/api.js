@@ -3,6 +3,9 @@
 /** An error of the server, in one line. */
 export class ApiError extends Error {}
 
+/** The panels that there are: all, where a server answers. @template Panels @param {Panels} all @returns {Panels} */
+export const panels = (all) => all;
+
 /**
  * Get JSON.
  * @param {string} path under "api/"

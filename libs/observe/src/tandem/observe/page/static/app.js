@@ -6,7 +6,7 @@
 // A panel's module is loaded when the panel is opened, and the others a little later. So the first panel appears
 // sooner, and the others can be opened even if the server is gone by then.
 
-import { get, listen, ofRun } from "./api.js";
+import { get, listen, ofRun, panels } from "./api.js";
 import { isDark, onTheme, toggleTheme } from "./colours.js";
 import { el, empty, fill, hideTip, setText } from "./dom.js";
 import { Header } from "./header.js";
@@ -46,7 +46,7 @@ import * as state from "./state.js";
 /** @typedef {{mount: (root: HTMLElement, ctx: Context) => View}} Panel */
 
 /** @type {[string, string, () => Promise<Panel>][]} */
-const TABS = [
+const TABS = panels([
   ["curves", "Curves", () => import("./curves.js")],
   ["timeline", "Timeline", () => import("./timeline.js")],
   ["scheduler", "Scheduler", () => import("./scheduler.js")],
@@ -55,7 +55,7 @@ const TABS = [
   ["config", "Configuration", () => import("./config.js")],
   ["log", "Log", () => import("./events.js")],
   ["samples", "Samples", () => import("./samples.js")],
-];
+]);
 
 const LOOK_MS = 3000;
 const OTHER_PANELS_MS = 1500;

@@ -17,7 +17,7 @@ const DEFAULTS = [
   ["reward"], ["val_accuracy"], ["loss", "val_loss"], ["kl", "approx_kl"], ["entropy"],
   ["mean_generation_length", "max_generation_length"], ["truncated_fraction"], ["grad_norm"],
   ["token_mult_prob_error"], ["clip_fraction"], ["rewards_chosen_mean", "rewards_rejected_mean"],
-  ["avg_trajectory_age", "max_trajectory_age"], ["tokens_per_s"], ["seconds"],
+  ["token_accuracy"], ["avg_trajectory_age", "max_trajectory_age"], ["learning_rate"], ["tokens_per_s"], ["seconds"],
 ];
 const PHASES = "seconds"; // the chart of stacked seconds by phase
 const NOTES = {
@@ -320,7 +320,8 @@ class Card {
       : place;
     const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
     const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
-    return { run: run.index, name, label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES,
+    return { run: run.index, name, label: several ? `${run.name}: ${what}` : what, colour: own,
+      dashed: place > 0 && this.id !== PHASES,
       ...series, step: series.x ?? series.step };
   }
 

@@ -40,7 +40,8 @@ export function mount(root, ctx) {
   const refreshGpus = refresher(async () => {
     const found = await get(`runs/${ctx.run().index}/gpus`);
     fill(gpus, found.length ? el("div.gpus", null, found.map(gpuCard))
-      : el("p.sentence", null, "This run computes on CPUs: there is no GPU to show."));
+      : el("p.sentence", null, ctx.run().state === "running" ? "This run computes on CPUs: there is no GPU to show."
+        : "GPUs are shown while a run goes on."));
   }, (error) => fill(gpus, empty(error.message)), 1500);
 
   refreshMemory();

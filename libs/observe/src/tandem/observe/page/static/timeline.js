@@ -5,6 +5,7 @@ import { activityColour, colour, css, ink, onTheme, painted } from "./colours.js
 import { el, empty, fill, hideTip, panel, segmented, setText, showTip } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
 import { refresher } from "./refresh.js";
+import { save } from "./save.js";
 import * as state from "./state.js";
 
 /** @typedef {import("./app.js").Context} Context */
@@ -55,6 +56,8 @@ class Timeline {
         el("label", null, "steps ", segmented("Steps shown", COUNTS, state.value("steps", "10"),
           (value) => this.choose(value))),
         this.unzoom,
+        el("button", { type: "button", title: "The steps shown, in Chrome's trace format: ui.perfetto.dev opens it",
+          onclick: () => this.save() }, "Save as trace"),
       ], this.body, this.legend),
       el("section.panel", { "aria-label": "Flame of one step" },
         el("div.panel-head", null, this.flameTitle, el("div.beside", null, this.walker())), this.flame));
@@ -87,6 +90,13 @@ class Timeline {
     if (this.lanes.parentElement !== this.body) fill(this.body, this.lanes);
     this.draw();
     this.drawFlame(flame);
+  }
+
+  /** Save the steps shown for Perfetto. */
+  save() {
+    if (!this.data?.lanes.length) return;
+    const name = `${this.ctx.run().name}-timeline.json`;
+    save(name, "application/json", JSON.stringify({ traceEvents: traceEvents(this.data) }));
   }
 
   /** @param {string} steps */
@@ -272,6 +282,22 @@ class Timeline {
     this.observer.disconnect();
     this.stopTheme();
   }
+}
+
+/** The steps and the activities of processes, but not their waits, in Chrome's trace format: a thread for each process.
+ * @param {{steps: {step: number, start: number, end: number | null}[], lanes: Lane[]}} data */
+function traceEvents({ steps, lanes }) {
+  const micros = (/** @type {number} */ seconds) => Math.round(seconds * 1e6);
+  const event = (/** @type {number} */ tid, /** @type {string} */ name, /** @type {any} */ span, args = {}) =>
+    ({ name, ph: "X", pid: 0, tid, ts: micros(span.start), dur: micros(endOf(span) - span.start), args });
+  const names = ["steps", ...lanes.map((lane) => lane.process)];
+  return [
+    ...names.map((name, tid) => ({ name: "thread_name", ph: "M", pid: 0, tid, args: { name } })),
+    ...names.map((_, tid) => ({ name: "thread_sort_index", ph: "M", pid: 0, tid, args: { sort_index: tid } })),
+    ...steps.map((step) => event(0, `step ${step.step}`, step)),
+    ...lanes.flatMap((lane, i) => lane.spans.filter((span) => activityColour(span.what) !== null)
+      .map((span) => event(i + 1, span.what, span, { step: span.step, detail: span.detail }))),
+  ];
 }
 
 const NEIGHBOURS = 6;

@@ -22,7 +22,7 @@ from tandem.refit.adapters.geometry import (
     geometry_of,
     has_head_norms,
 )
-from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
+from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants in Megatron-Core's scaling of frequencies for Llama 3."""

@@ -20,7 +20,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tandem.common.segments import attend
-from tandem.trainer.backends.megatron.kernels import rms_norm
 from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import gather_shares
 
@@ -31,14 +30,7 @@ class Norm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self._eps = eps
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` with a mean square of one over its last dimension, times the weight."""
-        if x.is_cuda or x.dtype != torch.float32:  # torch has a kernel for these, and on a CPU it computes in float32
-            return super().forward(x)
-        return rms_norm(x, self.weight, self._eps)
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]

@@ -28,7 +28,7 @@ from tandem.trainer.micro_batches import Replicas
 class MegatronBackend(HoldingBackend[HeldModel]):
     """One rank of the default process group, as a `tandem.trainer.backend.Backend`.
 
-    Call `tandem.trainer.backends.megatron.cpu.prepare` first. Raises `ModelError` or `CheckpointError`.
+    Call `tandem.trainer.backends.megatron.preparing.prepare` first. Raises `ModelError` or `CheckpointError`.
     """
 
     shares_prompts = False

@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tandem.trainer.backends.megatron.attention import CoreAttention, Norm
-from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
-from tandem.trainer.backends.megatron.kernels import SwiGlu
+from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, has_kernels
 
 
 def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | None) -> TransformerBlockSubmodules:
@@ -40,8 +39,10 @@ def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | Non
 
         norm, specs = TENorm, get_gpt_decoder_layer_specs(transformer, use_transformer_engine=True)
     else:
-        norm = Norm
-        dense, sparse = (_plain(transformer, num_experts) for num_experts in (None, transformer.num_moe_experts))
+        norm, activation = _modules()
+        dense, sparse = (
+            _plain(transformer, num_experts, norm, activation) for num_experts in (None, transformer.num_moe_experts)
+        )
         specs = [sparse if has_experts else dense for has_experts in transformer.moe_layer_freq]
     for layer in specs:
         _add_biases(layer, biased)
@@ -50,7 +51,18 @@ def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | Non
     return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
 
 
-def _plain(transformer: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _modules() -> tuple[type[Norm], type | None]:
+    """Return the norm of plain layers, and their activation if it is a module of its own."""
+    if not has_kernels():
+        return Norm, None
+    from tandem.trainer.backends.megatron.on_cpu import kernels, norm
+
+    return norm.Norm, kernels.SwiGlu
+
+
+def _plain(
+    transformer: TransformerConfig, num_experts: int | None, norm: type[Norm], activation: type | None
+) -> ModuleSpec:
     """Return a layer of Megatron-Core's own modules, with this project's norm and attention."""
     is_latent = transformer.multi_latent_attention
     has_norms = is_latent or transformer.qk_layernorm
@@ -60,18 +72,19 @@ def _plain(transformer: TransformerConfig, num_experts: int | None) -> ModuleSpe
         multi_latent_attention=is_latent,
         normalization="RMSNorm",
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    for feed_forward in _feed_forwards(layer.submodules.mlp.submodules):
-        feed_forward.activation_func = SwiGlu
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if activation is not None:
+        for feed_forward in _feed_forwards(layer.submodules.mlp.submodules):
+            feed_forward.activation_func = activation
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
     if is_latent:
         # Megatron-Core's own cut along their rows, and then the part of the keys that carries positions gets only what
         # the heads of one rank add to its gradient.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-        attention.q_layernorm = attention.kv_layernorm = Norm
+        attention.q_layernorm = attention.kv_layernorm = norm
     elif has_norms:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = norm
     return layer
 
 

@@ -16,7 +16,7 @@ from tandem.config import Config, schema
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
-from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, adds_weight_gradients, has_kernels
+from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, adds_weight_gradients, has_kernels
 
 VOCABULARY_DIVISOR = 128
 """Divisor of the padded vocabulary, times the tensor-parallel size, as in Megatron-LM."""

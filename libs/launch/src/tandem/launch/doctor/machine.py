@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.common import descriptors
 from tandem.common.memory import available_bytes
-from tandem.coordinator.doctor.findings import Finding
+from tandem.launch.doctor.findings import Finding
 
 _GB = 1e9
 _SHM = Path("/dev/shm")

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from tandem.common.errors import DataError
 from tandem.config import Config
 from tandem.config.derive import GENERATED
-from tandem.coordinator.data.order import DataOrder
+from tandem.samples.data_sets.order import DataOrder
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")

@@ -18,7 +18,7 @@ from tandem.common.templates import fill_template
 from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import Data
-from tandem.coordinator.data.chat import ChatEncoder
+from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.tokenizer import Messages, Tokenizer
 
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")

@@ -7,15 +7,14 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from tandem.coordinator.doctor.findings import Finding, Outcome
-from tandem.coordinator.doctor.steps import NEED_CUDA, NEED_TORCH, STEPS, Said
+from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.steps import Said, Step
 
 _GONE_S = 5.0
 """Longest wait for a killed process: one that hangs in a driver cannot be killed."""
@@ -23,15 +22,14 @@ _CHUNK = 1 << 16
 
 
 def outcomes(
-    names: Sequence[str], num_threads: int, deadline_s: float, program: Sequence[str] = ()
+    steps: Mapping[str, Step], num_threads: int, deadline_s: float, program: Sequence[str]
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each step as it arrives.
+    """Yield the outcome of each step as it arrives from a process that runs `program`.
 
     A step fails if its process dies, or if it takes longer than `deadline_s`. A new process then carries out the
-    others. After torch or CUDA has failed, steps that need it are skipped. `program` replaces the steps' own program.
+    others, but for those that need the step that has failed.
     """
-    left = list(names)
-    program = program or (sys.executable, "-m", "tandem.coordinator.doctor.steps")
+    left = list(steps)
     while left:
         why = "it did not begin"
         with _Child(program, num_threads, left) as child:
@@ -46,10 +44,9 @@ def outcomes(
         if not left:
             return
         failed = left.pop(0)
-        yield Outcome((Finding(STEPS[failed][0], "missing", why),))
-        after = {"torch": NEED_TORCH, "cuda": NEED_CUDA}.get(failed, frozenset())
-        for name in [name for name in left if name in after]:
-            yield Outcome((Finding(STEPS[name][0], "skipped", f"{STEPS[failed][0]} has failed"),))
+        yield Outcome((Finding(steps[failed].finding, "missing", why),))
+        for name in [name for name in left if failed in steps[name].needs]:
+            yield Outcome((Finding(steps[name].finding, "skipped", f"{steps[failed].finding} has failed"),))
             left.remove(name)
 
 

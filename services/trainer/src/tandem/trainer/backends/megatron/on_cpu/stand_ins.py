@@ -1,36 +1,23 @@
-"""Stand-ins for what Megatron-Core needs and a machine lacks: Transformer Engine, and CUDA itself.
+"""The CPU in the place of CUDA, in Megatron-Core's own functions.
 
-Megatron-Core 0.16 allocates on CUDA by name, and runs no forward pass without it. Without a GPU, `prepare` makes the
-same code run on the CPU. In each function that training calls, it replaces the name of CUDA by that of the CPU. It also
-replaces streams and pinned memory, and fills in for fused kernels (`kernels`). Each of these functions is checked
-first. If it differs from the supported release, that is an error with its name, never a wrong number.
-
-On a GPU only Apex's kernel is replaced, if it is not installed. Without Transformer Engine, two names that
-Megatron-Core gets wrong are corrected, on any device.
+Megatron-Core 0.16 allocates on CUDA by name, and runs no forward pass without it. `replace_cuda` makes the same code
+run on the CPU. In each function that training calls, it replaces the name of CUDA by that of the CPU. It also replaces
+streams and pinned memory; `replace_rotation` fills in for a fused kernel. Each of these functions is checked first. If
+it differs from the supported release, that is an error with its name, never a wrong number.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
 import types
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tandem.common.distribution import install_command
-from tandem.common.errors import ModelError
-from tandem.trainer.backends.megatron import kernels
-
-HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-
-VERSIONS = ("0.16",)
-"""Supported releases of Megatron-Core, by their first two numbers."""
+from tandem.trainer.backends.megatron.insides import changed, function, module, require_arguments, require_call
+from tandem.trainer.backends.megatron.on_cpu import kernels
 
 _NAME_CUDA = {
     "pipeline_parallel.schedules": (
@@ -69,10 +56,6 @@ _SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
 """Arguments of the functions that are replaced, or called to replace something."""
 
 _CALLS = {
-    "tensor_parallel.layers": {
-        "ColumnParallelLinear.__init__": "_grad_accum_fusion_available",
-        "LinearWithGradAccumulationAndAsyncCommunication.backward": "fused_weight_gradient_mlp_cuda",
-    },
     "models.common.embeddings.rope_utils": {"apply_rotary_pos_emb": "fused_apply_rotary_pos_emb_thd"},
     "distributed.param_and_grad_buffer": {
         "_ParamAndGradBucketGroup.start_grad_sync": "dist_reduce_scatter_func",
@@ -82,115 +65,41 @@ _CALLS = {
 """Functions, by module, with the names that each looks up in its module and that are replaced."""
 
 
-@functools.cache
-def prepare() -> None:
-    """Make Megatron-Core run on this machine. Call it once in a process, which may then not use CUDA's names otherwise.
-
-    Raises `ModelError` if Megatron-Core is not installed, or is not a supported release.
-    """
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of missing optional packages
-    # The warnings of its collectives cannot be acted on. They would be the last words of a trainer that dies.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves, even at import
-    _require_version()
-    _do_without_transformer_engine()
-    if torch.cuda.is_available():
-        _require_calls("tensor_parallel.layers")
-        _do_without_apex()
-        return
-    for module, names in _NAME_CUDA.items():
+def replace_cuda() -> None:
+    """Make Megatron-Core's functions run on the CPU. Raises `ModelError` if one is not as it was."""
+    for place, names in _NAME_CUDA.items():
         for name in names:
-            _name_the_cpu(_found(module, name), f"{module}.{name}")
-    for module, signatures in _SIGNATURES.items():
+            _name_the_cpu(place, name)
+    for place, signatures in _SIGNATURES.items():
         for name, arguments in signatures.items():
-            _require_arguments(_found(module, name), f"{module}.{name}", arguments)
-    for module in _CALLS:
-        _require_calls(module)
+            require_arguments(place, name, arguments)
+    for place, calls in _CALLS.items():
+        for name, called in calls.items():
+            require_call(place, name, called)
     _replace_devices()
     _replace_random_states()
     _replace_streams_of_experts()
     _replace_uneven_collectives()
     _replace_lonely_collectives()
-    if not HAS_TRANSFORMER_ENGINE:
-        _do_without_apex()
-        _module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd = kernels.rotate
 
 
-def adds_weight_gradients() -> bool:
-    """Tell whether the matrix product that computes a weight's gradient also adds it to the total."""
-    return bool(_module("tensor_parallel.layers")._grad_accum_fusion_available)
+def replace_rotation() -> None:
+    """Rotate heads by this project's kernel, in the place of Transformer Engine's."""
+    module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd = kernels.rotate
 
 
-def has_kernels() -> bool:
-    """Tell whether `prepare` has put this project's kernels in the places of GPU kernels."""
-    return _module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd is kernels.rotate
+def has_rotation() -> bool:
+    """Tell whether `replace_rotation` was called."""
+    return module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd is kernels.rotate
 
 
-def _require_version() -> None:
-    try:
-        core = importlib.import_module("megatron.core")
-    except ImportError as error:
-        raise ModelError(
-            f"policy.megatron_cfg needs Megatron-Core, `{install_command('megatron')}`: {error}"
-        ) from error
-    if not core.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-        raise ModelError(f"Megatron-Core {core.__version__} is installed, Tandem knows {', '.join(VERSIONS)}")
-
-
-def _do_without_transformer_engine() -> None:
-    """Correct modules that assume Transformer Engine where it is not installed."""
-    if HAS_TRANSFORMER_ENGINE:
-        return
-    moe_utils = _module("transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # which is checked, and then not used
-    latent_attention = _module("transformer.multi_latent_attention")
-    latent_attention.HAVE_TE = False  # it only checks the import of names, which exist and are None
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"megatron.core.{name}")
-
-
-def _found(module: str, name: str) -> Any:
-    """Return a function, or a method of a class, of Megatron-Core. Raises `ModelError`."""
-    found = _module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise _changed(f"{module}.{name}", "it is gone")
-        found = inspect.getattr_static(found, part)
-    return found
-
-
-def _changed(name: str, how: str) -> ModelError:
-    return ModelError(f"Megatron-Core has changed, and cannot train on a CPU: megatron.core.{name}: {how}")
-
-
-def _require_arguments(function: Any, name: str, arguments: tuple[str, ...]) -> None:
-    found = tuple(inspect.signature(function).parameters)
-    if found != arguments:
-        raise _changed(name, f"it takes {', '.join(found)} and took {', '.join(arguments)}")
-
-
-def _require_calls(module: str) -> None:
-    for name, called in _CALLS[module].items():
-        _require_call(_found(module, name), f"{module}.{name}", called)
-
-
-def _require_call(function: Any, name: str, called: str) -> None:
-    plain = getattr(function, "__func__", function)  # for a static method
-    if called not in inspect.unwrap(plain).__code__.co_names:
-        raise _changed(name, f"it does not look {called} up any more")
-
-
-def _name_the_cpu(function: Any, name: str) -> None:
+def _name_the_cpu(place: str, name: str) -> None:
     """Replace CUDA by the CPU in the constants of a function, through its decorators."""
-    plain = inspect.unwrap(function)
+    plain = inspect.unwrap(function(place, name))
     code = plain.__code__
     constants = tuple(_on_cpu(constant) for constant in code.co_consts)
     if constants == code.co_consts:
-        raise _changed(name, "it does not name CUDA any more")
+        raise changed(f"{place}.{name}", "it does not name CUDA any more")
     plain.__code__ = code.replace(co_consts=constants)
 
 
@@ -216,7 +125,7 @@ def _replace_devices() -> None:
 
 def _replace_random_states() -> None:
     """Let the CPU's generator stand for CUDA's. Dropout is off, so nothing in training is random."""
-    random = _module("tensor_parallel.random")
+    random = module("tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     random.get_cuda_rng_tracker(inference_rng_tracker=True)  # its `fork` does nothing
@@ -224,10 +133,10 @@ def _replace_random_states() -> None:
 
 def _replace_streams_of_experts() -> None:
     """Read the sizes of the all-to-all at once, since no side stream copies them to the host."""
-    dispatchers = _module("transformer.moe.token_dispatcher")
+    dispatchers = module("transformer.moe.token_dispatcher")
     dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
     if not hasattr(dispatcher, "cuda_dtoh_stream"):
-        raise _changed("transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher", "it has no cuda_dtoh_stream")
+        raise changed("transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher", "it has no cuda_dtoh_stream")
     dispatcher.cuda_dtoh_stream = object()  # otherwise a constructor makes one
 
     def read_sizes(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -242,7 +151,7 @@ def _replace_streams_of_experts() -> None:
 
 def _replace_uneven_collectives() -> None:
     """Gather and scatter parts of unequal sizes for tensor-parallel experts. Gloo cannot, so zeros are added."""
-    mappings = _module("tensor_parallel.mappings")
+    mappings = module("tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_parts(
@@ -270,7 +179,7 @@ def _replace_uneven_collectives() -> None:
 
 def _replace_lonely_collectives() -> None:
     """Leave gradients and parameters in place if no other rank has any. Gloo would copy them twice a step."""
-    buffers = _module("distributed.param_and_grad_buffer")
+    buffers = module("distributed.param_and_grad_buffer")
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(buffers, name, functools.partial(_unless_alone, getattr(buffers, name)))
 
@@ -280,14 +189,3 @@ def _unless_alone(collective: Any, output: torch.Tensor, given: torch.Tensor, *,
         return collective(output, given, group=group, **options)
     assert output.data_ptr() == given.data_ptr(), "a share of the buffer itself"
     return None
-
-
-def _do_without_apex() -> None:
-    """Fill in for Apex's kernel of weight gradients if Apex is not installed."""
-    layers = _module("tensor_parallel.layers")
-    if layers._grad_accum_fusion_available:
-        return
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=kernels.add_weight_gradient, wgrad_gemm_accum_fp16=kernels.add_weight_gradient
-    )
-    layers._grad_accum_fusion_available = True

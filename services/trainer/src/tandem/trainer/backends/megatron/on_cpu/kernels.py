@@ -5,7 +5,7 @@ CPU core, this takes most of the time outside of matrix products and attention. 
 formula with its gradients, in the place of a GPU kernel of Megatron-Core.
 
 Shapes: ``N`` tokens of a row, ``H`` heads, ``D`` elements of a head; ``C`` channels of a norm; ``F`` of a feed-forward
-layer; ``V`` and ``E``, outputs and inputs of a linear layer; ``P`` positions.
+layer; ``P`` positions.
 """
 
 from __future__ import annotations
@@ -158,15 +158,3 @@ def _swapped(x_NHD: torch.Tensor) -> torch.Tensor:
     """Return the second halves of heads before the first ones."""
     first_NHD, second_NHD = x_NHD.chunk(2, dim=-1)
     return torch.cat((second_NHD, first_NHD), dim=-1)
-
-
-def add_weight_gradient(input_NE: torch.Tensor, grad_NV: torch.Tensor, total_VE: torch.Tensor) -> None:
-    """Add a micro-batch's gradient of a linear layer's weight to the total, by the matrix product that computes it.
-
-    It has the arguments of Apex's ``fused_weight_gradient_mlp_cuda``. The total may have more precision than the
-    product.
-    """
-    if total_VE.dtype == grad_NV.dtype:
-        total_VE.addmm_(grad_NV.t(), input_NE)
-    else:
-        total_VE.add_(grad_NV.t() @ input_NE)

@@ -1,48 +1,26 @@
-"""``coordinator plan CONFIG``: describe a run without weights, GPUs or processes.
-
-Trainers and engines are laid out from the model's ``config.json`` and the configuration's parallel sizes. The run's own
-planner computes the transfers; `tandem.refit.cost` computes their time at the rates of ``cluster.links``.
-"""
+"""``coordinator plan CONFIG``: describe a run without weights, GPUs or processes."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.config.placement import first_gpu_of_engines
-from tandem.coordinator.planning import plan_summary as outline
-from tandem.coordinator.planning.plan_ages import NOT_GIVEN, GivenRates, print_ages
-from tandem.coordinator.planning.plan_layouts import Side, generation, model_shape, sides, training, words
-from tandem.refit.adapters.deployment import Hosts
-from tandem.refit.cost import Cost, bucket_memory, cost
-from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory, Tensor
-from tandem.refit.planner import Survey, survey
+from tandem.refit.forecast import plan_summary as outline
+from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
+from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
+from tandem.refit.forecast.transfers import Forecast, is_on_gpus, predict
+from tandem.refit.layout import Tensor
+from tandem.refit.planner import Survey
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 _WIDTH = 120
 """Width of the output, in columns, where it is not a terminal: the reasons of links fit."""
-
-
-class Explained(msgspec.Struct, frozen=True):
-    """All that is known of a refit in advance."""
-
-    survey: Survey
-    cost: Cost
-    """Cost of every version but an engine's first."""
-    frozen_cost: Cost | None
-    """Additional cost of frozen weights in the first version; None if there are none."""
-    memory: dict[str, int]
-    """Peak bytes beside the weights, by process: buckets of streams, and staging."""
-    seconds: float
-    """Time that laying out and planning took."""
 
 
 def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> None:
@@ -75,57 +53,6 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
         console.print(f"note: {line}", soft_wrap=True)
 
 
-def predict(config: Config, trainers: Side, engines: Side) -> Explained:
-    """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
-    started = time.perf_counter()
-    before, after = _hosts(config, trainers, engines)
-    sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
-    sources = {member: _reachable(layout) for member, layout in sources.items()}
-    destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
-    shared = config.policy.generation.colocated.enabled  # for any algorithm, as if it had engines
-    may_alias = config.refit.alias == "auto"
-    found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
-    layouts = {**sources, **destinations}
-    memory = bucket_memory(found.links)
-    for member, num_bytes in bucket_memory(found.frozen_links).items():
-        memory[member] = max(memory.get(member, 0), num_bytes)
-    for engine, num_bytes in found.staging.items():
-        memory[engine] = memory.get(engine, 0) + num_bytes
-    links, rates = (found.links, found.frozen_links), config.cluster.links
-    each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
-    assert each is not None, "engines want something that is trained"
-    return Explained(found, each, once, memory, time.perf_counter() - started)
-
-
-def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
-    """Return the hosts of trainers and engines: one process for each GPU, or all spread over the nodes without GPUs."""
-    num_trainers, num_engines = trainers.deployment.num_ranks, engines.deployment.num_ranks
-    if not _on_gpus(config):
-        num_nodes = config.cluster.num_nodes
-        return (
-            Hosts("node", -(-num_trainers // num_nodes), has_gpus=False),
-            Hosts("node", -(-num_engines // num_nodes), has_gpus=False),
-        )
-    hosts = Hosts("node", config.cluster.gpus_per_node)
-    return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
-
-
-def _on_gpus(config: Config) -> bool:
-    """Return whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and its trainers do, too."""
-    return config.cluster.gpus_per_node > 0 and config.policy.generation.backend != "transformers"
-
-
-def _named(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:
-    return {f"{kind}-{rank}": layout for rank, layout in enumerate(layouts)}
-
-
-def _reachable(layout: Layout) -> Layout:
-    """Return a trainer's layout as it will be: in memory that the processes of its host can open."""
-    address: Address = SharedMemory(0, 0, 0) if layout.device == "cpu" else CudaMemory(0, layout.device, b"", 0)
-    storages = tuple(msgspec.structs.replace(storage, address=address) for storage in layout.storages)
-    return msgspec.structs.replace(layout, storages=storages)
-
-
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +71,7 @@ def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Consol
     if both and (adapters := [each for each in both[0].model.tensors if lora.is_adapter(each.name)]):
         console.print(f"  trained are adapters of {len(adapters) // 2:,} layers: {_parameters(adapters)}")
     cluster = config.cluster
-    if config.generates and not _on_gpus(config):
+    if config.generates and not is_on_gpus(config):
         console.print(f"  on the CPUs of {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}")
     elif not config.generates or config.policy.generation.colocated.enabled:
         console.print(f"  on the same GPUs, {cluster.gpus_per_node} a node")
@@ -162,7 +89,7 @@ def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
     return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
 
 
-def _print_cost(explained: Explained, console: Console) -> None:
+def _print_cost(explained: Forecast, console: Console) -> None:
     found = explained.cost
     console.print(
         f"lower bound  {_time(found.bound_s)}  = max(egress {_time(found.egress_s)}, ingress {_time(found.ingress_s)}, "
@@ -199,7 +126,7 @@ def _print_links(found: Survey, console: Console) -> None:
     console.print(table)
 
 
-def _print_loads(explained: Explained, console: Console) -> None:
+def _print_loads(explained: Forecast, console: Console) -> None:
     found = explained.survey
     loads: dict[str, Mapping[str, int]] = {
         "sent by, or read from, {}": found.egress,

@@ -25,9 +25,9 @@ from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
 from tandem.config import Config
 from tandem.config.schema import Data
-from tandem.coordinator.data import sources
-from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
-from tandem.coordinator.data.prompts import Asked
+from tandem.samples.data_sets import sources
+from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
+from tandem.samples.data_sets.prompts import Asked
 
 Item = TypeVar("Item")
 

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.messages import SampleScored
-from tandem.coordinator.algorithms.rewards import is_truncated
-from tandem.coordinator.evaluation.scores import Answer, Estimate, estimate, ks, majority_at, pass_at
+from tandem.observe.evaluation.scores import Answer, Estimate, estimate, ks, majority_at, pass_at
 
 
 class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +115,7 @@ def scores_of(
         if has_answers
         else None,
         mean_length=float(np.mean([sample.response_length for sample in samples])),
-        truncated=float(np.mean([is_truncated(sample) for sample in samples])),
+        truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
         num_failures=sum(bool(sample.failure) for sample in samples),
     )
 

@@ -1,7 +1,7 @@
 """The part of ``coordinator plan`` about asynchronous steps: what each age would cost and gain.
 
 The rates of a synchronous step come from the command line, and else from the journal of a run of the same
-configuration. `tandem.coordinator.planning.ages` predicts from them. If they are unknown, the plan says so, and prints
+configuration. `tandem.refit.forecast.ages` predicts from them. If they are unknown, the plan says so, and prints
 what it can without them.
 """
 
@@ -17,10 +17,10 @@ from rich.table import Table
 
 from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
-from tandem.coordinator.loop.spec import engine_width
-from tandem.coordinator.planning.ages import Prediction, Rates, most_times_as_fast, predict
-from tandem.coordinator.preparing.prerequisite import has_begun
+from tandem.config.dump import length_and_validation
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.refit.forecast.ages import Prediction, Rates, most_times_as_fast, predict
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""
@@ -29,17 +29,8 @@ BYTES_A_TOKEN = 13
 _FREE = (
     "prerequisite",
     "grpo.async_grpo",
-    "grpo.max_num_steps",
-    "grpo.max_num_epochs",
     "grpo.seed",
-    "grpo.val_period",
-    "grpo.val_at_start",
-    "grpo.val_at_end",
-    "grpo.max_val_samples",
-    "grpo.val_batch_size",
-    "grpo.num_val_generations_per_prompt",
-    "grpo.val_temperature",
-    "grpo.val_seed",
+    *length_and_validation("grpo"),
     "data.num_train",
     "data.num_validation",
     "checkpointing",
@@ -105,13 +96,15 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
 
 def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
     """Return the known rates, completed with the sizes of a configuration."""
-    return Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
+    return Rates(
+        **known, samples_per_place=_samples(config) / (config.policy.generation.width * config.cluster.rollouts)
+    )
 
 
 def read_rates(config: Config) -> Measured:
     """Return the rates of the run in the run folder. Raise `RunFolderError` if its journal cannot be read."""
     folder = Path(config.logger.log_dir)
-    if not has_begun(config):
+    if not (folder / JOURNAL_NAME).exists():
         return Measured(source=f"{folder} holds no run")
     with read_journal(folder) as journal:
         recorded, steps, refits = journal.config_json, journal.steps(), journal.refits()

@@ -16,11 +16,11 @@ from tandem.common.returned import beyond
 from tandem.config import Config
 from tandem.config.derive import GENERATED
 from tandem.config.schema import Data
-from tandem.coordinator.data import sources
-from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
-from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
-from tandem.coordinator.data.split import Identity, hold_out, load_problems, refuse_leakage
-from tandem.coordinator.data.trees import threads
+from tandem.samples.data_sets import sources
+from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
+from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
+from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
+from tandem.samples.data_sets.trees import threads
 from tandem.samples.tokenizer import Messages
 
 

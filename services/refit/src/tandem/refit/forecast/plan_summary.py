@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tandem.config import Config, notices
 from tandem.config.models import lora
 from tandem.config.unsupported import refusal
-from tandem.coordinator.planning.plan_layouts import Side
+from tandem.refit.forecast.sides import Side
 
 _GB = 1e9
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.config import Config
-from tandem.coordinator.evaluation.results import ModelScores
-from tandem.coordinator.evaluation.scores import Estimate
+from tandem.observe.evaluation.results import ModelScores
+from tandem.observe.evaluation.scores import Estimate
 
 FILE = "results.json"
 _WIDTH = 120

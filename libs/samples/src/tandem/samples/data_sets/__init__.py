@@ -1,0 +1,29 @@
+"""Problems and conversations: their sources, the held-out part, and their tokens."""
+
+from __future__ import annotations
+
+from tandem.samples.data_sets.chat import ChatEncoder
+from tandem.samples.data_sets.conversations import Conversation, ConversationWriter, load_conversations
+from tandem.samples.data_sets.lazy import LazyDataset, encode_now, left_out, set_aside, steps_capped
+from tandem.samples.data_sets.order import epoch_stream, sample_seed
+from tandem.samples.data_sets.prompts import Asked, EncodedProblem, PromptEncoder
+from tandem.samples.data_sets.split import ProblemSets, load_problems
+
+__all__ = [
+    "Asked",
+    "ChatEncoder",
+    "Conversation",
+    "ConversationWriter",
+    "EncodedProblem",
+    "LazyDataset",
+    "ProblemSets",
+    "PromptEncoder",
+    "encode_now",
+    "epoch_stream",
+    "left_out",
+    "load_conversations",
+    "load_problems",
+    "sample_seed",
+    "set_aside",
+    "steps_capped",
+]

@@ -1,1 +1,0 @@
-"""``coordinator plan``: layouts, memory, transfers and ages, predicted from a configuration."""

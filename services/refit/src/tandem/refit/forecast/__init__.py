@@ -1,0 +1,1 @@
+"""Forecasts of a run from its configuration alone, without weights, GPUs or processes"""

@@ -1,0 +1,85 @@
+"""The transfers that a configuration leads to, with their times.
+
+Trainers and engines are laid out from the model's ``config.json`` and the configuration's parallel sizes (`sides`). The
+run's own planner computes the transfers; `tandem.refit.cost` computes their time at the rates of ``cluster.links``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.placement import first_gpu_of_engines
+from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.cost import Cost, bucket_memory, cost
+from tandem.refit.forecast.sides import Side
+from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory
+from tandem.refit.planner import Survey, survey
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """All that is known of a refit in advance."""
+
+    survey: Survey
+    cost: Cost
+    """Cost of every version but an engine's first."""
+    frozen_cost: Cost | None
+    """Additional cost of frozen weights in the first version; None if there are none."""
+    memory: dict[str, int]
+    """Peak bytes beside the weights, by process: buckets of streams, and staging."""
+    seconds: float
+    """Time that laying out and planning took."""
+
+
+def predict(config: Config, trainers: Side, engines: Side) -> Forecast:
+    """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
+    started = time.perf_counter()
+    before, after = _hosts(config, trainers, engines)
+    sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
+    sources = {member: _reachable(layout) for member, layout in sources.items()}
+    destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
+    shared = config.policy.generation.colocated.enabled  # for any algorithm, as if it had engines
+    may_alias = config.refit.alias == "auto"
+    found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
+    layouts = {**sources, **destinations}
+    memory = bucket_memory(found.links)
+    for member, num_bytes in bucket_memory(found.frozen_links).items():
+        memory[member] = max(memory.get(member, 0), num_bytes)
+    for engine, num_bytes in found.staging.items():
+        memory[engine] = memory.get(engine, 0) + num_bytes
+    links, rates = (found.links, found.frozen_links), config.cluster.links
+    each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
+    assert each is not None, "engines want something that is trained"
+    return Forecast(found, each, once, memory, time.perf_counter() - started)
+
+
+def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
+    """Return the hosts of trainers and engines: one process for each GPU, or all spread over the nodes without GPUs."""
+    num_trainers, num_engines = trainers.deployment.num_ranks, engines.deployment.num_ranks
+    if not is_on_gpus(config):
+        num_nodes = config.cluster.num_nodes
+        return (
+            Hosts("node", -(-num_trainers // num_nodes), has_gpus=False),
+            Hosts("node", -(-num_engines // num_nodes), has_gpus=False),
+        )
+    hosts = Hosts("node", config.cluster.gpus_per_node)
+    return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
+
+
+def is_on_gpus(config: Config) -> bool:
+    """Return whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and its trainers do, too."""
+    return config.cluster.gpus_per_node > 0 and config.policy.generation.backend != "transformers"
+
+
+def _named(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:
+    return {f"{kind}-{rank}": layout for rank, layout in enumerate(layouts)}
+
+
+def _reachable(layout: Layout) -> Layout:
+    """Return a trainer's layout as it will be: in memory that the processes of its host can open."""
+    address: Address = SharedMemory(0, 0, 0) if layout.device == "cpu" else CudaMemory(0, layout.device, b"", 0)
+    storages = tuple(msgspec.structs.replace(storage, address=address) for storage in layout.storages)
+    return msgspec.structs.replace(layout, storages=storages)
