@@ -13,12 +13,12 @@ from environment_harness import worth
 
 from tandem.common.errors import ConfigError, DataError, RewardError
 from tandem.common.messages import Problem
-from tandem.common.sliding_puzzle import MOVES, render, shuffled, slide, solved
 from tandem.config import Config, build_config
 from tandem.coordinator.data import worked
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.calculator import calculate
 from tandem.samples.data_sets import load_problems
+from tandem.samples.data_sets.sliding_puzzle import MOVES, render, shuffled, slide, solved
 
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
 

@@ -19,11 +19,11 @@ import msgspec
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
-from tandem.common.sliding_puzzle import render, shuffled, solved
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
 from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
+from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -95,7 +95,7 @@ class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
     """Yield boards without end, each up to ``shuffle_moves`` moves away from the solved one; they may repeat.
 
-    The metadata has ``size``, ``board`` (see `tandem.common.sliding_puzzle`) and ``solution``, moves that solve it, not
+    The metadata has ``size``, ``board`` (see `tandem.samples.data_sets.sliding_puzzle`) and ``solution``, moves that solve it, not
     always the fewest. Raise `ConfigError` for a parameter that is unknown or out of bounds.
     """
     try:

@@ -13,7 +13,7 @@ import operator
 import random
 
 from tandem.common.messages import Problem
-from tandem.common.sliding_puzzle import Board, render, slide
+from tandem.samples.data_sets.sliding_puzzle import Board, render, slide
 from tandem.samples.tokenizer import Messages
 
 _SIGNS = {"+": operator.add, "-": operator.sub}

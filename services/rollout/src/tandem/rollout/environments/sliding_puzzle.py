@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from tandem.common.messages import Problem
-from tandem.common.sliding_puzzle import MOVES, Board, render, slide, solved
 from tandem.rollout.environments.environment import Score, Turn
+from tandem.samples.data_sets.sliding_puzzle import MOVES, Board, render, slide, solved
 from tandem.samples.tokenizer import Messages
 
 _ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
