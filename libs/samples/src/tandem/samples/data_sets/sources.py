@@ -95,8 +95,8 @@ class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
     """Yield boards without end, each up to ``shuffle_moves`` moves away from the solved one; they may repeat.
 
-    The metadata has ``size``, ``board`` (see `tandem.samples.data_sets.sliding_puzzle`) and ``solution``, moves that solve it, not
-    always the fewest. Raise `ConfigError` for a parameter that is unknown or out of bounds.
+    The metadata has ``size``, ``board`` (see `tandem.samples.data_sets.sliding_puzzle`) and ``solution``, moves that
+    solve it, not always the fewest. Raise `ConfigError` for a parameter that is unknown or out of bounds.
     """
     try:
         parameters = msgspec.convert(data.task_params, _PuzzleParameters)
