@@ -14,7 +14,7 @@ from tandem.common.messages import Purpose, SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
 from tandem.coordinator.scheduler.engines.members import Failures, Membership, Replacements
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import EngineTable, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.scheduler.groups.assignment import assignment_for
@@ -121,6 +121,17 @@ class Tables:
     def is_last(self) -> bool:
         """Whether no step follows the one in progress."""
         return self.step >= self.spec.last_step
+
+    @property
+    def trainers_use_devices(self) -> bool:
+        """Whether trainers need memory of GPUs on which engines, as they are built, measure what is free."""
+        return self.spec.engines_first and self.requests.num_for(Phase.TRAINING, Phase.SAVING) > 0
+
+    @property
+    def engines_use_devices(self) -> bool:
+        """Whether engines are built on GPUs that trainers also use, which wait meanwhile."""
+        is_building = self.engines.num_having(Status.BUILDING) > 0 or self.joining.is_building
+        return self.spec.engines_first and is_building
 
     @property
     def is_refitting(self) -> bool:
