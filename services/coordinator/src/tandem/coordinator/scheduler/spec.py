@@ -74,8 +74,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     reward_server: RewardServer | None = None
     """Address of the coordinator's reward server; None if the engines' environments do not need it."""
     engines_first: bool = False
-    """Whether engines measure the free memory of GPUs that trainers also use: trainers are built after them, and neither
-    train nor save while an engine is built in the place of a lost one.
+    """Whether engines measure the free memory of GPUs that trainers also use. Trainers are then built after them, and
+    neither train nor save while an engine is built in the place of a lost one.
     """
     allow_alias: bool
     """Whether engines may read trainers' weights in place, which change while they do."""

@@ -13,12 +13,12 @@
 | offer | every rank has trained, the last version is verified and no longer read | trainers hold, or copy, a new one |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, are evaluated |
 | publish checkpoint | a checkpoint is written, and its steps are in the rollout log | it gets its name |
-| save | it is due, no checkpoint is being written, and no engine is built on the same GPU | copy; write while the run goes on |
+| save | it is due, no checkpoint is being written, no engine built | copy; write while the run goes on |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
-| train | the step's groups are ready, their versions are verified, no engine reads weights, or is built on the same GPU | every rank trains |
+| train | its groups are ready, their versions verified, and no engine reads weights or is built | every rank trains |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 A rule is a function of the tables. It returns None if it does not fire, and else its actions. These may be none if it
