@@ -24,7 +24,17 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("plan", ["llama-8b-fsdp8-to-tp2.yaml", "llama-70b-tp8pp2-to-tp8.yaml"])
+PLANS = [
+    "llama-8b-fsdp8-to-tp2.yaml",
+    "llama-70b-tp8pp2-to-tp8.yaml",
+    "qwen3-30b-ep8-to-tp4.yaml",
+    "deepseek-v3-ep64pp8-to-tp64.yaml",
+    "deepseek-v3-pp16ep16-to-tp32dp8.yaml",
+]
+"""Others differ in their engines."""
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_trainer_holds_what_was_planned(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     path, out = f"examples/plans/{plan}", io.StringIO()

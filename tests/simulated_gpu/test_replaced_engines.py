@@ -20,11 +20,15 @@ pytestmark = [
 ]
 COORDINATOR = BIN / "coordinator"
 """In a process of its own, which reads the environment as it starts."""
-NUM_STEPS = 12
-MEASURES_S = 2.0
+NUM_STEPS = 6
+MEASURES_S = 4.0
 ONE_GPU: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
-    "policy": {"generation": {"backend": "vllm", "vllm_cfg": {"precision": "float32", "max_model_len": 32}}},
+    "policy": {
+        # Large enough that what a trainer gives back is whole blocks of its allocator.
+        "new_model": {"config": {"hidden_size": 256, "intermediate_size": 1024}},
+        "generation": {"backend": "vllm", "vllm_cfg": {"precision": "float32", "max_model_len": 32}},
+    },
     "loss_fn": {"class": "slow.Slow"},
     "checkpointing": {"enabled": False},
     "cluster": {"gpus_per_node": 1},
@@ -54,13 +58,15 @@ def test_an_engine_is_built_again_while_no_trainer_works(tmp_path: Path, monkeyp
     monkeypatch.setenv("SIMULATED_GPU_MEASURES", str(MEASURES_S))
     with in_folder(tmp_path):
         Path("slow.py").write_text(SLOW)
+        log = Path("run/logs/rollout-0.log")
         with Command(COORDINATOR, "up", write_config(ONE_GPU)) as run:
             run.wait_for(rf"step +1/{NUM_STEPS}")
             HOLD.touch()
             wait_until(HELD.exists, run.output)
             process_of(run, "rollout").kill()
             run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
-            time.sleep(MEASURES_S)  # in which it would begin to measure, if it were built at once
+            wait_until(lambda: log.read_text().count("rollout-0 joined") == 2, run.output)
+            time.sleep(0.75 * MEASURES_S)  # in which it would begin to measure, if it were built at once
             HOLD.unlink()
             assert run.wait() == 0, run.output()
         assert [step.step for step in steps_of("run")] == [*range(1, NUM_STEPS + 1)]
