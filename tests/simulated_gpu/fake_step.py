@@ -3,8 +3,9 @@
 No memory is taken and nothing is computed: torch goes through the operators, and what a GPU's allocator would hold is
 added up. The other ranks are those of torch's fake process group. What decides shapes, masks and positions, is real.
 
-usage: python -m tests.simulated_gpu.fake_step PLAN; prints a JSON object of gigabytes: `at_optimizer`, what there is
-when the optimizer begins its second step, `peak` of that step, and what is `kept` after it.
+usage: python -m tests.simulated_gpu.fake_step PLAN [MICRO_BATCHES]; prints a JSON object of gigabytes: `at_optimizer`,
+what there is when the optimizer begins its second step, `peak` of that step, and what is `kept` after it. Without a
+number of micro-batches, a rank has as many as fill the pipeline. The rank is the one with the most weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tests.integration.trainer_harness import train_on
 MICRO_BATCHES = 2
 """Of each rank under FSDP2: gradients of the first are there while the second is computed."""
 LENGTH = [0]
-"""Of all sequences."""
+"""Of all rows of a pass."""
 TOP_K = [0]
 """Experts of a token."""
 _GB, _ALIGNED = 1e9, 512
@@ -186,6 +187,13 @@ def follow_megatron() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from tandem.trainer.backends.megatron import held
+    from tandem.trainer.backends.megatron.pipeline import Pipeline
+
+    run = Pipeline.run
+
+    def noted(self: Pipeline, rows: Any, *arguments: Any, **options: Any) -> None:
+        LENGTH[0] = rows[0].token_ids_1M.numel()
+        run(self, rows, *arguments, **options)
 
     def gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
         found[:] = [own] * len(found)
@@ -202,6 +210,7 @@ def follow_megatron() -> None:
     dist.all_gather_object = gather_objects  # type: ignore[assignment]
     param_and_grad_buffer._coalescing_manager = apart
     clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
+    Pipeline.run = noted  # type: ignore[method-assign]
     P2PCommunicator._communicate_shapes = shapes
     torch.nn.Module.to = move  # type: ignore[method-assign, assignment]
 
@@ -242,7 +251,7 @@ def follow_experts() -> None:
 
 
 def heaviest(config: Config) -> int:
-    """Return the rank with the most weights."""
+    """Return the rank with the most weights, the first of several."""
     shape = model_shape(config)
     assert not isinstance(shape, str), shape
     trainers, _ = sides(config, shape)
@@ -252,16 +261,15 @@ def heaviest(config: Config) -> int:
     def size(rank: int) -> int:
         return sum(storage.num_bytes for storage in deployment.parameters(trainers.model, rank).storages)
 
-    return max(ranks, key=size)
+    return max(sorted(ranks), key=size)
 
 
-def main(plan: str) -> None:
+def main(plan: str, num_micro_batches: int | None = None) -> None:
     config = load_config(plan, to_run=False)
     is_megatron = config.policy.megatron_cfg.enabled
-    LENGTH[0] = config.policy.max_total_sequence_length
     # Megatron-Core's gradients are there from the beginning.
-    micro_batches = config.policy.megatron_cfg.pipeline_model_parallel_size if is_megatron else MICRO_BATCHES
-    num = config.data_parallel_size * micro_batches
+    usual = config.policy.megatron_cfg.pipeline_model_parallel_size if is_megatron else MICRO_BATCHES
+    num = config.data_parallel_size * (num_micro_batches or usual)
     overrides = [f"policy.train_global_batch_size={num}"]
     if not is_megatron:  # there are no weights to read
         overrides += ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
@@ -288,4 +296,4 @@ def main(plan: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
