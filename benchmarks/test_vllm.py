@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 from measure import Turns, report, seconds_of
+from smoke import sized
 
 from tandem.rollout.engines.vllm import insides
 
@@ -212,6 +214,43 @@ def test_tokens_per_second(benchmark: Any, name: str, tmp_path: Path) -> None:
         }
     )
     print(f"\n{NUM_PROMPTS} prompts, {name} lengths, {num_tokens} tokens: {rates} tokens/s, medians of {NUM_ROUNDS}")
+
+
+def test_seed_of_each_request(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it costs that a request draws by a seed of its own: beside one generator of the engine's for all."""
+    import vllm
+
+    model, sampling_of = make_model(tmp_path, SMALL), vllm.SamplingParams
+    requests = make_requests([sized(NUM_NEW, 4)] * sized(NUM_PROMPTS, 4))
+    num_rounds = sized(NUM_ROUNDS, 1)
+    num_tokens = sum(request.sampling.max_new_tokens for request in requests)
+    with running_vllm(tmp_path) as engine:
+        install(engine, share(model), allow_alias=False)
+        engine.apply(0, 60.0)
+
+        def way(*, is_seeded: bool) -> Callable[[], float]:
+            def unseeded(*, seed: int, **others: Any) -> Any:
+                return sampling_of(**others)
+
+            def measured() -> float:
+                monkeypatch.setattr(vllm, "SamplingParams", sampling_of if is_seeded else unseeded)
+                engine._llm.reset_caches()
+                before = time.process_time()  # what else the machine does counts for more than this costs
+                generate(engine, requests)
+                return time.process_time() - before
+
+            return measured
+
+        turns = Turns({"a seed of each": way(is_seeded=True), "one for all": way(is_seeded=False)})
+        benchmark.pedantic(turns.round, rounds=num_rounds, warmup_rounds=1)
+    medians = {kind: median(seconds) for kind, seconds in turns.last(num_rounds).items()}
+    ratio = medians["a seed of each"] / medians["one for all"]
+    benchmark.extra_info.update(
+        {"median seconds": medians, "seconds": turns.last(num_rounds), "ratio": ratio, "load": os.getloadavg()}
+    )
+    print(
+        f"\n{len(requests)} requests, {num_tokens} tokens: {medians} CPU seconds; a seed of each costs {ratio - 1:.1%}"
+    )
 
 
 def test_start(benchmark: Any, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 No memory is taken and nothing is computed: torch goes through the operators, and what a GPU's allocator would hold is
 added up. The other ranks are those of torch's fake process group. What decides shapes, masks and positions, is real.
 
-usage: python -m tests.simulated_gpu.fake_step PLAN; prints a JSON object of gigabytes: `at_optimizer`, what there is
-when the optimizer begins its second step, `peak` of that step, and what is `kept` after it.
+usage: python -m tests.simulated_gpu.fake_step PLAN [MICRO_BATCHES]; prints a JSON object of gigabytes: `at_optimizer`,
+what there is when the optimizer begins its second step, `peak` of that step, and what is `kept` after it. Without a
+number of micro-batches, a rank has as many as fill the pipeline. The rank is the one with the most weights.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.config import Config, load_config
+from tandem.coordinator.planning.plan_layouts import model_shape, sides
 from tandem.refit.layout import Box
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import dtensor, make_backend
@@ -37,9 +39,11 @@ from tandem.trainer.files import checkpoints
 from tests.integration.trainer_harness import train_on
 
 MICRO_BATCHES = 2
-"""Of each rank: gradients of the first are there while the second is computed."""
+"""Of each rank under FSDP2: gradients of the first are there while the second is computed."""
 LENGTH = [0]
-"""Of all sequences."""
+"""Of all rows of a pass."""
+TOP_K = [0]
+"""Experts of a token."""
 _GB, _ALIGNED = 1e9, 512
 
 
@@ -49,6 +53,8 @@ class Shapes(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten
+        if func not in _ANSWERED and any(isinstance(each, FakeTensor) for each in args):  # most by far
+            return super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         is_fake = any(isinstance(each, FakeTensor) for each in tensors)
         if is_fake and func is aten._local_scalar_dense.default:
@@ -57,9 +63,26 @@ class Shapes(FakeTensorMode):
             return True
         if tensors and not is_fake and func.namespace != "c10d" and not any(each.is_meta for each in tensors):
             return func(*args, **kwargs)
+        if is_fake and func is aten.masked_select.default:
+            return args[0].new_empty(num_routed(args[1]))
         if func is aten.index.Tensor:
             args = args[0], [part for index in args[1] for part in _places(index)]
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_ANSWERED = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.allclose.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.index.Tensor,
+}
+"""Operators whose results, or their sizes, depend on values."""
+
+
+def num_routed(map_EN: torch.Tensor) -> int:
+    """Return how many tokens of a map go to experts, each to as many as the model says."""
+    return map_EN.shape[1] * TOP_K[0]
 
 
 def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -77,7 +100,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        for tensor in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor) and local.is_cuda:
                 storage = local.untyped_storage()
@@ -123,14 +146,7 @@ def follow(meter: Meter) -> None:
         return made
 
     def moved(self: Ranks, model: torch.nn.Module, settings: Any) -> None:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    there = parameter.detach().to(self.device)
-                    module._parameters[name] = torch.nn.Parameter(there, parameter.requires_grad)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self.device)
-        shard(self, model, settings)
+        shard(self, move(model, self.device), settings)
 
     def numpy(self: FakeTensor) -> np.ndarray[Any, Any]:
         return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
@@ -141,6 +157,20 @@ def follow(meter: Meter) -> None:
     checkpoints._tell = lambda message: [message]
     for allow in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
         allow(True)  # whose memory is asked for, not what they compute
+
+
+def move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Give a model parameters and buffers on a device, with the marks of those that are elsewhere."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device != device:
+                there = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                marks = {key: value for key, value in vars(parameter).items() if key not in vars(there)}
+                there.__dict__.update(marks)
+                module._parameters[name] = there
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return model
 
 
 class _Nothing:
@@ -157,6 +187,13 @@ def follow_megatron() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from tandem.trainer.backends.megatron import held
+    from tandem.trainer.backends.megatron.pipeline import Pipeline
+
+    run = Pipeline.run
+
+    def noted(self: Pipeline, rows: Any, *arguments: Any, **options: Any) -> None:
+        LENGTH[0] = rows[0].token_ids_1M.numel()
+        run(self, rows, *arguments, **options)
 
     def gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
         found[:] = [own] * len(found)
@@ -173,20 +210,71 @@ def follow_megatron() -> None:
     dist.all_gather_object = gather_objects  # type: ignore[assignment]
     param_and_grad_buffer._coalescing_manager = apart
     clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
+    Pipeline.run = noted  # type: ignore[method-assign]
     P2PCommunicator._communicate_shapes = shapes
-    torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment, return-value]
+    torch.nn.Module.to = move  # type: ignore[method-assign, assignment]
 
 
-def main(plan: str) -> None:
+def follow_experts() -> None:
+    """Route tokens evenly, by numbers that are real: how many go where decides shapes.
+
+    Token n goes to experts n K, n K + 1 and so on, on this rank and on every other. All else of the dispatcher runs.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
+
+    def even(self: Any, map_NE: torch.Tensor) -> Any:
+        num_tokens, num_experts = map_NE.shape
+        TOP_K[0] = self.config.moe_router_topk
+        experts = np.arange(num_tokens * TOP_K[0]).reshape(num_tokens, -1) % num_experts
+        real = np.zeros((num_tokens, num_experts), bool)
+        np.put_along_axis(real, experts, values=True, axis=1)
+        return preprocess(self, torch.from_numpy(real))
+
+    def gathered(values: torch.Tensor, group: Any = None, **options: Any) -> torch.Tensor:
+        if isinstance(values, FakeTensor):
+            return gather(values, group=group, **options)
+        return values.repeat(group.size())
+
+    def read_sizes(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if isinstance(sizes := getattr(self, name), torch.Tensor):
+                    setattr(self, name, sizes.numpy())
+        return tokens_per_expert
+
+    dispatcher.preprocess = even
+    dispatcher._maybe_dtoh_and_synchronize = read_sizes
+    token_dispatcher.gather_from_sequence_parallel_region = gathered
+
+
+def heaviest(config: Config) -> int:
+    """Return the rank with the most weights, the first of several."""
+    shape = model_shape(config)
+    assert not isinstance(shape, str), shape
+    trainers, _ = sides(config, shape)
+    deployment = trainers.deployment
+    ranks = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}.values()
+
+    def size(rank: int) -> int:
+        return sum(storage.num_bytes for storage in deployment.parameters(trainers.model, rank).storages)
+
+    return max(sorted(ranks), key=size)
+
+
+def main(plan: str, num_micro_batches: int | None = None) -> None:
     config = load_config(plan, to_run=False)
     is_megatron = config.policy.megatron_cfg.enabled
-    LENGTH[0] = config.policy.max_total_sequence_length
-    num = config.data_parallel_size * MICRO_BATCHES * config.policy.megatron_cfg.pipeline_model_parallel_size
+    # Megatron-Core's gradients are there from the beginning.
+    usual = config.policy.megatron_cfg.pipeline_model_parallel_size if is_megatron else MICRO_BATCHES
+    num = config.data_parallel_size * (num_micro_batches or usual)
     overrides = [f"policy.train_global_batch_size={num}"]
     if not is_megatron:  # there are no weights to read
         overrides += ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
     config = load_config(plan, overrides, to_run=False)
-    dist.init_process_group("fake", rank=0, world_size=config.cluster.trainers, store=FakeStore())
+    dist.init_process_group("fake", rank=heaviest(config), world_size=config.cluster.trainers, store=FakeStore())
     if not is_megatron:
         ranks = dtensor._arranged(config, config.holds, torch.device("cuda", 0))
         dtensor._arranged = lambda *_: ranks
@@ -195,15 +283,17 @@ def main(plan: str) -> None:
     if is_megatron:
         preparing.prepare()
         follow_megatron()
+        follow_experts()
     register_optimizer_step_pre_hook(lambda *_: at_optimizer.append(meter.current))
     with Shapes(allow_non_fake_inputs=True), meter:
         backend = make_backend(config, checkpoint=None)
         for _ in range(2):
             meter.peak = meter.current
+            at_optimizer.clear()
             train_on(backend, batch_of(config), config)
-    found = {"at_optimizer": at_optimizer[1], "peak": meter.peak, "kept": meter.current}
+    found = {"at_optimizer": max(at_optimizer), "peak": meter.peak, "kept": meter.current}
     print(json.dumps({name: num_bytes / _GB for name, num_bytes in found.items()}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -89,6 +89,31 @@ def test_trainers_are_built_after_engines_that_measure_memory() -> None:
     assert cluster.done[-1] == Finish(outcome="finished")
 
 
+def test_an_engine_that_measures_memory_is_built_again_while_no_trainer_works() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, engines_first=True))
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    since = len(cluster.orders)
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    assert orders_to(cluster, "rollout-0", since) == [], "both trainers train"
+    cluster.answer_next()
+    assert orders_to(cluster, "rollout-0", since) == [], "one of them still does"
+    cluster.answer_next()
+    assert orders_to(cluster, "rollout-0", since) == ["BuildEngine"]
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_trainers_wait_while_an_engine_that_measures_memory_is_built_again() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, engines_first=True))
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    cluster.answer_next()
+    cluster.answer_next()
+    assert cluster.plan.phase is Phase.TRAINING
+
+
 def test_layouts_and_programs_reach_the_right_processes() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()

@@ -514,6 +514,7 @@ def make(
         dynamic_sampling=draw.choice([None, None, DynamicSampling(num_groups=4, max_batches=5)]),
         validate_at_start=draw.random() < 0.5,
         save_every=draw.choice([0, 2]),
+        engines_first=seed % 2 == 0,
         deadlines=FOREVER,
     )
     troubles = Troubles(

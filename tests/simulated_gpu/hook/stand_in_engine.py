@@ -3,11 +3,16 @@
 It decodes as the embedded engine does, on the GPU. Its weights lie in memory that is mapped apart, as vLLM's do in its
 sleep mode: asleep they are unmapped and wait in host memory, and whoever reads them then crashes; awake they lie at the
 addresses that they had. Refits write them in place.
+
+As it is built it may measure free memory for a while (SIMULATED_GPU_MEASURES, seconds), and ends if that changes. So
+does vLLM if others give memory back meanwhile; it takes less if they take some.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +100,7 @@ class StandInEngine(transformers.TransformersEngine):
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self._mapped: list[Mapped] = []
+        _measure(float(os.environ.get("SIMULATED_GPU_MEASURES", "0")))
         load_skeleton, transformers.load_skeleton = transformers.load_skeleton, self._load  # type: ignore[attr-defined]
         self._load_skeleton = load_skeleton
         try:
@@ -141,6 +147,16 @@ class StandInEngine(transformers.TransformersEngine):
 
     def _forward(self) -> torch.Tensor:
         return super()._forward().cpu()  # where tokens are drawn
+
+
+def _measure(seconds: float) -> None:
+    """See for some seconds that free memory does not change, as it would if another process worked on the GPU."""
+    free, _ = torch.cuda.mem_get_info()
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        now, _ = torch.cuda.mem_get_info()
+        assert now == free, f"Error in memory profiling. Initial free memory {free}, current free memory {now}."
+        time.sleep(0.01)
 
 
 def take_the_place(engine: Any) -> None:

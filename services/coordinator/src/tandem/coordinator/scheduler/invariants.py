@@ -52,7 +52,9 @@ def _validate_group(scheduler: Scheduler, group: Group) -> None:
 
 
 def _validate_engines(scheduler: Scheduler) -> None:
-    engines = scheduler.engines
+    engines, tables = scheduler.engines, scheduler.tables
+    both = tables.trainers_use_devices and tables.engines_use_devices
+    assert not both, "engines measure the memory of a GPU while trainers work on it"
     assert engines.num_attested == sum(engines[name].is_attested for name in engines), "attested engines are counted"
     for name in engines:
         engine = engines[name]

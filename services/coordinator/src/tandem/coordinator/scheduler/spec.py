@@ -74,7 +74,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     reward_server: RewardServer | None = None
     """Address of the coordinator's reward server; None if the engines' environments do not need it."""
     engines_first: bool = False
-    """Whether trainers are built after engines, which first measure the free memory of their device."""
+    """Whether engines measure the free memory of GPUs that trainers also use. Trainers are then built after them, and
+    neither train nor save while an engine is built in the place of a lost one.
+    """
     allow_alias: bool
     """Whether engines may read trainers' weights in place, which change while they do."""
     alias_frozen: bool = False

@@ -134,6 +134,17 @@ class Tables:
         return self.step >= self.spec.last_step
 
     @property
+    def trainers_use_devices(self) -> bool:
+        """Whether trainers need memory of GPUs on which engines, as they are built, measure what is free."""
+        return self.spec.engines_first and self.requests.num_for(Phase.TRAINING, Phase.SAVING) > 0
+
+    @property
+    def engines_use_devices(self) -> bool:
+        """Whether engines are built on GPUs that trainers also use, which wait meanwhile."""
+        is_building = self.engines.num_having(Status.BUILDING) > 0 or self.joining.is_building
+        return self.spec.engines_first and is_building
+
+    @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
         return self.weights.holds_up_step or (self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)

@@ -7,8 +7,8 @@ Other processes take no part in this: an engine that joins reads weights where t
 processes of a transfer group are fixed when the run begins. So an engine that needs streamed weights can only take the
 place of an engine that has left; otherwise it is let go.
 
-    lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
-    torn ──────────────────────────────────────────────────▲
+    lost ─▶ ABSENT ─▶ JOINED ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
+    torn ────────────────────────────────────────────────────▲
 
 An engine comes back a bounded number of times. After that, its error ends the run.
 """
@@ -69,6 +69,11 @@ class Joining:
         """Whether an engine has joined and needs something done."""
         return bool(self._stages) or bool(self.entered)
 
+    @property
+    def is_building(self) -> bool:
+        """Whether an engine is built."""
+        return bool(self._having(Stage.BUILDING))
+
     def stages(self) -> dict[str, Stage]:
         """Return the stage of each engine."""
         return dict(self._stages)
@@ -93,9 +98,11 @@ class Joining:
         self._requests.drop(name)
         self._changed()
 
-    def go_on(self, trainers: Sequence[str], engines: Sequence[str], *, is_service_able: bool) -> list[Action]:
+    def go_on(
+        self, trainers: Sequence[str], engines: Sequence[str], *, may_build: bool, is_service_able: bool
+    ) -> list[Action]:
         """Build the engines that have joined, and plan transfers for those that are built."""
-        joined = self._having(Stage.WAITING)
+        joined = self._having(Stage.WAITING) if may_build else []
         self._stages |= dict.fromkeys(joined, Stage.BUILDING)
         actions: list[Action] = [self._transfers.order_build(name) for name in joined]
         built = self._having(Stage.BUILT)
@@ -203,11 +210,17 @@ class Recovery:
         self._engines.move(engine, Status.CONNECTING, version=-1)
         engine.awaited = set()
 
-    def rebuild(self, name: str) -> list[Action]:
-        """Begin to bring a new process to the state of the others."""
-        engine = self._engines[name]
-        self._engines.move(engine, Status.BUILDING)
-        return self._await(engine, [self._transfers.order_build(name)])
+    def take_joined(self, name: str) -> None:
+        """Note a new process, which is built and brought to the state of the others."""
+        self._engines.move(self._engines[name], Status.JOINED)
+
+    def build(self) -> list[Action]:
+        """Build the engines in new processes."""
+        actions: list[Action] = []
+        for name in self._engines.having(Status.JOINED):
+            self._engines.move(self._engines[name], Status.BUILDING)
+            actions += self._await(self._engines[name], [self._transfers.order_build(name)])
+        return actions
 
     def go_on(self, engine: Engine) -> list[Action]:
         """Advance an engine by one status, now that all its requests were answered."""

@@ -1,9 +1,9 @@
 """The table of engines: how far each is from serving tokens, and which weight version it holds.
 
-ABSENT ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ REFITTING ─▶ HOLDING(version)
-                                        ▲                     ▲            │
-                                        │                     └─ a newer version
-                                        └── its refit failed, or its digests differ ──┘
+ABSENT ─▶ JOINED ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ REFITTING ─▶ HOLDING(version)
+                                                  ▲                     ▲            │
+                                                  │                     └─ a newer version
+                                                  └── its refit failed, or its digests differ ──┘
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Status(enum.Enum):
     """How far an engine is from serving tokens."""
 
     ABSENT = "waiting for a replacement"
+    JOINED = "waiting to be built"
     BUILDING = "building"
     INSTALLING = "installing its transfer program"
     CONNECTING = "waiting for its mesh to be connected"
@@ -28,7 +29,7 @@ class Status(enum.Enum):
     __hash__ = object.__hash__  # as members are equal, but in C: each event asks tables for a status
 
 
-COMING_BACK = (Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
+COMING_BACK = (Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
 """The statuses of a lost or invalidated engine, before it can be refitted."""
 
 

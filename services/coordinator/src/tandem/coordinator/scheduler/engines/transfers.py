@@ -211,7 +211,7 @@ def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
     return dict(zip(worker_shard_names(member, len(sent)), sent, strict=True))
 
 
-_NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
+_NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
 """The statuses that keep an engine's transfer group unconnected: it is absent, or busy with partial weights."""
 
 

@@ -101,7 +101,9 @@ def welcome(tables: Tables) -> list[Action] | None:
     if joining.refused:
         return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
     engines, is_service_able = tables.engines.names(), tables.service.is_able
-    return joining.go_on(tables.weights.trainers, engines, is_service_able=is_service_able) or None
+    may_build = not tables.trainers_use_devices
+    trainers = tables.weights.trainers
+    return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
 
 
 def turn_away(tables: Tables, member: str, why: str) -> list[Action]:

@@ -49,7 +49,8 @@ def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
     if tables.error is not None:
         return []
     if member in engines and not engines[member].is_vacant:
-        return tables.recovery.rebuild(member)
+        tables.recovery.take_joined(member)
+        return []
     if kind == "rollout" and tables.stage is not Phase.JOINING:
         tables.joining.add(member)
         return [Say(text=f"{member} joins the run, beside those that it began with")]

@@ -5,6 +5,7 @@
 | set up | every process has done what the stage before asked for | build, plan, install, connect |
 | let go | nothing is needed any more of a draining engine | it goes |
 | welcome | an engine has joined that the run had not waited for | build it, plan for it |
+| build | an engine comes in the place of a lost one, and no trainer works on its GPU | it is built |
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, verify it, record |
 | discard | an engine is lost or invalidated, or made samples with unverified weights | its groups wait again |
 | record | a step has trained | rollouts log its samples while the run goes on |
@@ -12,12 +13,12 @@
 | offer | every rank has trained, the last version is verified and no longer read | trainers hold, or copy, a new one |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, are evaluated |
 | publish checkpoint | a checkpoint is written, and its steps are in the rollout log | it gets its name |
-| save | it is due, and no checkpoint is being written | copy; write while the run goes on |
+| save | it is due, no checkpoint is being written, no engine built | copy; write while the run goes on |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
-| train | the step's groups are ready, their versions are verified, no engine reads weights | every rank trains |
+| train | its groups are ready, their versions verified, and no engine reads weights or is built | every rank trains |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 A rule is a function of the tables. It returns None if it does not fire, and else its actions. These may be none if it
@@ -31,11 +32,13 @@ An algorithm over a data set has no engines, so the rules about engines do not f
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.agenda import Mode, Rule, Table
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.rules.ending import finish
 from tandem.coordinator.scheduler.rules.generation import assign, draw
 from tandem.coordinator.scheduler.rules.leaving import let_go, welcome
 from tandem.coordinator.scheduler.rules.publishing import publish
+from tandem.coordinator.scheduler.rules.recovery import build
 from tandem.coordinator.scheduler.rules.regeneration import discard
 from tandem.coordinator.scheduler.rules.setting_up import set_up, start
 from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, publish_checkpoint, save, train, validate
@@ -67,6 +70,12 @@ WELCOME = Rule(
     opens_with=(Table.JOINING,),
     is_open=lambda tables: tables.joining.is_any,
     reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
+)
+BUILD = Rule(
+    fire=build,
+    opens_with=(Table.ENGINES,),
+    is_open=lambda tables: tables.engines.num_having(Status.JOINED) > 0,
+    reads=(Table.REQUESTS,),
 )
 PUBLISH = Rule(
     fire=publish,
@@ -112,7 +121,7 @@ SAVE = Rule(
     fire=save,
     opens_with=(Table.STEPS, Table.SAVING),
     is_open=lambda tables: tables.saving.is_copied or (tables.must_save and not tables.saving.is_out),
-    reads=_WEIGHTS,
+    reads=(*_WEIGHTS, Table.JOINING),
 )
 COMMIT = Rule(
     fire=commit,
@@ -141,7 +150,7 @@ TRAIN = Rule(
     fire=train,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: tables.may_train,
-    reads=(Table.READY, Table.ENGINES, Table.WEIGHTS),
+    reads=(Table.READY, Table.ENGINES, Table.WEIGHTS, Table.JOINING),
 )
 FINISH = Rule(
     fire=finish,
@@ -155,6 +164,7 @@ RULES: dict[Mode, tuple[Rule[Tables], ...]] = {
     Mode.GOING_ON: (
         LET_GO,
         WELCOME,
+        BUILD,
         PUBLISH,
         DISCARD,
         RECORD,

@@ -110,6 +110,11 @@ def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Acti
     return tables.recovery.replace(engine, why)
 
 
+def build(tables: Tables) -> list[Action] | None:
+    """Build the engines in new processes, in the places of lost ones."""
+    return None if tables.trainers_use_devices else tables.recovery.build()
+
+
 def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
     """Do without an engine that leaves. If it was the last, or others got weights from it, another must come."""
     name, weights = engine.name, tables.weights

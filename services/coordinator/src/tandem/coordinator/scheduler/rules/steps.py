@@ -39,7 +39,7 @@ def save(tables: Tables) -> list[Action] | None:
         if tables.requests.num_for(Phase.SAVING):
             return None
         return tables.saving.write(tables.members.all("trainer"))
-    if not tables.may_commit:
+    if not tables.may_commit or tables.engines_use_devices:
         return None
     tables.steps.saved = tables.step
     return tables.saving.copy(tables.step, tables.members.all("trainer"))
@@ -128,7 +128,7 @@ def train(tables: Tables) -> list[Action] | None:
         of_step = tables.groups.of_step(tables.step, "train")
         if of_step is None or not generation.is_complete(tables, of_step) or not tables.weights.may_step:
             return None
-        if generation.lacks_groups(tables, of_step):
+        if generation.lacks_groups(tables, of_step) or tables.engines_use_devices:
             return None
         tables.groups.take(tables.step, "train")
         tables.num_in_store = tables.groups.num_ready_after(tables.step)

@@ -18,6 +18,7 @@ from tandem.common import signals
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 
 
@@ -55,6 +56,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
             super().load_model(*args, **kwargs)
+            draw_at_once(self.model_runner)
             self.part = Part(self.model_runner, (), self.rank, sleeper=self)
             return
         if self.model_config.quantization:
