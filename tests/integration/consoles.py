@@ -19,6 +19,7 @@ from typing import IO
 
 from tandem.launch.fork_server import Child, ForkServer, serve
 from tandem.launch.launch import preload
+from tests.integration import whole_pages
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
 _DEADLINE_S = 400.0
@@ -61,6 +62,7 @@ def _preload() -> None:
     preload(("trainer", "rollout"))
     for module in _MODULES:
         importlib.import_module(module)
+    whole_pages.collapse()
 
 
 if __name__ == "__main__":
