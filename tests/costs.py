@@ -180,17 +180,16 @@ def table(costs: list[Cost], by: str) -> str:
     sums: dict[str, list[Cost]] = defaultdict(list)
     for cost in costs:
         sums[getattr(cost, by)].append(cost)
-    rows = [f"{'cpu s':>8} {'seconds':>8} {'idle s':>8} {'number':>7} {'commands':>8} {'ranks':>6} {'programs':>8}  {by}"]
+    heads = ("cpu s", "seconds", "idle s", "number", "commands", "ranks", "programs")
+    rows = [" ".join(f"{head:>8}" for head in heads) + f"  {by}"]
 
     def total(name: str, attribute: str) -> float:
         return sum(getattr(cost, attribute) for cost in sums[name])
 
     for name in sorted(sums, key=lambda name: -total(name, "cpu_s"))[:_MOST]:
-        counts = [int(total(name, each)) for each in ("commands", "ranks", "programs")]
-        rows.append(
-            f"{total(name, 'cpu_s'):8.1f} {total(name, 'seconds'):8.1f} {total(name, 'idle_s'):8.1f} {len(sums[name]):7} "
-            f"{counts[0]:8} {counts[1]:6} {counts[2]:8}  {name}"
-        )
+        seconds = [f"{total(name, each):8.1f}" for each in ("cpu_s", "seconds", "idle_s")]
+        counts = [f"{int(total(name, each)):8}" for each in ("commands", "ranks", "programs")]
+        rows.append(" ".join([*seconds, f"{len(sums[name]):8}", *counts]) + f"  {name}")
     return "\n".join(rows)
 
 

@@ -38,7 +38,8 @@ def _validate_group(scheduler: Scheduler, group: Group, step: int) -> None:
         samples = set(range(group.size.num_samples))
         if state is GroupState.IN_FLIGHT:
             assert group.unfinished, f"{_of(group)}: no sample is waited for"
-            assert group.unfinished | {*group.results} == samples, f"{_of(group)}: a sample is neither there nor to come"
+            known = group.unfinished | {*group.results}
+            assert known == samples, f"{_of(group)}: a sample is neither there nor to come"
             assert group.request in scheduler.requests, f"{_of(group)}: its engine was not asked for it"
             assert str(group.engine) in scheduler.engines, f"{_of(group)}: there is no {group.engine}"
         else:
