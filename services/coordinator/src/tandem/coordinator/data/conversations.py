@@ -21,7 +21,7 @@ from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
 from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
 from tandem.coordinator.data.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.coordinator.data.trees import threads
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import random
 
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import Board, render, slide
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 _SIGNS = {"+": operator.add, "-": operator.sub}
 

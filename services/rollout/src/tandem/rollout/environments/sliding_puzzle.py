@@ -8,7 +8,7 @@ from typing import Any
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import MOVES, Board, render, slide, solved
 from tandem.rollout.environments.environment import Score, Turn
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 _ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
 
