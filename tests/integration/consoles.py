@@ -59,10 +59,12 @@ class _OfAnInterpreter(ForkServer):
 
 
 def _preload() -> None:
-    preload(("trainer", "rollout"))
-    for module in _MODULES:
-        importlib.import_module(module)
-    whole_pages.collapse()
+    try:
+        preload(("trainer", "rollout"))
+        for module in _MODULES:
+            importlib.import_module(module)
+    finally:
+        whole_pages.collapse()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import gc
 import importlib
 
 from tandem.common import gc_tuning
+from tests.integration import whole_pages
 
 _MODULES = (
     "tandem.rollout.sample_recorder",
@@ -46,3 +47,4 @@ with gc_tuning.paused():
     for _module in _MODULES:
         importlib.import_module(_module)
 gc.freeze()  # or looking for garbage would make each process copy what was imported
+whole_pages.collapse()
