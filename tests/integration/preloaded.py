@@ -20,6 +20,15 @@ _MODULES = (
     "tandem.trainer.step",
     "tandem.refit.digests.kernels",
     "pandas",  # which Arrow imports with the first array that it makes
+    "pyarrow.pandas_compat",
+    "numpy.ctypeslib",
+    "encodings.idna",
+    "PIL.BmpImagePlugin",  # with the next four: a figure that is saved opens them
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PpmImagePlugin",
+    "PIL.PngImagePlugin",
+    "transformers.tokenization_utils_tokenizers",
     "tokenizers.trainers",
     "transformers.convert_slow_tokenizer",
     "transformers.models.llama.modeling_llama",
