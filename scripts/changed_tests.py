@@ -3,8 +3,8 @@
 A test file is chosen if it is changed, or imports what is changed: itself, through its helpers, or through modules of
 the package. A file that is no module (a page, an example, a script) chooses the test files that name it, its folder or
 all files that end like it. What a test starts as a process of its own is not followed: nearly every module takes part
-in a whole run, so that every such test would be chosen by every change. ``tests/integration/test_run.py`` stands for
-them, ``--runs`` chooses them all, and CI runs everything.
+in a whole run, so that every such test would be chosen by every change. One file of runs (`A_RUN`) stands for them,
+``--runs`` chooses them all, and CI runs everything.
 """
 
 from __future__ import annotations

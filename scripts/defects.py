@@ -100,6 +100,12 @@ DEFECTS = (
         "test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generated_again",
     ),
     Defect(
+        "a rule is not asked again when a table that it reads has changed",
+        "reads=(Table.READY, Table.ENGINES, Table.WEIGHTS),",
+        "reads=(Table.READY, Table.WEIGHTS),",
+        "tests/unit/test_scheduler_agenda.py::test_checking_the_agenda_changes_nothing",
+    ),
+    Defect(
         "a metric that is no number is taken for one",
         'must(math.isfinite(value), f"metrics[{name!r}]"',
         'must(True, f"metrics[{name!r}]"',

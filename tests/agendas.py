@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.coordinator.scheduler.agenda import Agenda, Entry, Table
+from tandem.coordinator.scheduler.agenda import Agenda, Entry, Rule, Table
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.tables import Tables
 
@@ -36,9 +36,11 @@ class Checked(AskEverything):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.read: set[Table | str] = set()
-        """What was read since a rule was asked: tables, or the name of what no rule can declare."""
+        self._read = 0
+        """What was read since a rule was asked, a bit for each of `_NAMES`."""
         self._watched: Tables | None = None
+        self._opens_with = {bit: _bits(entry.rule.opens_with) for bit, entry in self._entries.items()}
+        self._reads = {bit: self._opens_with[bit] | _bits(entry.rule.reads) for bit, entry in self._entries.items()}
 
     def run(self, tables: Tables) -> list[Action]:
         if self._watched is not tables:
@@ -48,21 +50,22 @@ class Checked(AskEverything):
 
     def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
         rule, is_due = entry.rule, bool(self._due & entry.bit)
-        self.read.clear()
+        self._read = 0
         is_open = rule.is_open(tables)
-        self._assert_declared(rule.name, "opens with", rule.opens_with)
+        self._assert_declared(rule, "opens with", self._opens_with[entry.bit])
         if is_due:
             fired = super()._ask(entry, tables)
         else:
             fired = rule.fire(tables) if is_open else None
             assert fired is None, f"the rule {rule.name!r} fires, and no table that it reads has changed"
         if fired is None:
-            self._assert_declared(rule.name, "reads", (*rule.opens_with, *rule.reads))
+            self._assert_declared(rule, "reads", self._reads[entry.bit])
         return fired
 
-    def _assert_declared(self, name: str, what: str, declared: Iterable[Table]) -> None:
-        undeclared = self.read.difference(declared)
-        assert not undeclared, f"the rule {name!r} {what} {undeclared}, and does not declare it"
+    def _assert_declared(self, rule: Rule[Tables], what: str, declared: int) -> None:
+        if undeclared := self._read & ~declared:
+            names = {name for name in _NAMES if undeclared & _bits([name])}
+            raise AssertionError(f"the rule {rule.name!r} {what} {names}, and does not declare it")
 
     # --- hearing what is read ----------------------------------------------------------------------------------------
 
@@ -82,8 +85,8 @@ class Checked(AskEverything):
             (tables.steps, Table.STEPS, {}),
             (tables.saving, Table.SAVING, {}),
             (tables.recording, Table.RECORDING, {}),
-            (tables.restored, "restored groups", {}),
-            (tables, "what belongs to no table", {"full": Table.WAITING}),
+            (tables.restored, _RESTORED, {}),
+            (tables, _NO_TABLE, {"full": Table.WAITING}),
         ]
         by_itself = {id(table) for table, _, _ in watched}
         for table, name, others in watched:
@@ -94,19 +97,39 @@ class Checked(AskEverything):
 
         Free to read are tables that are watched `by_itself`, and what never changes.
         """
-        plain, read = type(table), self.read
-        attributes = {
-            attribute: others.get(attribute, name)
+        plain = type(table)
+        heard = {
+            attribute: self._heard(attribute, _bits([others.get(attribute, name)]))
             for attribute, value in vars(table).items()
             if not (id(value) in by_itself or callable(value) or attribute in NEVER_CHANGES)
         }
+        object.__setattr__(table, "__class__", type(plain.__name__, (plain,), heard))
 
-        def hear(watched: Any, attribute: str) -> Any:
-            if attribute in attributes:
-                read.add(attributes[attribute])
-            return plain.__getattribute__(watched, attribute)
+    def _heard(self, attribute: str, bit: int) -> property:
+        """Return an attribute that lies where it did, and whose reading is noted."""
 
-        object.__setattr__(table, "__class__", type(plain.__name__, (plain,), {"__getattribute__": hear}))
+        def get(table: Any) -> Any:
+            self._read |= bit
+            try:
+                return table.__dict__[attribute]
+            except KeyError:
+                raise AttributeError(attribute) from None
+
+        def set_to(table: Any, value: Any) -> None:
+            table.__dict__[attribute] = value
+
+        return property(get, set_to)
+
+
+_RESTORED = "restored groups"
+_NO_TABLE = "what belongs to no table"
+_NAMES: tuple[Table | str, ...] = (*Table, _RESTORED, _NO_TABLE)
+"""Tables, and what no rule can declare."""
+
+
+def _bits(names: Iterable[Table | str]) -> int:
+    """Return a set of `_NAMES` as an integer."""
+    return sum(1 << _NAMES.index(name) for name in {*names})
 
 
 NEVER_CHANGES = {

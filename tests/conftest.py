@@ -16,6 +16,13 @@ from tests import leaks
 _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
 _LONG_FILES = (
+    "test_explain.py",
+    "test_scheduler_fuzz.py",
+    "test_ages.py",
+    "test_scheduler_ages.py",
+    "test_reward_model_environment.py",
+    "test_doctor.py",
+    "test_supervision.py",
     "test_workers.py",
     "test_init.py",
     "test_config_nemo_rl_07_keys.py",

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
@@ -21,6 +22,7 @@ import msgspec
 import pytest
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LOOK_S = 0.2
 _MOST = 25
 """Rows of each table."""
 
@@ -34,6 +36,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     cpu_s: float
     """Of this process and of all below it, also those that have ended."""
+    idle_s: float = 0.0
+    """Seconds in which no thread of these processes ran, or could have run: they waited for time to pass."""
     commands: int = 0
     """Services started: `coordinator`, `trainer`, `rollout`, `refit`, as a user starts them."""
     ranks: int = 0
@@ -48,7 +52,19 @@ class _Costs:
     def __init__(self, path: Path) -> None:
         self._out = path.open("w")
         self._counts: Counter[str] = Counter()
+        self._idle_s = 0.0
+        threading.Thread(target=self._count_idle, args=(threading.get_native_id(),), daemon=True).start()
         sys.addaudithook(self._hear)
+
+    def _count_idle(self, main: int) -> None:
+        """Look several times a second whether anything runs. Seconds do not tell that where others use the machine."""
+        last = time.monotonic()
+        while True:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            if not _is_busy(main):
+                self._idle_s += now - last
+            last = now
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen":
@@ -57,7 +73,7 @@ class _Costs:
     @contextlib.contextmanager
     def measured(self, kind: Literal["test", "fixture"], name: str, file: str) -> Iterator[None]:
         """Write what is done inside."""
-        began, cpu, counts = time.monotonic(), _cpu_s(), self._counts.copy()
+        began, cpu, idle, counts = time.monotonic(), _cpu_s(), self._idle_s, self._counts.copy()
         try:
             yield
         finally:
@@ -67,6 +83,7 @@ class _Costs:
                 file=file,
                 seconds=time.monotonic() - began,
                 cpu_s=_cpu_s() - cpu,
+                idle_s=self._idle_s - idle,
                 **(self._counts - counts),
             )
             self._out.write(msgspec.json.encode(cost).decode() + "\n")
@@ -105,8 +122,26 @@ class _Costs:
         BaseProcess.start = start_process  # type: ignore[method-assign]
 
 
+def _is_busy(main: int) -> bool:
+    """Tell whether a thread of these processes runs, could run or waits for a disk; of this process, only the main."""
+    tasks = [Path(f"/proc/self/task/{main}")]
+    for pid in [*_ticks()][1:]:
+        with contextlib.suppress(OSError):  # it has ended
+            tasks += Path(f"/proc/{pid}/task").iterdir()
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
+
+
 def _cpu_s() -> float:
     """Return the processor seconds of this process and of all below it, those that have ended included."""
+    return sum(_ticks().values()) / _TICKS_PER_S
+
+
+def _ticks() -> dict[int, int]:
+    """Return what this process, and each below it, has used of a processor, this process's first."""
     parents, ticks = {}, {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -118,11 +153,12 @@ def _cpu_s() -> float:
     children = defaultdict(list)
     for child, parent in parents.items():
         children[parent].append(child)
-    found, left = 0, [os.getpid()]
+    found, left = {}, [os.getpid()]
     while left:
-        found += ticks.get(pid := left.pop(), 0)
+        pid = left.pop()
+        found[pid] = ticks.get(pid, 0)
         left += children[pid]
-    return found / _TICKS_PER_S
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -144,17 +180,16 @@ def table(costs: list[Cost], by: str) -> str:
     sums: dict[str, list[Cost]] = defaultdict(list)
     for cost in costs:
         sums[getattr(cost, by)].append(cost)
-    rows = [f"{'cpu s':>8} {'seconds':>8} {'number':>7} {'commands':>8} {'ranks':>6} {'programs':>8}  {by}"]
+    heads = ("cpu s", "seconds", "idle s", "number", "commands", "ranks", "programs")
+    rows = [" ".join(f"{head:>8}" for head in heads) + f"  {by}"]
 
     def total(name: str, attribute: str) -> float:
         return sum(getattr(cost, attribute) for cost in sums[name])
 
     for name in sorted(sums, key=lambda name: -total(name, "cpu_s"))[:_MOST]:
-        counts = [int(total(name, each)) for each in ("commands", "ranks", "programs")]
-        rows.append(
-            f"{total(name, 'cpu_s'):8.1f} {total(name, 'seconds'):8.1f} {len(sums[name]):7} "
-            f"{counts[0]:8} {counts[1]:6} {counts[2]:8}  {name}"
-        )
+        seconds = [f"{total(name, each):8.1f}" for each in ("cpu_s", "seconds", "idle_s")]
+        counts = [f"{int(total(name, each)):8}" for each in ("commands", "ranks", "programs")]
+        rows.append(" ".join([*seconds, f"{len(sums[name]):8}", *counts]) + f"  {name}")
     return "\n".join(rows)
 
 

@@ -25,6 +25,13 @@ def console_server(converted_checkpoints: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def hub_console_server(converted_checkpoints: None) -> Iterator[None]:
+    """Start the process that commands are forked from which ask a Hub."""
+    with consoles.fork_server_without_hub():
+        yield
+
+
+@pytest.fixture(scope="session")
 def rank_server(converted_checkpoints: None) -> None:
     """Start the process that ranks are forked from, likewise."""
     trainer_harness.start_server()

@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from tandem.common.keys import key_file
-from tandem.launch.fork_server import Child
+from tandem.launch.fork_server import Child, ForkServer
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.integration import consoles
 
@@ -184,9 +184,18 @@ def copy_examples(stage_steps: int = 5) -> None:
 
 def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
+    return _ended(consoles.fork_server(), *arguments, timeout_s=timeout_s)
+
+
+def coordinator_of_hub(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; it asks the Hub that the environment names, with the cache that it names."""
+    return _ended(consoles.fork_server_without_hub(), *arguments, timeout_s=timeout_s)
+
+
+def _ended(server: ForkServer, *arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        process = consoles.start("coordinator", words, out, errors)
+        process = consoles.start("coordinator", words, out, errors, server=server)
         try:
             code = process.wait(timeout_s)
         finally:

@@ -10,6 +10,7 @@ import gc
 import importlib
 
 from tandem.common import gc_tuning
+from tests.integration import whole_pages
 
 _MODULES = (
     "tandem.rollout.sample_recorder",
@@ -19,6 +20,15 @@ _MODULES = (
     "tandem.trainer.step",
     "tandem.refit.digests.kernels",
     "pandas",  # which Arrow imports with the first array that it makes
+    "pyarrow.pandas_compat",
+    "numpy.ctypeslib",
+    "encodings.idna",
+    "PIL.BmpImagePlugin",  # with the next four: a figure that is saved opens them
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PpmImagePlugin",
+    "PIL.PngImagePlugin",
+    "transformers.tokenization_utils_tokenizers",
     "tokenizers.trainers",
     "transformers.convert_slow_tokenizer",
     "transformers.models.llama.modeling_llama",
@@ -46,3 +56,4 @@ with gc_tuning.paused():
     for _module in _MODULES:
         importlib.import_module(_module)
 gc.freeze()  # or looking for garbage would make each process copy what was imported
+whole_pages.collapse()

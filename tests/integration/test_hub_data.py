@@ -17,7 +17,7 @@ import pytest
 from tandem.config import config_from_json
 from tandem.observe.run_folder.journal import read_journal
 from tests.hub_server import TOKEN, HubServer, Repository, hub_server
-from tests.integration.harness import TIMEOUT_S, steps_of, typed, write_config
+from tests.integration.harness import TIMEOUT_S, coordinator_of_hub, steps_of, typed, write_config
 
 PROBE = """
 import sys
@@ -47,7 +47,7 @@ def rows(last: str = "") -> bytes:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(hub_console_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Serve a Hub, and let what is typed ask it."""
     with hub_server() as server:
         settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
@@ -102,7 +102,7 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(hub: HubServer) -> None:
     repository = sums_on(hub)
     first = repository.branches["main"]
     config = str(configured())
-    checked = typed("coordinator", "check", config)
+    checked = coordinator_of_hub("check", config)
     assert checked.returncode == 0, checked.stderr
     begun = typed("coordinator", "up", config)
     assert begun.returncode == 0, begun.stdout + begun.stderr
@@ -110,11 +110,11 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(hub: HubServer) -> None:
     # Whoever reads the newer commit finds no column of the name that the configuration says.
     second = repository.push({"train.jsonl": b'{"other": "1"}\n' * 80})
     assert second != first
-    resumed = typed("coordinator", "up", config, "grpo.max_num_steps=3", "--resume")
+    resumed = coordinator_of_hub("up", config, "grpo.max_num_steps=3", "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [record.step for record in steps_of("run")][-1] == 3
     assert commit_in("run") == first
-    replayed = typed("coordinator", "replay", "run", "--from", "0", "--to", "1")
+    replayed = coordinator_of_hub("replay", "run", "--from", "0", "--to", "1")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     (replay,) = Path().glob("run-replay*")
     assert commit_in(str(replay)) == first
@@ -149,7 +149,7 @@ def test_what_cannot_be_had_is_one_line(hub: HubServer) -> None:
     assert "HF_TOKEN" in lines[1]
     assert f"there is no data set 'org/Missing' on {hub.url}" in lines[2]
     assert lines[3].endswith("'org/Sums' has no branch, tag or commit 'v9'")
-    told = typed("coordinator", "check", config, "data.dataset_name=org/Missing")
+    told = coordinator_of_hub("check", config, "data.dataset_name=org/Missing")
     assert (told.returncode != 0, told.stderr) == (True, f"error: {lines[2]}\n")
     assert all(re.match(r"\d\+\d [0-9a-f]{40} ", line) for line in probed(gated, private, HF_TOKEN=TOKEN))
 

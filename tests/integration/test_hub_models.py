@@ -18,7 +18,16 @@ from safetensors.torch import save
 
 from tests.hub_server import TOKEN, HubServer, files_in, hub_server
 from tests.integration.by_hand import in_folder
-from tests.integration.harness import BIN, TIMEOUT_S, coordinator, typed, wait_until, weights_of, write_config
+from tests.integration.harness import (
+    BIN,
+    TIMEOUT_S,
+    coordinator,
+    coordinator_of_hub,
+    typed,
+    wait_until,
+    weights_of,
+    write_config,
+)
 
 NAME = "tiny/digits"
 WEIGHTS = "model.safetensors"
@@ -41,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+def hub(hub_console_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """Serve a Hub, and let commands ask it, with an empty cache."""
     with hub_server() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -52,14 +61,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def up(config: Path, *words: str) -> str:
-    ended = typed("coordinator", "up", str(config), *words)
+    ended = coordinator_of_hub("up", str(config), *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
 
 def refused(*words: str) -> str:
     """Return the error of a command: its last line, and the only one that begins so."""
-    ended = typed("coordinator", *words)
+    ended = coordinator_of_hub(*words)
     assert ended.returncode in (1, 2), ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr.split("error: ", 1)[1]
@@ -107,12 +116,12 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(
     assert len(hub.requests) == before  # what is there is not asked for
     up(write_config({"policy": {"model_name": str(model), "new_model": None}}, "local.yaml"), "--resume", *_two_steps())
     assert weights_of("hub/checkpoints/step_2") == weights_of("run/checkpoints/step_2")
-    replayed = typed("coordinator", "replay", "hub", "logger.log_dir=again")
+    replayed = coordinator_of_hub("replay", "hub", "logger.log_dir=again")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert weights_of("again/checkpoints/step_2") == weights_of("hub/checkpoints/step_2")
 
     # A run that begins now is of the newer commit; of the older one where it says so, without a Hub too.
-    assert f"at {repository.branches['main'][:8]}" in typed("coordinator", "check", str(config)).stderr
+    assert f"at {repository.branches['main'][:8]}" in coordinator_of_hub("check", str(config)).stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     up(config, "logger.log_dir=offline", f"policy.revision={commit}")
     assert weights_of("offline/checkpoints/step_1") == weights_of("hub/checkpoints/step_1")
@@ -207,7 +216,7 @@ def test_a_hub_that_is_broken_leaves_the_cache(hub: HubServer, model: Path) -> N
     hub.is_broken = False
     up(Path(config), *_one_step_words())
     hub.is_broken = True
-    checked = typed("coordinator", "check", config, "logger.log_dir=other")
+    checked = coordinator_of_hub("check", config, "logger.log_dir=other")
     assert checked.returncode == 0, checked.stderr
     assert f"{NAME} is taken from the cache, at " in checked.stderr
     assert f"{hub.url} answers with error 503" in checked.stderr
@@ -232,7 +241,7 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: HubServer, mod
     hub.add(NAME, {**files_in(model), more: save({"unused": torch.zeros(6_000_000)})})
     hub.cuts[more] = [16_000_000]
     config = write_config(FROM_HUB)
-    ended = typed("coordinator", "up", str(config))
+    ended = coordinator_of_hub("up", str(config))
     (first, cut), (again, last) = ((first, last) for name, first, last in hub.bodies if name == more)
     assert (first, cut, last) == (0, 16_000_000, len(hub.repositories["models", NAME].commits.popitem()[1][more]))
     assert 0 < again <= cut
@@ -283,11 +292,11 @@ def test_of_two_runs_that_want_a_model_one_fetches_it(hub: HubServer, model: Pat
 def test_other_commands_take_names_of_the_hub(hub: HubServer, model: Path) -> None:
     hub.add(NAME, files_in(model))
     config = str(write_config(FROM_HUB))
-    planned = typed("coordinator", "plan", config)
+    planned = coordinator_of_hub("plan", config)
     assert planned.returncode == 0, planned.stderr
     assert "no config.json of it is here" not in planned.stdout
     assert sent(hub) == []
-    evaluated = typed("coordinator", "eval", config, "--model", NAME, str(model))
+    evaluated = coordinator_of_hub("eval", config, "--model", NAME, str(model))
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     results = [json.loads(path.read_text()) for path in Path("run/eval").glob("*.json")]
     assert results, list(Path("run/eval").iterdir())
@@ -301,7 +310,7 @@ def test_other_commands_take_names_of_the_hub(hub: HubServer, model: Path) -> No
     repository = hub.repositories["models", NAME]
     assert (adapters["base_model_name_or_path"], adapters["revision"]) == (NAME, repository.branches["main"])
     shutil.rmtree("hf")
-    merged = typed("coordinator", "merge", "lora", "merged")
+    merged = coordinator_of_hub("merge", "lora", "merged")
     assert merged.returncode == 0, merged.stdout + merged.stderr
     assert (Path("merged") / WEIGHTS).is_file()
 

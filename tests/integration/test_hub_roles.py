@@ -19,7 +19,17 @@ from tandem.config import load_config
 from tandem.observe.run_folder.journal import read_journal
 from tests.at_terminal import Terminal
 from tests.hub_server import HubServer, files_in, hub_server
-from tests.integration.harness import BIN, PPO, TIMEOUT_S, TINY, merged, typed, wait_until, write_config
+from tests.integration.harness import (
+    BIN,
+    PPO,
+    TIMEOUT_S,
+    TINY,
+    coordinator_of_hub,
+    merged,
+    typed,
+    wait_until,
+    write_config,
+)
 from tests.integration.trainer_harness import make_model
 from tests.reward_models import write_reward_model
 
@@ -40,7 +50,7 @@ for each in (found.policy.model_name, found.policy.tokenizer.name, found.setting
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+def hub(hub_console_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """Serve a Hub, and let commands ask it, with an empty cache."""
     with hub_server() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -66,13 +76,13 @@ def sharded(folder: str) -> dict[str, bytes]:
 
 
 def checked(*words: str) -> str:
-    ended = typed("coordinator", "check", *words)
+    ended = coordinator_of_hub("check", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stderr
 
 
 def up(*words: str) -> str:
-    ended = typed("coordinator", "up", *words)
+    ended = coordinator_of_hub("up", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -186,23 +196,23 @@ def test_check_says_what_could_not_be_fetched(hub: HubServer, monkeypatch: pytes
     hub.add("tiny/pickled", {**others, "pytorch_model.bin": b"x"})
     config = str(write_config(FROM_HUB))
     for command in ("check", "up"):
-        large = typed("coordinator", command, config)
+        large = coordinator_of_hub(command, config)
         assert large.returncode == 1, large.stdout
         assert f"error: policy.model_name: {NAME!r} does not exist" not in large.stderr
         assert "needs 1000000000.00 GB, but " in large.stderr
         assert "(set HF_HOME to another folder)" in large.stderr
-        pickled = typed("coordinator", command, config, "policy.model_name=tiny/pickled")
+        pickled = coordinator_of_hub(command, config, "policy.model_name=tiny/pickled")
         assert pickled.returncode == 1, pickled.stdout
         assert "'tiny/pickled' has no *.safetensors" in pickled.stderr
         for ended in (large, pickled):
             assert ended.stderr.split("error: ", 1)[1].count("\n") == 1
     assert hub.bodies == []
-    planned = typed("coordinator", "plan", config)  # of a model that this machine could not hold
+    planned = coordinator_of_hub("plan", config)  # of a model that this machine could not hold
     assert planned.returncode == 0, planned.stderr
     assert "no config.json of it is here" not in planned.stdout
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for command in ("check", "up"):
-        offline = typed("coordinator", command, config)
+        offline = coordinator_of_hub(command, config)
         assert offline.returncode == 1, offline.stdout
         assert "the cache of the Hub has not all weights" in offline.stderr
         assert "HF_HUB_OFFLINE is set" in offline.stderr
@@ -210,11 +220,11 @@ def test_check_says_what_could_not_be_fetched(hub: HubServer, monkeypatch: pytes
 
 def test_a_starting_configuration_takes_a_name(hub: HubServer) -> None:
     hub.add(NAME, tiny())
-    written = typed("coordinator", "init", "begun.yaml", "--model", f"{NAME}@main", "--task", "chain_sum")
+    written = coordinator_of_hub("init", "begun.yaml", "--model", f"{NAME}@main", "--task", "chain_sum")
     assert written.returncode == 0, written.stderr
     assert load_config("begun.yaml").policy.model_name == f"{NAME}@main"
     assert hub.bodies == []
-    refused = typed("coordinator", "init", "more.yaml", "--model", "tiny/nothing")
+    refused = coordinator_of_hub("init", "more.yaml", "--model", "tiny/nothing")
     assert refused.returncode != 0
     assert "--model tiny/nothing: there is no such folder, and there is no model 'tiny/nothing' on " in refused.stderr
     assert refused.stderr.count("\n") == 1

@@ -25,6 +25,7 @@ from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
 from tandem.refit.transports import shm
 from tests import leaks
+from tests.integration import shm_processes
 from tests.integration.shm_processes import FUSED, SHAPES, TIMEOUT_S, engine_layout, engine_parameters, values_of
 
 
@@ -32,7 +33,7 @@ class Peer:
     """Another process, spoken to in lines."""
 
     def __init__(self, *arguments: str) -> None:
-        script = Path(__file__).with_name("shm_processes.py")
+        script = Path(shm_processes.__file__)
         self.process = subprocess.Popen(
             [sys.executable, str(script), *arguments],
             stdin=subprocess.PIPE,

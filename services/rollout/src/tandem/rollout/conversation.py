@@ -18,8 +18,8 @@ from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
 from tandem.samples.batch import Batch, Bools, Float32s, Int32s
+from tandem.samples.chat_templates import Messages
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
-from tandem.samples.tokenizer import Messages
 
 FinishReason = Literal["stop", "length", "turns"]
 _Part = tuple[Int32s, Bools, Float32s, Int32s]

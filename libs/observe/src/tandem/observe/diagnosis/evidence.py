@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
-from tandem.config.notices import most_learning_rate
+from tandem.config.notice_rules import most_learning_rate
 from tandem.observe.health import NUM_STEPS, Condition, conditions
 from tandem.observe.held_out_accuracy import SOLVED
 from tandem.observe.run_folder.ending import ENDED

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tandem.config.notices import FAR_ABOVE, LOWEST_RATE
+from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
 from tandem.observe.diagnosis.finding import Finding
 from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys

@@ -16,12 +16,12 @@ from tandem.common.returned import beyond
 from tandem.config import Config
 from tandem.config.derive import GENERATED
 from tandem.config.schema import Data
+from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
 from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
-from tandem.samples.tokenizer import Messages
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

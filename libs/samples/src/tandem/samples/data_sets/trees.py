@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.common.errors import DataError
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 _ROLES = {"prompter": "user", "assistant": "assistant"}
 

@@ -13,8 +13,8 @@ import operator
 import random
 
 from tandem.common.messages import Problem
+from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets.sliding_puzzle import Board, render, slide
-from tandem.samples.tokenizer import Messages
 
 _SIGNS = {"+": operator.add, "-": operator.sub}
 

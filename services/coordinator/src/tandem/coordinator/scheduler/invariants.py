@@ -14,8 +14,9 @@ def validate(scheduler: Scheduler) -> None:
         assert not len(scheduler.requests), "no process is waited for when the run is over"
         return
     ready: dict[int, int] = {}
+    step = scheduler.step
     for group in scheduler.groups:
-        _validate_group(scheduler, group)
+        _validate_group(scheduler, group, step)
         of_step = scheduler.groups.of_step(group.step, group.purpose)
         assert of_step is not None, "a group is in its step"
         assert of_step.groups[group.number] is group, "a group stands at its place in the data order"
@@ -28,27 +29,33 @@ def validate(scheduler: Scheduler) -> None:
     _validate_step(scheduler)
 
 
-def _validate_group(scheduler: Scheduler, group: Group) -> None:
-    where = f"group {group.number} of step {group.step} ({group.purpose}), {group.state.value}"
-    samples = set(range(group.size.num_samples))
-    match group.state:
-        case GroupState.WAITING:
-            assert not group.unfinished, f"{where}: an engine is waited for"
-            assert not group.results, f"{where}: it has results"
-        case GroupState.IN_FLIGHT:
-            assert group.unfinished, f"{where}: no sample is waited for"
-            assert group.unfinished | set(group.results) == samples, f"{where}: a sample is neither there nor to come"
-            assert group.request in scheduler.requests, f"{where}: its engine was not asked for it"
-            assert str(group.engine) in scheduler.engines, f"{where}: there is no {group.engine}"
-        case GroupState.READY | GroupState.TAKEN:
-            assert set(group.results) == samples, f"{where}: samples are missing"
+def _validate_group(scheduler: Scheduler, group: Group, step: int) -> None:
+    state = group.state
+    if state is GroupState.WAITING:
+        assert not group.unfinished, f"{_of(group)}: an engine is waited for"
+        assert not group.results, f"{_of(group)}: it has results"
+    else:
+        samples = set(range(group.size.num_samples))
+        if state is GroupState.IN_FLIGHT:
+            assert group.unfinished, f"{_of(group)}: no sample is waited for"
+            known = group.unfinished | {*group.results}
+            assert known == samples, f"{_of(group)}: a sample is neither there nor to come"
+            assert group.request in scheduler.requests, f"{_of(group)}: its engine was not asked for it"
+            assert str(group.engine) in scheduler.engines, f"{_of(group)}: there is no {group.engine}"
+        else:
+            assert {*group.results} == samples, f"{_of(group)}: samples are missing"
+        if state is not GroupState.TAKEN:
+            listed = scheduler.groups.of_engine(str(group.engine), state)
+            assert group in listed, f"{_of(group)}: not in its engine's list"
     if group.purpose == "validate":
-        assert group.step == scheduler.step, f"{where}: the run is in step {scheduler.step}"
+        assert group.step == step, f"{_of(group)}: the run is in step {step}"
     if group.purpose == "train":
-        newest = scheduler.step + scheduler.spec.max_trajectory_age_steps
-        assert scheduler.step <= group.step <= newest, f"{where}: the run is in step {scheduler.step}"
-    if group.state in (GroupState.IN_FLIGHT, GroupState.READY):
-        assert group in scheduler.groups.of_engine(str(group.engine), group.state), f"{where}: not in its engine's list"
+        newest = step + scheduler.spec.max_trajectory_age_steps
+        assert step <= group.step <= newest, f"{_of(group)}: the run is in step {step}"
+
+
+def _of(group: Group) -> str:
+    return f"group {group.number} of step {group.step} ({group.purpose}), {group.state.value}"
 
 
 def _validate_engines(scheduler: Scheduler) -> None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from tandem.common.messages import Problem
 from tandem.rollout.environments.answers import answer_in, reference
 from tandem.rollout.environments.environment import Score, Turn
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 _CALL = re.compile(r"calc\((.*)\)")
 _EXPRESSION = re.compile(r"[\d+\-*/(). ]{1,100}")

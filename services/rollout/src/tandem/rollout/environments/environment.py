@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):

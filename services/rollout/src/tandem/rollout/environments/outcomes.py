@@ -17,7 +17,7 @@ from tandem.common.returned import beyond, finite_number, line, raised_at, sayab
 from tandem.common.texts import visible
 from tandem.rollout.environments.environment import Score, Turn
 from tandem.rollout.environments.printing import bounded
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 _LONGEST_TRACE = 20_000
 

@@ -10,7 +10,7 @@ from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import Score, Turn
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.scorer import Scorer, Unscored
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 
 class Environments:

@@ -25,7 +25,7 @@ from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome
 from tandem.rollout.environments.program import Program, ProgramPool
 from tandem.rollout.environments.threads import ThreadPool
 from tandem.rollout.environments.workers import ForkServer, WorkerPool
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 
 class Unscored(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import Any
 
 from tandem.common.messages import Problem
 from tandem.rollout.environments.environment import Score, Turn
+from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets.sliding_puzzle import MOVES, Board, render, slide, solved
-from tandem.samples.tokenizer import Messages
 
 _ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
 

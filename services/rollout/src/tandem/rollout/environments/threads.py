@@ -17,7 +17,7 @@ from tandem.rollout.environments.environment import converses, step_of
 from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
 from tandem.rollout.environments.printing import bounded, say_left_out
-from tandem.samples.tokenizer import Messages
+from tandem.samples.chat_templates import Messages
 
 
 class ThreadPool:
