@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.smoke import sized
-from tests.integration.harness import coordinator, merged
+from tests.harness.runs.running import coordinator, merged
 
 NUM_STEPS = 24
 NUM_SFT_STEPS = sized(220, 20)

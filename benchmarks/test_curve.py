@@ -22,7 +22,7 @@ from tandem.common.curve import Admitted, Gatekeeper
 from tandem.common.messages import MAX_TOKENS_FETCHED, SamplesFetched
 from tandem.common.wire import encode
 from tandem.samples.batch import Batch
-from tests.members import MEMBER
+from tests.harness.members import MEMBER
 
 ROOT = Path(__file__).parents[1]
 NUM_TOKENS = sized(MAX_TOKENS_FETCHED, 1000)

@@ -22,7 +22,7 @@ from tandem.samples.routed_experts import COLUMN
 from tandem.trainer.routing import RoutingReplay
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.integration.routing_harness import SHARP, generated, make_sharp_model
+from tests.harness.runs.routing_harness import SHARP, generated, make_sharp_model
 
 NOISES = {"none": ("float32", 0.0), "weights, 0.1%": ("float32", 1e-3), "engine in bfloat16": ("bfloat16", 0.0)}
 """Element type of the engine, and by what part of itself each of the trainer's weights differs."""

@@ -68,7 +68,7 @@ from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, Batch
-from tests.members import at, open_listening
+from tests.harness.members import at, open_listening
 
 NUM_GROUPS, GROUP_SIZE, PROMPT = sized(128, 8), 8, 128
 LENGTHS = (512, 8192)

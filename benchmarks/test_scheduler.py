@@ -60,8 +60,8 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.spec import Balance, Deadlines
 from tandem.coordinator.scheduler.tables import Tables
-from tests.agendas import AskEverything
-from tests.members import at
+from tests.harness.agendas import AskEverything
+from tests.harness.members import at
 
 NUM_STEPS = 10
 NUM_SAMPLES = 4

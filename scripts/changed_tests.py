@@ -25,11 +25,11 @@ import tandem
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("unit", "protocol", "integration", "page", "fuzz")
 """Of `tests`, whose files are chosen from: they need nothing but the development environment."""
-A_RUN = "tests/integration/test_run.py"
+A_RUN = "tests/integration/runs/test_run.py"
 """Whole runs of every kind of service; two minutes."""
-STARTERS = ("tests/integration/harness.py", "tests/integration/consoles.py")
+STARTERS = ("tests/harness/runs/running.py", "tests/harness/runs/consoles.py")
 """Helpers that start services."""
-OF_ALL = ("pyproject.toml", "tox.ini", "tests/conftest.py", "tests/leaks.py")
+OF_ALL = ("pyproject.toml", "tox.ini", "tests/conftest.py", "tests/harness/leaks.py")
 """What every test depends on."""
 
 

@@ -66,7 +66,7 @@ DEFECTS = (
         "a service outlives the coordinator that launched it",
         "        die_with(launched_by)\n",
         "        pass\n",
-        "tests/integration/test_deaths.py::test_kill_9_of_the_coordinator_leaves_nothing",
+        "tests/integration/survival/test_deaths.py::test_kill_9_of_the_coordinator_leaves_nothing",
     ),
     Defect(
         "samples go to another run's trainers",
@@ -121,7 +121,7 @@ DEFECTS = (
         "a checkpoint that lacks a file is loaded",
         "if num_read < box.num_elements:",
         "if num_read < 0:",
-        "tests/integration/test_checkpoints.py::test_a_damaged_checkpoint_is_refused",
+        "tests/integration/trainer/test_checkpoints.py::test_a_damaged_checkpoint_is_refused",
         "last",
     ),
     Defect(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.config.threads import sum_reproducibly
-from tests import leaks
+from tests.harness import leaks
 
 _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""

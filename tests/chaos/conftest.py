@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.console_server import console_server as console_server
+from tests.harness.runs.console_server import console_server as console_server
 
 _KILLS = int(os.environ.get("TANDEM_CHAOS_KILLS", "2"))
 """Few, and others every day: what an error says has the seed to repeat them by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.console_server import console_server as console_server
+from tests.harness.runs.console_server import console_server as console_server
 
 _MESSAGES = 300
 

@@ -23,11 +23,11 @@ from tandem.common import keys
 from tandem.common.keys import KeyPair, MemberKeys, RunKeys, read_run_keys
 from tandem.common.messages import Listener
 from tests.fuzz.frames import FRAMES, Frames
-from tests.integration.by_hand import in_folder
-from tests.integration.harness import Command, processes_of, wait_until, write_config
-from tests.integration.relay import enrolled
-from tests.members import dealer_with
-from tests.strangers import KINDS, Stranger
+from tests.harness.members import dealer_with
+from tests.harness.processes.relay import enrolled
+from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs.running import Command, processes_of, wait_until, write_config
+from tests.harness.strangers import KINDS, Stranger
 
 ENDLESS: dict[str, Any] = {
     "grpo": {"max_num_steps": 1_000_000, "val_period": 0},

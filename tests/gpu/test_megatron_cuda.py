@@ -23,8 +23,8 @@ pytestmark = [
 
 def look(folder: Path, told: Any) -> None:
     """Build a model's trainer, take a step, and say what is fused."""
-    from tests.integration.megatron_harness import config_for, make, make_checkpoint
-    from tests.integration.trainer_harness import make_batch, train_on
+    from tests.harness.trainers.megatron_harness import config_for, make, make_checkpoint
+    from tests.harness.trainers.trainer_harness import make_batch, train_on
 
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", store=dist.FileStore(str(folder / "meeting"), 1), rank=0, world_size=1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.by_hand import refits_of
-from tests.integration.harness import steps_of, typed, write_config
+from tests.harness.runs.by_hand import refits_of
+from tests.harness.runs.running import steps_of, typed, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

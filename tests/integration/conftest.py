@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration import consoles, trainer_harness
+from tests.harness.runs import consoles
+from tests.harness.trainers import trainer_harness
 
 
 @pytest.fixture(scope="session", autouse=True)

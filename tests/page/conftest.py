@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import leaks
-from tests.console_server import console_server as console_server
+from tests.harness import leaks
+from tests.harness.runs.console_server import console_server as console_server
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Command
+from tests.harness.runs.running import Command
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, column, make_run, until, visit
 
 pytestmark = NEEDS_CHROMIUM

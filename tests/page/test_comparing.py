@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
-from tests.integration.harness import Command
+from tests.harness.runs.running import Command
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, make_run, until, visit
 
 pytestmark = NEEDS_CHROMIUM

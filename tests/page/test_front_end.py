@@ -18,7 +18,7 @@ import pytest
 
 from tandem.observe.run_folder.journal import Journal, StepRecord, read_journal
 from tandem.samples.sample_record import write_shard
-from tests.integration.harness import Command, coordinator, steps_of, write_config
+from tests.harness.runs.running import Command, coordinator, steps_of, write_config
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 
 pytestmark = NEEDS_CHROMIUM

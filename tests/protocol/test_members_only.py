@@ -43,8 +43,8 @@ from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
 from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
-from tests.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening
-from tests.strangers import Tap, strangers
+from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening
+from tests.harness.strangers import Tap, strangers
 
 SECRET = b"a word that is in the configuration alone"
 WAIT_S = 20.0

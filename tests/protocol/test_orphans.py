@@ -32,7 +32,7 @@ from tandem.coordinator.members.members import Listening, Pulse, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
-from tests.members import ANY_ADDRESS, RUN, dealer_to
+from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 
 JOINING = RUN.for_members()
 UNIONS: dict[str, Any] = {"refit": ToRefit, "trainer": ToTrainer, "rollout": ToRollout}

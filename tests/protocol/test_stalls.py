@@ -13,7 +13,7 @@ from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
 from tandem.coordinator.members.members import Pulse, Registry
 from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Joined, Lost
-from tests.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
+from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
 PULSE = Pulse(interval_s=0.1, timeout_s=1.0)
 STALL_S = 3.0

@@ -36,7 +36,7 @@ from tandem.trainer.backends import dtensor, make_backend
 from tandem.trainer.backends.megatron import preparing
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.files import checkpoints
-from tests.integration.trainer_harness import train_on
+from tests.harness.trainers.trainer_harness import train_on
 
 MICRO_BATCHES = 2
 """Of each rank under FSDP2: gradients of the first are there while the second is computed."""

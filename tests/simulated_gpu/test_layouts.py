@@ -30,10 +30,10 @@ from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports.process_group import Meeting
 from tandem.trainer.backends import make_backend
-from tests.integration import trainer_harness
-from tests.integration.megatron_harness import TP2, config_for, make_checkpoint, tensors_in
-from tests.integration.stream_processes import views
-from tests.integration.trainer_harness import make_batch, make_config, run_ranks, train_on
+from tests.harness.processes.stream_processes import views
+from tests.harness.trainers import trainer_harness
+from tests.harness.trainers.megatron_harness import TP2, config_for, make_checkpoint, tensors_in
+from tests.harness.trainers.trainer_harness import make_batch, make_config, run_ranks, train_on
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

@@ -17,9 +17,9 @@ from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
 from tandem.config import Config
 from tandem.trainer.backends import make_backend
-from tests.integration import trainer_harness
-from tests.integration.megatron_harness import PLAIN, config_for
-from tests.integration.trainer_harness import digest_of, make_batch, make_config, make_model, run_ranks, train_on
+from tests.harness.trainers import trainer_harness
+from tests.harness.trainers.megatron_harness import PLAIN, config_for
+from tests.harness.trainers.trainer_harness import digest_of, make_batch, make_config, make_model, run_ranks, train_on
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

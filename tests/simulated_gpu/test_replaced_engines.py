@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.by_hand import in_folder
-from tests.integration.harness import BIN, Command, process_of, steps_of, wait_until, write_config
+from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs.running import BIN, Command, process_of, steps_of, wait_until, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from tests.integration.by_hand import assert_same_results, in_folder, refits_of
-from tests.integration.harness import (
+from tests.harness.runs.by_hand import assert_same_results, in_folder, refits_of
+from tests.harness.runs.running import (
     Command,
     all_gone,
     merged,

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.console_server import console_server as console_server
+from tests.harness.runs.console_server import console_server as console_server

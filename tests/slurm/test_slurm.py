@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
-from tests.integration.harness import BIN, merged, write_config
-from tests.integration.hosts_harness import TWO_NODES
+from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
+from tests.harness.runs.hosts_harness import TWO_NODES
+from tests.harness.runs.running import BIN, merged, write_config
 from tests.slurm.slurm_harness import NODES, PROGRAMS, Slurm, slurm_in, wait_for
 
 missing = [program for program in PROGRAMS if shutil.which(program) is None]

@@ -69,8 +69,8 @@ from tandem.coordinator.scheduler.invariants import validate
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
 from tandem.coordinator.scheduler.tables import Tables
-from tests.agendas import Checked
-from tests.members import at
+from tests.harness.agendas import Checked
+from tests.harness.members import at
 
 GRPO = RunSpec(
     has_engines=True,

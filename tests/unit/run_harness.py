@@ -17,7 +17,7 @@ from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRe
 from tandem.observe.run_folder.journal import Journal, StepRecord
 from tandem.samples import manifest, sample_files, sample_record
 from tandem.samples.sample_record import RecordedSample
-from tests.damage import digests_in
+from tests.harness.trainers.damage import digests_in
 
 WEIGHTS = "policy/model.safetensors"
 

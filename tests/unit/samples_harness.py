@@ -26,7 +26,7 @@ from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
 from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.sample_record import RecordedSample
-from tests.members import MEMBER
+from tests.harness.members import MEMBER
 
 RUN_ID = "run"
 WAIT_S = 10.0

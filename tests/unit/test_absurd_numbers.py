@@ -35,7 +35,7 @@ from tandem.rollout.environments.scorer import FaultPolicy
 from tandem.samples.batch import Batch
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.set_aside import finite_metrics, least_logprobs, not_finite, set_aside
-from tests.members import MEMBER
+from tests.harness.members import MEMBER
 
 ABSURD = [1e39, 1e308, math.nan, math.inf, -math.inf, -2e12, 10**400, np.float64(1e13)]
 

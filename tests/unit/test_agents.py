@@ -25,7 +25,7 @@ from rollout_harness import Rollout
 from tandem.common.messages import SampleScored
 from tandem.rollout.environments import printing
 from tandem.samples.batch import Batch
-from tests.descriptors import descriptors_left
+from tests.harness.descriptors import descriptors_left
 
 Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.harness.scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,12 @@ def file_of(name: str) -> str:
 
 def test_a_module_selects_what_imports_it_through_any_other_and_a_run(script: ModuleType) -> None:
     chosen = script.chosen([file_of("trainer/losses/kl.py")])
-    assert {"tests/unit/test_loss.py", "tests/integration/test_policy_gradients.py", script.A_RUN} <= {*chosen}
+    assert {"tests/unit/test_loss.py", "tests/integration/trainer/test_policy_gradients.py", script.A_RUN} <= {*chosen}
     assert "tests/unit/test_scheduler.py" not in chosen
-    assert "tests/integration/test_deaths.py" not in chosen
+    assert "tests/integration/survival/test_deaths.py" not in chosen
     assert len(chosen) < len(script.test_files()) / 3
     with_runs = script.chosen([file_of("trainer/losses/kl.py")], with_runs=True)
-    assert {*chosen, "tests/integration/test_deaths.py"} <= {*with_runs}
+    assert {*chosen, "tests/integration/survival/test_deaths.py"} <= {*with_runs}
 
 
 def test_a_test_selects_itself_and_a_helper_whoever_imports_it(script: ModuleType) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.at_terminal import Terminal
+from tests.harness.runs.at_terminal import Terminal
 
 SHELLS = ("bash", "zsh", "fish")
 _STARTS = {

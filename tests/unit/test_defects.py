@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.harness.scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")

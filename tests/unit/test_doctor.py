@@ -22,8 +22,8 @@ from tandem.launch.doctor.machine import look_at_machine
 from tandem.launch.doctor.network import Listener, measure_loopback, measure_peer, parse_address
 from tandem.launch.doctor.steps import Step
 from tandem.refit.doctor_steps import STEPS
-from tests.integration.harness import write_config
-from tests.integration.pages_harness import DOCS, quoted
+from tests.harness.runs.pages_harness import DOCS, quoted
+from tests.harness.runs.running import write_config
 
 HAS_GPU = torch.cuda.is_available()
 STANDS_IN = """

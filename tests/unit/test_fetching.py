@@ -23,8 +23,8 @@ from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher
-from tests import members
-from tests.members import MEMBER, open_hub
+from tests.harness import members
+from tests.harness.members import MEMBER, open_hub
 
 LENGTHS = [5, 9, 6, 7, 8, 5]
 PROMPT = 2

@@ -19,7 +19,7 @@ from tandem.config.schema import NewModel
 from tandem.coordinator import cli
 from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, ROLLS_OUT, TASKS, is_installed
 from tandem.samples.tokenizer import write_new_model
-from tests.at_terminal import Terminal
+from tests.harness.runs.at_terminal import Terminal
 
 Init = Callable[..., Path]
 FILES = ("problems.jsonl", "problems.csv")

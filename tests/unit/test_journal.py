@@ -13,7 +13,7 @@ import pytest
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord, read_journal
-from tests.descriptors import descriptors_left
+from tests.harness.descriptors import descriptors_left
 
 
 def record(step: int, **metrics: float) -> StepRecord:

@@ -17,7 +17,7 @@ from tandem.common.messages import Problem
 from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.judge import Judge, JudgementError
-from tests.judge_endpoint import JudgeEndpoint, judge_endpoint
+from tests.harness.judge_endpoint import JudgeEndpoint, judge_endpoint
 
 SUM = Problem(problem_id="1", question="2 + 3", answer="5", metadata={"level": "easy"})
 

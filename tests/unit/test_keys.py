@@ -12,7 +12,7 @@ import zmq
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.keys import key_file, read_key_file, read_run_keys, write_run_keys
 from tandem.coordinator.members.members import new_run_keys
-from tests.members import RUN
+from tests.harness.members import RUN
 
 
 def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leaks
+from tests.harness import leaks
 
 SEGMENT = "open(sys.argv[1], 'w+b'); os.truncate(held.fileno(), 4096); mapped = mmap.mmap(held.fileno(), 4096)"
 SEMAPHORE = "multiprocessing.get_context('spawn').Lock(); name = 'sem.' + held._semlock.name.lstrip('/')"

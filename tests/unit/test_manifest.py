@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tandem.common.errors import DamagedCheckpoint
 from tandem.samples import manifest
 from tandem.trainer.files.box_files import digests_of
-from tests.damage import digests_in, first_tensor, flip_bit
+from tests.harness.trainers.damage import digests_in, first_tensor, flip_bit
 
 TENSORS = {
     "matrix": torch.randn(300, 7),

@@ -22,7 +22,7 @@ from tandem.config.schema import NewModel
 from tandem.samples.batch import TABLE, Batch
 from tandem.samples.tokenizer import write_new_model
 from tandem.trainer.service import TrainerService
-from tests.members import MEMBER
+from tests.harness.members import MEMBER
 
 __all__ = ["Talks"]  # found here by its path
 VOCABULARY = len(CHARACTERS) + 3

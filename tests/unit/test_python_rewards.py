@@ -29,7 +29,7 @@ from tandem.coordinator.api.rewards import check_columns, reward_functions
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.scorer import Scorer, Unscored
-from tests.members import MEMBER, open_hub
+from tests.harness.members import MEMBER, open_hub
 
 Start = Callable[..., Scorer]
 

@@ -26,7 +26,7 @@ from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_record
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import load_tokenizer
-from tests.members import MEMBER
+from tests.harness.members import MEMBER
 
 RUN_ID = "the replay"
 TRAINERS = Admitted([MEMBER.public])

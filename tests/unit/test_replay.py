@@ -20,7 +20,7 @@ from tandem.coordinator.preparing.resuming import Start
 from tandem.observe.run_folder.journal import Journal, StepRecord
 from tandem.observe.run_folder.journal_file import RESOLVED_FROM
 from tandem.observe.run_folder.recorded import steps_in_words
-from tests.damage import flip_bit
+from tests.harness.trainers.damage import flip_bit
 
 RUN = Path("run")
 

@@ -64,7 +64,7 @@ from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
-from tests.members import at, dealer_to, open_listening
+from tests.harness.members import at, dealer_to, open_listening
 
 LIMITS = Limits(vocabulary=50, max_tokens=12, max_turns=2)
 LAYOUT = layout.encode(simple({"a": ((2, 3), "float32"), "b": ((4,), "float32")}))

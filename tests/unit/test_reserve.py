@@ -10,7 +10,7 @@ import pytest
 
 from tandem.common.descriptors import Reserve
 from tandem.observe.run_folder.journal import read_journal
-from tests.descriptors import descriptors_left, said_by_limited
+from tests.harness.descriptors import descriptors_left, said_by_limited
 
 RECORDING = textwrap.dedent(
     """

@@ -15,7 +15,7 @@ from tandem.coordinator.preparing.resuming import Start, refuse_other_weights
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.samples import manifest
-from tests.damage import flip_bit, flip_in_tensor, replace
+from tests.harness.trainers.damage import flip_bit, flip_in_tensor, replace
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint() -> None:

@@ -22,7 +22,7 @@ from tandem.rollout.environments import Score
 from tandem.rollout.environments.making import make_reward_model
 from tandem.rollout.environments.reward_model import RewardModel
 from tandem.rollout.environments.scorer import Scorer, Unscored
-from tests.reward_models import plain_reward, write_reward_model
+from tests.harness.reward_models import plain_reward, write_reward_model
 
 ASKED = "3 + 4"
 SUM = Problem(problem_id="p1", question="unused", answer="7", metadata={}, prompt=({"role": "user", "content": ASKED},))

@@ -56,7 +56,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
-from tests.members import at
+from tests.harness.members import at
 
 
 def test_a_whole_grpo_run_in_order() -> None:

@@ -14,7 +14,7 @@ from tandem.coordinator.scheduler.events import Action, CommitStep
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.coordinator.scheduler.tables import Tables
-from tests.agendas import Checked
+from tests.harness.agendas import Checked
 
 STEADY = msgspec.structs.replace(GRPO, last_step=6, validate_every=0, validate_at_start=False, save_every=0)
 

@@ -60,7 +60,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 from tandem.coordinator.scheduler.tables import Tables
-from tests.agendas import AskEverything, Checked
+from tests.harness.agendas import AskEverything, Checked
 
 LAST_STEP = 6
 NUM_ENGINES = 3

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tandem.common import web
-from tests.web_servers import SERVERS, WAIT_S, Address, Server, web_server
+from tests.harness.web_servers import SERVERS, WAIT_S, Address, Server, web_server
 
 BYTE_S = 1.0
 """Pause after each byte: the connection is never idle for as long as headers may take."""

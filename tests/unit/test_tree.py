@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.harness.scripts import ROOT, load_script
 
 MOST_CHARACTERS = 100
 MOST_FILES = 25

@@ -14,7 +14,7 @@ import zmq
 
 from tandem.common import curve
 from tandem.common.keys import KeyPair
-from tests.descriptors import limited
+from tests.harness.descriptors import limited
 
 LIMIT = 128
 """Descriptors of the process that listens: it may have 16 connections of an address that have proven nothing."""

@@ -27,7 +27,7 @@ from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line
 from tandem.observe.report.report import format_report, write_report
 from tandem.observe.run_folder.journal import Journal, StepRecord
-from tests.terminal import Terminal
+from tests.harness.runs.terminal import Terminal
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},

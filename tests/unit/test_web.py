@@ -24,8 +24,8 @@ from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
 from tandem.rollout.openai_api.app import make_app, read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tests.harness.web_servers import SERVERS, WAIT_S, Address, ask, web_server
 from tests.unit.page_harness import client, make_run
-from tests.web_servers import SERVERS, WAIT_S, Address, ask, web_server
 
 if TYPE_CHECKING:
     from tandem.rollout.openai_api.generator import ServedModel

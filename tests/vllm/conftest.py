@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.rollout.engines.vllm import insides
-from tests.integration import consoles
+from tests.harness.runs import consoles
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None and "torch" not in sys.modules
 """vLLM reads its environment once, so nothing may have imported torch before: these tests run on their own."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.harness import steps_of
+from tests.harness.runs.running import steps_of
 
 JUDGE = """
 from tandem.rollout.environments import Score

@@ -12,10 +12,10 @@ import torch
 from agents_harness import PRELUDE, assert_recorded_as_seen, seen, tokens_of
 
 from tandem.samples.sample_record import read_step
-from tests.integration.agent_run_harness import branches_of, configure, model_after
-from tests.integration.by_hand import in_folder
-from tests.integration.harness import coordinator, steps_of
-from tests.integration.reference import logprobs_of
+from tests.harness.runs.agent_run_harness import branches_of, configure, model_after
+from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs.running import coordinator, steps_of
+from tests.harness.trainers.reference import logprobs_of
 
 TREE = """
 def streamed(messages):

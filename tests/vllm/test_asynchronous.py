@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.by_hand import refits_of
-from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.harness.runs.by_hand import refits_of
+from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.vllm.run_harness import JUDGE, NUM_STEPS, SEVENS, curve
 
 AGE = 1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import files_in, hub_server
-from tests.integration.harness import coordinator, merged, typed, write_config
+from tests.harness.hub_server import files_in, hub_server
+from tests.harness.runs.running import coordinator, merged, typed, write_config
 from tests.vllm.run_harness import JUDGE, SEVENS
 
 NAME = "tiny/sevens"

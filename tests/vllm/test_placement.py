@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.by_hand import TRAINERS, assert_same_results, last_weights, placed_runs, refits_of
-from tests.integration.harness import merged, steps_of
+from tests.harness.runs.by_hand import TRAINERS, assert_same_results, last_weights, placed_runs, refits_of
+from tests.harness.runs.running import merged, steps_of
 
 NUM_STEPS = 3
 CACHE_BYTES = 2**28

@@ -10,9 +10,9 @@ import yaml
 from safetensors.torch import load_file
 
 from tandem.observe.run_folder.journal import read_journal
-from tests.integration.by_hand import in_folder
-from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
-from tests.integration.trainer_harness import make_model
+from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, NUM_STEPS, SEVENS, curve
 
 

@@ -13,7 +13,7 @@ import torch
 from serving_harness import EOS, VOCABULARY, write_tokenizer
 from tools_harness import check_calls, write_calling_model
 
-from tests.integration.harness import Command, all_gone
+from tests.harness.runs.running import Command, all_gone
 from tests.vllm.vllm_harness import tiny_model
 
 PROMPT = [72, 105, 33]

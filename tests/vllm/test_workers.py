@@ -21,11 +21,11 @@ from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import Llm
 from tandem.rollout.engines.vllm.workers import Workers
-from tests import leaks
-from tests.integration import hosts_harness
-from tests.integration.by_hand import refits_of, undisturbed_run
-from tests.integration.harness import Command, all_gone, merged, process_of, wait_until, write_config
-from tests.integration.hosts_harness import on_two_hosts
+from tests.harness import leaks
+from tests.harness.runs import hosts_harness
+from tests.harness.runs.by_hand import refits_of, undisturbed_run
+from tests.harness.runs.hosts_harness import on_two_hosts
+from tests.harness.runs.running import Command, all_gone, merged, process_of, wait_until, write_config
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 

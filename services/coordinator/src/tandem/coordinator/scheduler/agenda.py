@@ -10,7 +10,7 @@ does not make it due. So a step in which no process joins, leaves, is lost or sa
 
 Whenever something that a rule reads changes, the table calls the function from `Agenda.changes`. Two mistakes are
 possible: a rule reads a table that it does not declare, or a table changes and does not say so. The agendas in
-`tests/agendas.py` ask every rule each time, and so find both.
+`tests/harness/agendas.py` ask every rule each time, and so find both.
 """
 
 from __future__ import annotations

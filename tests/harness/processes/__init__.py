@@ -1,0 +1,1 @@
+"""Programs that tests start: services that are slow, lie or do harm."""

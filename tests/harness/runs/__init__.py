@@ -1,0 +1,1 @@
+"""Starting real runs, and reading what they leave."""

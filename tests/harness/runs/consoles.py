@@ -1,0 +1,110 @@
+"""The console commands, forked from a process that has imported what they need.
+
+They are the same processes but for the start of Python, its imports, and what libraries make once in a process, which
+would be most of the processor time of all tests. The process that forks is a new interpreter, so that nothing of
+pytest's is in them. What checks the commands themselves runs them as a user does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from tandem.launch.fork_server import Child, ForkServer, serve
+from tandem.launch.launch import preload
+from tests.harness.runs import whole_pages
+
+COMMANDS = ("coordinator", "trainer", "rollout", "refit")
+_DEADLINE_S = 400.0
+"""A disk that has just got all packages may take minutes to read them, which three processes ask of it at once."""
+_MODULES = (
+    "tandem.coordinator.cli",
+    "tandem.coordinator.preparing.preflight",
+    "tandem.coordinator.loop.run",
+    "tandem.coordinator.algorithms.grpo",
+    "tandem.coordinator.algorithms.recorded",
+    "tandem.observe.report.report",
+    "matplotlib.backends.backend_agg",
+    "reasoning_gym",
+    "tests.harness.runs.preloaded",  # last: it ends with Megatron-Core, which is not installed beside vLLM
+)
+_WITHOUT_HUB = (
+    "tandem.coordinator.cli",
+    "tandem.coordinator.preparing.preflight",
+    "tandem.coordinator.loop.run",
+    "tandem.coordinator.algorithms.grpo",
+    "tandem.observe.report.report",
+    "matplotlib.backends.backend_agg",
+    "pandas",
+    "reasoning_gym",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "tandem.rollout.service",
+)
+_OF_HUB = ("huggingface_hub", "transformers", "datasets")
+"""Packages that read the environment as they are imported: where the Hub is, and where its cache."""
+
+
+def start(
+    command: str,
+    arguments: Sequence[str],
+    out: IO[bytes],
+    errors: IO[bytes] | None = None,
+    *,
+    server: ForkServer | None = None,
+) -> Child:
+    """Start a console command with this process's folder and environment."""
+    return (server or fork_server()).start(f"tandem.{command}.cli", arguments, out, errors)
+
+
+@cache
+def fork_server() -> ForkServer:
+    """Return what commands are forked from; it ends with this process."""
+    return _OfAnInterpreter(_preload, _DEADLINE_S)
+
+
+@cache
+def fork_server_without_hub() -> ForkServer:
+    """Return what commands are forked from that import the packages of the Hub themselves, with their environment."""
+    return _OfAnInterpreter(_preload_without_hub, _DEADLINE_S)
+
+
+class _OfAnInterpreter(ForkServer):
+    """A fork_server that is a new interpreter and no fork of this process."""
+
+    def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), self._preload.__name__]
+            return subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[3]), ours
+
+
+def _preload() -> None:
+    try:
+        preload(("trainer", "rollout"))
+        for module in _MODULES:
+            importlib.import_module(module)
+    finally:
+        whole_pages.collapse()
+
+
+def _preload_without_hub() -> None:
+    for module in _WITHOUT_HUB:
+        importlib.import_module(module)
+    if found := [name for name in _OF_HUB if name in sys.modules]:
+        print(f"{found} would have the environment of the tests, and not of a command", file=sys.stderr)
+        os._exit(1)
+    whole_pages.collapse()
+
+
+if __name__ == "__main__":
+    preloads = {each.__name__: each for each in (_preload, _preload_without_hub)}
+    serve(int(sys.argv[1]), int(sys.argv[2]), preloads[sys.argv[3]])

@@ -1,0 +1,1 @@
+"""Tiny models, ranks, and the plain loops that they are compared with."""

@@ -1,0 +1,103 @@
+"""A plain distillation loop of Hugging Face models, which knows nothing of ranks, micro-batches or padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tandem.samples.batch import Batch
+from tests.harness.trainers.reference import Numbers, adamw, sequences_of
+
+IMPOSSIBLE = -100.0
+"""The logarithm of a probability of zero."""
+
+
+def distributions_of(model: Any, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The distributions that tokens 1 to the last of one unpadded sequence were drawn from."""
+    logits: torch.Tensor = model(input_ids=token_ids[None]).logits
+    return (logits[0, :-1] / temperature).softmax(dim=-1)
+
+
+def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (torch.xlogy(one, one) - one * other.log().clamp(min=IMPOSSIBLE)).sum(dim=-1)
+
+
+def distance(teacher: torch.Tensor, student: torch.Tensor, kind: str, weight: float) -> torch.Tensor:
+    """The divergence of whole distributions, one a row."""
+    if kind == "jsd":
+        middle = weight * teacher + (1 - weight) * student
+        return weight * kl(teacher, middle) + (1 - weight) * kl(student, middle)
+    share = {"forward": 1.0, "reverse": 0.0, "mixed": weight}[kind]
+    return share * kl(teacher, student) + (1 - share) * kl(student, teacher)
+
+
+def compared(
+    teacher: torch.Tensor, student: torch.Tensor, topk: int, zero_outside: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distributions that are compared: over the teacher's likeliest tokens, or over all."""
+    likeliest = teacher.argsort(dim=-1, descending=True)[:, :topk]
+    kept = teacher.gather(1, likeliest)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    if zero_outside:
+        return torch.zeros_like(teacher).scatter(1, likeliest, kept), student
+    own = student.gather(1, likeliest)
+    return kept, own / own.sum(dim=-1, keepdim=True)
+
+
+def distillation_loss(
+    student: Any,
+    teachers: Sequence[Any],
+    batch: Batch,
+    loss: Mapping[str, Any],
+    *,
+    topk: int,
+    temperature: float = 1.0,
+    teacher_of: Sequence[int] = (),
+) -> torch.Tensor:
+    """The mean of the counted tokens; sequence i learns from the teacher `teacher_of[i]`, by default the first."""
+    samples = sequences_of(batch)
+    total = torch.zeros(())
+    for row, sample in enumerate(samples):
+        model = teachers[teacher_of[row] if teacher_of else 0]
+        with torch.no_grad():
+            teacher = distributions_of(model, sample["token_ids"], temperature)[sample["mask"]]
+        own = distributions_of(student, sample["token_ids"], temperature)[sample["mask"]]
+        pair = compared(teacher, own, topk, bool(loss.get("zero_outside_topk")))
+        distances = distance(*pair, loss["kl_type"], loss.get("mixed_kl_weight", 0.5))
+        nll = -own.gather(1, sample["token_ids"][1:][sample["mask"]][:, None])[:, 0].log()
+        distances = loss.get("kl_loss_weight", 1.0) * distances + loss.get("ce_loss_scale", 0.0) * nll
+        total = total + distances.sum() / sum(int(each["mask"].sum()) for each in samples)
+    return total
+
+
+def plain_distillation(
+    folder: Path,
+    teachers: Sequence[Path],
+    batches: Sequence[Batch],
+    loss: Mapping[str, Any],
+    *,
+    topk: int,
+    temperature: float = 1.0,
+    teacher_of: Sequence[int] = (),
+    decays_vectors: bool = True,
+) -> Numbers:
+    """One optimizer step a batch, as `distillation_loss` has it."""
+    student = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in teachers]
+    optimizer = adamw(student, decays_vectors=decays_vectors)
+    steps = []
+    for batch in batches:
+        total = distillation_loss(
+            student, models, batch, loss, topk=topk, temperature=temperature, teacher_of=teacher_of
+        )
+        total.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total.item(), norm.item()))
+    weights = {name: parameter.detach() for name, parameter in student.named_parameters()}
+    return Numbers(torch.empty(0).numpy(), steps, weights)

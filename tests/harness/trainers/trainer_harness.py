@@ -1,0 +1,440 @@
+"""Tiny models, batches and real processes for the tests of the trainer's inside."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.config.schema.columns import Model
+from tandem.config.worlds import world_at
+from tandem.refit.digests.task import combine, digest_layout
+from tandem.refit.program import Verification
+from tandem.samples.assignment import NO_RANK, Assignment
+from tandem.samples.batch import Batch
+from tandem.samples.tokenizer import write_new_model
+from tandem.trainer import step
+from tandem.trainer.backend import Backend
+from tandem.trainer.backends import make_backend
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.exchange import Exchange, meet, moved
+from tandem.trainer.files import box_files, policy_files
+from tandem.trainer.micro_batches import unpad_into
+
+VOCABULARY = 24
+DEADLINE_S = 120.0
+_GRACE_S = 2.0
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
+"""With a large epsilon: where the true gradient is zero, AdamW would otherwise make full steps of rounding errors."""
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SMALL},
+    "llama with biases": {"model_type": "llama", **_SMALL, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"model_type": "qwen2", **_SMALL},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **_SMALL},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        **_SMALL,
+    },
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "mistral", **_SMALL, "sliding_window": 5},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_SMALL,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+        },
+    },
+    "phi3": {
+        "model_type": "phi3",
+        **_SMALL,
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_SMALL,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_SMALL,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    },
+}
+"""Families with parts of their own: attention that slides, or has sinks, fused layers, routers with a bias.
+
+They run through fewer cases than `ARCHITECTURES`.
+"""
+
+# Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", __name__, "tests.harness.runs.preloaded"])
+
+
+def start_server() -> None:
+    """Start what ranks are forked from, unless it runs; it ends with this process."""
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+
+
+CHARACTERS = "0123456789+-= abcdefg"
+
+
+def make_model(
+    folder: Path, architecture: str = "qwen3", *, seed: int = 0, characters: str = CHARACTERS, **sizes: int
+) -> Path:
+    """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
+    new_model = NewModel(config=(ARCHITECTURES | FAMILIES)[architecture] | sizes, characters=characters, seed=seed)
+    write_new_model(folder, new_model)
+    torch.manual_seed(seed)
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)  # norms and biases as well
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # what a router adds to its scores
+                buffer.add_(torch.randn_like(buffer) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_config(
+    model: Path,
+    *,
+    algorithm: str = "grpo",
+    loss: Mapping[str, Any] | None = None,
+    estimator: str = "grpo",
+    dpo: Mapping[str, Any] | None = None,
+    rm: Mapping[str, Any] | None = None,
+    ppo: Mapping[str, Any] | None = None,
+    value: Mapping[str, Any] | None = None,
+    value_loss: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
+    topk: int = 64,
+    routes: Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
+    trainers: int = 1,
+    processes_of: Mapping[str, int] | None = None,
+    **policy: Any,
+) -> Config:
+    """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
+
+    So have ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`, ``value_loss_fn``.
+
+    `trainers` matters only where several share a copy of the model, or models have `processes_of` their own.
+    """
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 2,
+            "adv_estimator": {"name": estimator},
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
+        "dpo": {"val_micro_batch_size": 1, **(dpo or {})},
+        **({} if rm is None else {"rm": {"val_micro_batch_size": 1, **rm}}),
+        **({} if ppo is None else {"ppo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, **ppo}}),
+        **({} if value is None else {"value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": ADAMW}, **value}}),
+        "value_loss_fn": value_loss or {},
+        "distillation": {"num_prompts_per_step": 8, "topk_logits_k": topk},
+        "off_policy_distillation": {"topk_logits_k": topk, "val_micro_batch_size": 2},
+        "teacher": teacher,
+        "on_policy_distillation": routes,
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 3,
+            "max_total_sequence_length": 32,
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": dict(ADAMW)},
+            "generation": {"temperature": temperature},
+            **policy,
+        },
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
+        "cluster": {"trainers": trainers, "processes_of": processes_of or {}},
+    }
+    return build_config(settings)
+
+
+def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> Batch:
+    """Return a random batch of ragged sequences: prompts, then counted tokens, advantages of both signs."""
+    random = np.random.default_rng(seed)
+    lengths_S = random.integers(4, max_length + 1, num_sequences).astype(np.int32)
+    masks = [np.arange(length) >= random.integers(1, length - 1) for length in lengths_S]
+    loss_mask_T = np.concatenate(masks)
+    num_tokens = int(lengths_S.sum())
+    logprobs_T = np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32)
+    return Batch(
+        lengths_S=lengths_S,
+        token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
+        loss_mask_T=loss_mask_T,
+        generation_logprobs_T=logprobs_T,
+        advantages_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
+        rewards_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
+    )
+
+
+STORE: list[Any] = []
+"""Where the processes of a test meet: one, in each of them."""
+
+
+def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Backend, Exchange | None]:
+    """Build what a rank holds; where models have processes of their own, after these have become groups."""
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    if len(config.processes_of) == 1:
+        return make_backend(config, checkpoint=checkpoint), None
+    (store,) = STORE
+    exchange = meet(config, rank, store, "127.0.0.1", 60.0)
+    return make_backend(config, checkpoint=checkpoint, world=world_at(config, rank)), exchange
+
+
+def share_of(
+    backend: Backend,
+    batch: Batch,
+    config: Config,
+    parts: Sequence[int] = (),
+    exchange: Exchange | None = None,
+) -> tuple[Batch]:
+    """Return the table of a whole batch, as the coordinator would assign it, and this rank's share."""
+    assignment, rank = Assignment.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
+    if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
+        assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
+    elif not exchange.world.has_policy:
+        rank = NO_RANK
+    table = assignment.assign(batch.table(), parts)
+    return table, batch.replace(**table.columns).take(table.rows_of(rank))
+
+
+def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDArray[np.float32]:
+    """Return the first number that a model says of each token of this rank's share of a whole batch."""
+    taken = step.Step(backend, *share_of(backend, batch, config), config)
+    shard = taken.shards[model]
+    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    for micro_batch, scores_BT in taken.scored(model):
+        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+    own = taken.shards["policy"]
+    return values_T if shard.replicas.sizes == own.replicas.sizes else moved(values_T, shard, own)
+
+
+def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:
+    """Train on this rank's share of a whole batch."""
+    return step.train(backend, *share_of(backend, batch, config, exchange=exchange), config, exchange=exchange)
+
+
+def evaluate_on(
+    backend: Backend,
+    batch: Batch,
+    config: Config,
+    parts: Mapping[str, int] | None = None,
+    exchange: Exchange | None = None,
+) -> dict[str, float]:
+    """Evaluate this rank's share of a whole batch."""
+    shared = share_of(backend, batch, config, [*(parts or {}).values()], exchange)
+    return step.evaluate(backend, *shared, config, parts, exchange)
+
+
+def digest_of(backend: Backend, dtype: str = "float32") -> int:
+    """Return the digest of what a rank holds, all tensors together, as engines hold it that want `dtype`."""
+    weights = backend.weights()
+    pieces, tensors = weights.layout.pieces, weights.layout.tensors
+    verification = Verification(np.arange(len(pieces)), (dtype,) * len(tensors))
+    return combine(*digest_layout(weights.layout, weights.storages, verification).tolist())
+
+
+def train_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path | None = None) -> Any:
+    """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
+    backend = DTensorBackend(config, checkpoint=None)
+    results = [train_on(backend, batch, config) for batch in batches]
+    if folder is not None:
+        backend.save(folder).num_bytes.result()
+    return [result.metrics for result in results], digest_of(backend)
+
+
+def evaluate_rank(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+    backend = DTensorBackend(config, checkpoint=None)
+    before = digest_of(backend)
+    metrics = evaluate_on(backend, batch, config)
+    assert digest_of(backend) == before
+    return metrics
+
+
+@contextmanager
+def busy_disk() -> Iterator[threading.Event]:
+    """Have no tensor written in this process before the event is set."""
+    is_free = threading.Event()
+
+    def save_later(*args: Any, **kwargs: Any) -> None:
+        assert is_free.wait(DEADLINE_S)
+        save_file(*args, **kwargs)
+
+    policy_files.save_file = box_files.save_file = save_later
+    try:
+        yield is_free
+    finally:
+        policy_files.save_file = box_files.save_file = save_file
+
+
+def train_while_saving(
+    backend: Backend, config: Config, seeds: Sequence[int], num_before: int, folder: Path
+) -> list[dict[str, float]]:
+    """Train on the batches of these seeds, and save before one of them; nothing is written before the last is done."""
+    metrics: list[dict[str, float]] = []
+    with busy_disk() as is_free:
+        for index, seed in enumerate(seeds):
+            if index == num_before:
+                writing = backend.save(folder)
+            metrics.append(train_on(backend, make_batch(16, seed=seed), config).metrics)
+        assert not writing.num_bytes.done() or dist.get_rank(), "rank 0 has the policy to write"
+        assert not list(folder.rglob("*.safetensors"))
+        dist.barrier()
+        is_free.set()
+        writing.num_bytes.result(DEADLINE_S)
+    return metrics
+
+
+def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> Batch:
+    """Return a batch of prompt groups of these sizes: random prompts, ragged responses, one of them of two turns."""
+    random = np.random.default_rng(seed)
+    token_ids, masks = [], []
+    for size in sizes:
+        prompt = random.integers(3, VOCABULARY, random.integers(2, max_prompt + 1))
+        for _ in range(size):
+            response = random.integers(3, VOCABULARY, random.integers(1, max_response + 1))
+            token_ids.append(np.concatenate([prompt, response]))
+            masks.append(np.arange(len(token_ids[-1])) >= len(prompt))
+    masks[-1][-len(masks[-1]) // 3] = False  # what an environment said between two turns
+    loss_mask_T = np.concatenate(masks)
+    num_tokens = len(loss_mask_T)
+    return Batch(
+        lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
+        token_ids_T=np.concatenate(token_ids).astype(np.int32),
+        loss_mask_T=loss_mask_T,
+        generation_logprobs_T=np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32),
+        advantages_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
+        rewards_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
+    )
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S, are_group: bool = True
+) -> list[Any]:
+    """Call ``function(rank, *args)`` in `world_size` processes that form a process group; return what each returned.
+
+    Without `are_group` they form none, and may do so by the store in `STORE`.
+
+    Fails if a rank raises, dies, or has not returned by the deadline.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    processes, ends = [], []
+    for rank in range(world_size):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        size = world_size if are_group else 0
+        process = CONTEXT.Process(target=_rank, args=(theirs, rank, size, store.port, function, args))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    deadline = time.monotonic() + deadline_s
+    try:
+        found = []
+        for rank, end in enumerate(ends):
+            found.append(_result(rank, end, deadline))
+            if found[-1][0]:  # the others soon fail for want of this one, or it for want of them
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        errors = [error for error, _ in found if error]
+        assert not errors, "\n".join(errors)
+        return [value for _, value in found]
+    finally:
+        for process, end in zip(processes, ends, strict=True):
+            end.close()
+            process.join(max(0.1, min(10.0, deadline - time.monotonic())))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _result(rank: int, end: Connection, deadline: float) -> tuple[str, Any]:
+    """Return what went wrong in a rank, empty if nothing did, and what it returned."""
+    if not end.poll(max(0.0, deadline - time.monotonic())):
+        return f"rank {rank} did not return in time", None
+    try:
+        error, value = end.recv()
+    except EOFError:
+        return f"rank {rank} died", None
+    return f"rank {rank} raised:\n{error}" if error else "", value
+
+
+def _rank(end: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    """Be a rank; of no group if there is none in its world."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    STORE.append(store)
+    if world_size and not any(
+        isinstance(each, Config) and len(each.processes_of) > 1 for each in args
+    ):  # else `begin` does it
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        end.send((None, function(rank, *args)))
+    except BaseException:
+        end.send((traceback.format_exc(), None))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        end.close()

@@ -1,0 +1,1 @@
+"""Kinds of models and of losses, against plain loops."""

@@ -1,0 +1,1 @@
+"""How weights cross from trainers to engines."""

@@ -1,0 +1,258 @@
+"""Weights stream between real processes, are resharded on the way, and processes are killed while they do."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from tandem.common.errors import RefitError
+from tandem.refit.layout import Layout
+from tandem.refit.planner import Plan, plan
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports import process_group
+from tests.harness.processes.stream_processes import (
+    Member,
+    Remote,
+    Shapes,
+    differing,
+    fsdp,
+    planned,
+    remotes,
+    save,
+    tensor_parallel,
+)
+from tests.harness.runs.running import Awake
+
+SMALL: Shapes = {"q": (24, 10), "k": (8, 10), "up": (40, 10), "down": (10, 40), "norm": (10,), "experts": (4, 6, 10)}
+LARGE: Shapes = {"embed": (3000, 1500), "down": (1000, 3000), "norm": (1500,)}  # 18 and 12 MB in float32
+
+
+class Rendezvous:
+    """Where members find each other."""
+
+    def __init__(self) -> None:
+        self.store: TCPStore | None = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+        self.port: int = self.store.port
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[Rendezvous]:
+    made = Rendezvous()
+    yield made
+    made.store = None  # which pytest would keep, and with it a listening socket
+    gc.collect()
+
+
+class Scene:
+    """Layouts, their plan, and the member that lives in this process: the first engine if none is named."""
+
+    def __init__(self, folder: Path, sources: dict[str, Layout], engines: dict[str, Layout], own: str = "") -> None:
+        self.plan: Plan = plan(sources, engines, allow_alias=False)
+        save(folder, self.plan, {**sources, **engines})
+        own = own or next(iter(engines))
+        self.others = [name for name in (*sources, *engines) if name != own]
+        self.own = Member(own, folder)
+
+    def links(self, member: str) -> dict[str, int]:
+        """Return the bytes that the plan has for each link of a member."""
+        return planned(self.plan, member)
+
+
+def connect(scene: Scene, others: Mapping[str, Remote], port: int, epoch: int = 0) -> None:
+    for other in others.values():
+        other.tell("connect", host="127.0.0.1", port=port, epoch=epoch)
+    scene.own.connect("127.0.0.1", port, epoch)
+    for other in others.values():
+        assert other.reply() == {}
+
+
+def run(scene: Scene, others: Mapping[str, Remote], version: int) -> None:
+    """Move a version everywhere and check every element and every count."""
+    for name, other in others.items():
+        if name.startswith("trainer"):
+            other.ask("write", version=version)
+    for other in others.values():
+        other.tell("run", deadline_s=20.0)
+    assert scene.own.bound.run(20.0) == scene.links(scene.own.name)
+    assert differing(scene.own.layout, scene.own.storages, version, "float32") == []
+    for name, other in others.items():
+        assert other.reply()["counted"] == scene.links(name)
+        if name.startswith("rollout"):
+            assert other.ask("differing", version=version, source_dtype="float32") == {"differing": []}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fsdp_4_to_tensor_parallel_2(dtype: str, rendezvous: Rendezvous, tmp_path: Path) -> None:
+    sources = {f"trainer-{rank}": fsdp(rank, 4, SMALL) for rank in range(4)}
+    engines = {f"rollout-{rank}": tensor_parallel(rank, 2, SMALL, dtype) for rank in range(2)}
+    scene = Scene(tmp_path, sources, engines)
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        for version in (1, 2):
+            run(scene, others, version)
+        scene.own.close()
+
+
+def test_replicas_on_one_host_take_each_byte_once_from_outside(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    sources = {f"trainer-{rank}": fsdp(rank, 2, LARGE) for rank in range(2)}
+    engines = {f"rollout-{rank}": tensor_parallel(0, 1, LARGE, "bfloat16") for rank in range(2)}
+    scene = Scene(tmp_path, sources, engines)
+    num_bytes = scene.own.storages["everything"].nbytes
+    outside = sum(link.num_bytes for link in scene.plan.links if link.source.startswith("trainer"))
+    assert outside == num_bytes
+    assert {link.round for link in scene.plan.links} == {0, 1}
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        for version in (1, 2):
+            run(scene, others, version)
+        scene.own.close()
+
+
+def test_a_trainer_that_is_killed_on_the_way_is_named_within_seconds(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    shapes = {"embed": (4096, 8192)}  # 128 MB: eight messages
+    scene = Scene(tmp_path, {"trainer-0": fsdp(0, 1, shapes)}, {"rollout-0": tensor_parallel(0, 1, shapes)})
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        others["trainer-0"].ask("write", version=1)
+        received = scene.own.storages["everything"]
+        others["trainer-0"].tell("run", deadline_s=30.0)
+        watcher = when(lambda: bool(received[0] != 0xA5), others["trainer-0"].kill)
+        awake = Awake()
+        with pytest.raises(
+            RefitError, match=r"rollout-0 failed while receiving embed from trainer-0 .*connection was lost"
+        ):
+            scene.own.bound.run(30.0)
+        assert awake.seconds() < 5
+        watcher.join()
+        assert received[-1] == 0xA5, "it was torn"
+        with pytest.raises(RefitError, match="was closed before: rollout-0 failed while receiving"):
+            scene.own.bound.run(1.0)
+        scene.own.close()
+
+
+def test_an_engine_that_is_killed_on_the_way_is_named_within_seconds(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    shapes = {"embed": (4096, 8192)}
+    sources, engines = {"trainer-0": fsdp(0, 1, shapes)}, {"rollout-0": tensor_parallel(0, 1, shapes)}
+    scene = Scene(tmp_path, sources, engines, own="trainer-0")
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        engine = others["rollout-0"]
+        engine.tell("run", deadline_s=20.0)
+        scene.own.bound.run(20.0)
+        engine.reply()
+        engine.tell("run", deadline_s=20.0)
+        time.sleep(0.5)  # it asks for the first messages, of which a part fits into the sockets
+        engine.kill(signal.SIGSTOP)
+        killer = threading.Timer(0.5, engine.kill)
+        killer.start()
+        awake = Awake()
+        with pytest.raises(RefitError, match=r"trainer-0 failed while sending embed to rollout-0 .*connection was"):
+            scene.own.bound.run(20.0)
+        assert awake.seconds() < 5
+        killer.join()
+        scene.own.close()
+
+
+def test_an_engine_that_dies_before_its_first_refit_is_named_within_seconds(
+    rendezvous: Rendezvous, tmp_path: Path
+) -> None:
+    sources, engines = {"trainer-0": fsdp(0, 1, SMALL)}, {"rollout-0": tensor_parallel(0, 1, SMALL)}
+    scene = Scene(tmp_path, sources, engines, own="trainer-0")
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        others["rollout-0"].kill()
+        awake = Awake()
+        with pytest.raises(RefitError, match="trainer-0 failed while sending q to rollout-0"):
+            scene.own.bound.run(3.0)
+        assert awake.seconds() < 12, "gloo tries to connect five times"
+        scene.own.close()
+
+
+def when(happens: Callable[[], bool], then: Callable[[], None]) -> threading.Thread:
+    """Do something as soon as something has happened."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 20
+        while not happens() and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        then()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_an_engine_that_is_gone_costs_the_others_nothing(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    sources = {"trainer-0": fsdp(0, 1, LARGE)}
+    engines = {f"rollout-{rank}": tensor_parallel(0, 1, LARGE, host=f"engine-host-{rank}") for rank in range(3)}
+    scene = Scene(tmp_path, sources, engines)
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        run(scene, others, 1)
+        others["rollout-2"].kill()
+        others["trainer-0"].ask("write", version=2)
+        for name in ("trainer-0", "rollout-1"):
+            others[name].tell("run", deadline_s=20.0)
+        assert scene.own.bound.run(20.0) == scene.links("rollout-0")
+        told = others["trainer-0"].reply()
+        assert "trainer-0 failed while sending" in told["error"]
+        assert "to rollout-2" in told["error"]
+        assert "rollout-1" not in told["error"]
+        assert told["seconds"] < 10
+        assert others["rollout-1"].reply()["counted"] == scene.links("rollout-1")
+
+        # The next refit is for those that are left.
+        others["trainer-0"].ask("write", version=3)
+        left = ["rollout-0", "rollout-1"]
+        for name in ("trainer-0", "rollout-1"):
+            others[name].tell("run", deadline_s=20.0, only=left)
+        assert scene.own.bound.run(20.0, left) == scene.links("rollout-0")
+        assert others["trainer-0"].reply()["counted"].keys() == {f"trainer-0>{name}" for name in left}
+        others["rollout-1"].reply()
+        assert differing(scene.own.layout, scene.own.storages, 3, "float32") == []
+        scene.own.close()
+
+
+def test_a_peer_that_stands_still_costs_the_deadline_and_is_met_again(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"trainer-0": fsdp(0, 1, SMALL)}, {"rollout-0": tensor_parallel(0, 1, SMALL)})
+    with remotes(tmp_path, scene.others) as others:
+        connect(scene, others, rendezvous.port)
+        run(scene, others, 1)
+        started, awake = time.monotonic(), Awake()
+        with pytest.raises(
+            RefitError, match=r"rollout-0 failed while receiving .* from trainer-0 .*: the deadline passed"
+        ):
+            scene.own.bound.run(0.5)  # of which the trainer has not been told
+        assert time.monotonic() - started > 0.4
+        assert awake.seconds() < 3
+        answer = others["trainer-0"].ask("run", deadline_s=20.0)
+        assert "to rollout-0" in answer["error"], "who fails leaves, and the peer notices"
+        assert answer["seconds"] < 5
+        connect(scene, others, rendezvous.port, epoch=1)
+        run(scene, others, 2)
+        scene.own.close()
+
+
+def test_a_member_that_does_not_come_is_named(rendezvous: Rendezvous) -> None:
+    mesh = Mesh("m", ("rollout-0", "trainer-0", "trainer-1"))
+    with pytest.raises(RefitError, match=r"rollout-0 waited 0.2 s for trainer-0, trainer-1 to connect mesh 'm'"):
+        process_group.connect(mesh, "rollout-0", rendezvous.store, torch.device("cpu"), 0.2)
+    with pytest.raises(RefitError, match="rollout-7 is not in mesh 'm'"):
+        process_group.connect(mesh, "rollout-7", rendezvous.store, torch.device("cpu"), 0.2)
+
+
+def test_a_program_without_its_mesh_says_so(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"trainer-0": fsdp(0, 1, SMALL)}, {"rollout-0": tensor_parallel(0, 1, SMALL)})
+    with pytest.raises(RefitError, match=r"rollout-0 is not connected to mesh .* of rollout-0, trainer-0"):
+        scene.own.bound.run(1.0)

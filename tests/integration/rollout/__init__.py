@@ -1,0 +1,1 @@
+"""Engines, environments, agents and servers."""

@@ -1,0 +1,1 @@
+"""Whole runs of every algorithm, and what drives them."""

@@ -1,0 +1,90 @@
+"""The plain path: what a steady step of GRPO executes, and the places on it that docs/architecture.md names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.harness.runs.running import BIN, TIMEOUT_S, steps_of, write_config
+
+ROOT = Path(__file__).resolve().parents[3]
+WALK = ROOT / "tests" / "walk"
+PART_S = 0.05
+"""As `tests/walk/sitecustomize.py` has it."""
+MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 1010, 127, 24_800
+"""What a steady step may execute: what it does on 25 November 2026, and a twentieth. The aim is 600, 80 and 13,000."""
+ALTERNATIVES = {
+    "trainer/backends/megatron/backend.py": "the other training backend",
+    "trainer/backends/megatron/weights.py": "the other training backend",
+    "rollout/engines/vllm/weights.py": "the other engine",
+    "refit/transports/exchange.py": "streams, where memory cannot be shared",
+}
+"""Places of which the page says that another run goes there, and when."""
+
+
+class Walk(msgspec.Struct, frozen=True):
+    """What the processes of a run have executed: files within the package, and functions of them."""
+
+    steady: frozenset[tuple[str, str]]
+    """Between the commits of steps 4 and 9, of ten."""
+    whole: frozenset[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    folder = tmp_path_factory.mktemp("walk")
+    out = folder / "calls"
+    out.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        config = write_config({"grpo": {"max_num_steps": 10, "val_period": 0}, "checkpointing": {"save_period": 10}})
+        path = os.pathsep.join([str(WALK), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "WALK_OUT": str(out), "PYTHONPATH": path}
+        command = [BIN / "coordinator", "up", config]
+        ran = subprocess.run(command, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        ends = {step.step: step.committed_at for step in steps_of(folder / "run")}
+    steady, whole = set(), set()
+    for file in out.glob("*.json"):
+        for part, calls in json.loads(file.read_text())["calls"].items():
+            whole.update(map(tuple, calls))
+            if ends[4] <= int(part) * PART_S and (int(part) + 1) * PART_S <= ends[9]:
+                steady.update(map(tuple, calls))
+    return Walk(frozenset(steady), frozenset(whole))
+
+
+def test_a_steady_step_executes_no_more_than_it_did(walk: Walk) -> None:
+    files = {file for file, _ in walk.steady}
+    sizes = {str(path).rsplit("/src/tandem/", 1)[1]: path for path in ROOT.glob("*/*/src/tandem/**/*.py")}
+    num_lines = sum(len(sizes[file].read_text().splitlines()) for file in files)
+    print(f"a steady step executes {len(walk.steady)} functions in {len(files)} files of {num_lines} lines")
+    assert len(walk.steady) <= MOST_FUNCTIONS
+    assert len(files) <= MOST_FILES
+    assert num_lines <= MOST_LINES
+
+
+def places(section: str) -> Iterator[str]:
+    """Yield the files within the package that a section of the page names."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (text,) = re.findall(rf"^## {section}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    targets = dict(re.findall(r"^(\[`[^\]]+`\]): \.\./(\S+)$", page, re.MULTILINE))
+    for name in re.findall(r"\[`[^\]]+`\](?!\()", text):
+        yield targets[name]
+
+
+@pytest.mark.parametrize("section", ["One rollout group, through the code", "One weight, through the code"])
+def test_a_run_goes_by_every_place_that_the_page_names(walk: Walk, section: str) -> None:
+    executed = {file for file, _ in walk.whole}
+    missed = []
+    for place in places(section):
+        within = place.split("/src/tandem/")[1]
+        if within not in ALTERNATIVES and not any(file == within or file.startswith(f"{within}/") for file in executed):
+            missed.append(place)
+    assert missed == []

@@ -1,0 +1,1 @@
+"""Processes that are lost, join, leave or lie."""

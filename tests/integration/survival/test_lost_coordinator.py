@@ -1,0 +1,207 @@
+"""A coordinator that is lost: another one goes on, and takes up the services where they wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.observe.run_folder.journal import read_journal
+from tests.harness import leaks
+from tests.harness.processes import killing_rollout
+from tests.harness.processes.killing_rollout import kill_file
+from tests.harness.runs import consoles
+from tests.harness.runs.by_hand import assert_same_results, last_weights, undisturbed_run
+from tests.harness.runs.record_harness import TWO, assert_recorded
+from tests.harness.runs.running import (
+    Command,
+    all_gone,
+    coordinator,
+    joins,
+    merged,
+    process_of,
+    processes_of,
+    wait_until,
+    write_config,
+)
+
+RUN: dict[str, Any] = merged(
+    TWO,
+    {
+        "grpo": {"max_num_steps": 6, "val_period": 3},
+        "checkpointing": {"save_period": 3, "metric_name": None, "keep_top_k": None},
+        "cluster": {"launch": {"trainers": 1, "refit": True}, "max_replacements": 9},
+    },
+)
+LAUNCHED: dict[str, Any] = {"cluster": {"launch": "all"}}
+SILENT: dict[str, Any] = {"heartbeat_timeout_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), merged(RUN, LAUNCHED))
+
+
+def coordinator_of(run: Command) -> psutil.Process:
+    """Return the process that a supervisor supervises."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        for child in psutil.Process(run.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "tandem.coordinator.cli up" in " ".join(child.cmdline()):
+                    found.append(child)
+        return bool(found)
+
+    wait_until(look, run.output)
+    return found[-1]
+
+
+@contextlib.contextmanager
+def rollouts(address: str) -> Iterator[None]:
+    """Start two rollouts by hand; they write to files of their own."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as started:
+        patch.setenv("PYTHONPATH", str(Path.cwd()))
+        for index in range(2):
+            out = started.enter_context(Path(f"rollout-{index}.txt").open("wb"))
+            process = consoles.fork_server().start(killing_rollout.__name__, joins(address), out)
+            started.callback(process.wait, 20.0)
+            started.callback(process.kill)
+        yield
+
+
+def assert_taken_up(times: int) -> None:
+    """Wait until both rollouts have left at the end; they were the same processes all along."""
+
+    def said() -> list[str]:
+        return [path.read_text() for path in Path().glob("rollout-*.txt")]
+
+    wait_until(lambda: all("leaves: the run finished" in text for text in said()), lambda: f"an end of {said()}")
+    assert [text.count("joined") for text in said()] == [1, 1]
+    assert [text.count("taken up by another coordinator") for text in said()] == [times, times]
+
+
+def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbed: Path) -> None:
+    """It is killed while engines generate, and while the trainer fetches what it trains on; the port is any."""
+    before, config = leaks.segments(), write_config(merged(RUN, {"cluster": {"orphan_timeout_s": 200.0}}))
+    with contextlib.ExitStack() as stack:
+
+        def begin(*how: str, point: str = "", number: int = 0) -> Command:
+            run = stack.enter_context(Command("coordinator", "up", config, *how))
+            if point:
+                kill_file(point, number).write_text(f"pid {run.process.pid} SIGKILL")
+            return run
+
+        runs = [begin(point="generate", number=2)]
+        address = runs[0].wait_for(r"listens on (tcp://\S+)")[1]
+        stack.enter_context(rollouts(address))
+        assert runs[0].wait() == -signal.SIGKILL
+        runs.append(begin("--resume", point="give", number=5))
+        assert runs[1].wait() == -signal.SIGKILL
+        runs.append(begin("--resume"))
+        assert runs[2].wait() == 0, runs[2].output()
+        assert_taken_up(2)
+    for run in runs[1:]:
+        assert f"coordinator listens on {address}" in run.output(), "where the first one did"
+        lost = "coordinator is lost: the cause is unknown; another goes on with the run, and expects rollout-"
+        assert lost in run.output()
+    assert_same_results("run", undisturbed)
+    assert_recorded("run", config)
+    with read_journal(Path("run")) as journal:
+        assert sum(text.startswith("coordinator is lost: ") for _, _, text in journal.events()) == 2
+    assert not Path("run/keys/admitted.json").exists()
+    assert leaks.segments_left(before) == set()
+
+
+def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_is_gone(undisturbed: Path) -> None:
+    config = write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
+    with Command("coordinator", "up", config, "--supervise") as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", *joins(address)) as added, Command("rollout", *joins(address)) as lost:
+            for name in ("rollout-2", "rollout-3"):
+                run.wait_for(f"{name} joins the run")
+            process_of(run, "rollout").terminate()
+            gone = run.wait_for(r"(rollout-[01]) leaves the run: it was told to")[1]
+            coordinator_of(run).kill()
+            lost.process.kill()
+            run.wait_for("the coordinator was killed by SIGKILL; it is started again")
+            assert run.wait() == 0, run.output()
+            assert added.wait() == 0, added.output()
+        assert "taken up by another coordinator" in added.output()
+    assert Path(f"run/logs/{gone}.log").read_text().count(f"{gone} joined") == 1, "it has left for good"
+    assert last_weights(Path("run")) == last_weights(undisturbed)
+
+
+def test_launched_engines_outlive_coordinators_that_are_killed_or_hang(undisturbed: Path) -> None:
+    """The first is killed, and an engine with it; the second is stopped. Who lives is the same process to the end."""
+    before, config = leaks.segments(), write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/6")
+        (refit,), (kept, killed) = processes_of(run, "refit"), processes_of(run, "rollout")
+        (trainer,) = processes_of(run, "trainer")
+        coordinator_of(run).kill()
+        killed.kill()
+        run.wait_for(r"the coordinator was killed by SIGKILL; it is started again(.|\n)*step 4/6")
+        assert trainer.pid not in {process.pid for process in processes_of(run, "trainer")}
+        stopped = coordinator_of(run)
+        stopped.suspend()
+        run.wait_for(r"the coordinator was killed: no sign of life for \d+ s; it is started again")
+        run.wait_for(r"coordinator is lost: no sign of life for \d+ s; another goes on with the run, and expects")
+        assert not stopped.is_running(), "it cannot come back"
+        everybody = run.children()
+        assert {refit.pid, kept.pid} <= {process.pid for process in everybody}
+        assert run.wait() == 0, run.output()
+        assert all_gone(everybody, 20.0) == []
+    texts = [log.read_text() for log in Path("run/logs").glob("rollout-*.log")]
+    counts = sorted((text.count("joined"), text.count("taken up by another coordinator")) for text in texts)
+    assert counts == [(1, 2), (2, 1)]
+    assert_same_results("run", undisturbed)
+    assert_recorded("run", config)
+    assert "coordinator 2 times" in coordinator("diagnose", "run").stdout
+    assert leaks.segments_left(before) == set()
+
+
+def test_a_launched_engine_that_does_not_come_back_is_replaced_and_nothing_outlives_the_supervisor() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1000}, "cluster": SILENT})
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/1000")
+        engine = process_of(run, "rollout")
+        engine.suspend()
+        coordinator_of(run).kill()
+        run.wait_for(r"rollout-0 is lost: it has not come back .*; another is launched(.|\n)*step \d+/1000")
+        everybody = run.children()
+        assert engine not in everybody
+        run.signal(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+        assert all_gone([*everybody, engine], 20.0) == []
+
+
+def test_a_coordinator_that_is_replaced_counts_with_all_others_that_are() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1000}, "cluster": {"max_replacements": 1}})
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/1000")
+        coordinator_of(run).kill()
+        run.wait_for(r"is started again(.|\n)*step \d+/1000")
+        process_of(run, "rollout").kill()
+        assert run.wait() == 1
+    assert re.search(r"error: rollout-0 failed .*; processes were replaced 1 times before", run.output())
+
+
+def test_services_end_when_no_coordinator_comes() -> None:
+    config = write_config({"cluster": {"launch": {"trainers": 1, "refit": True}, "orphan_timeout_s": 3.0} | SILENT})
+    with Command("coordinator", "up", config) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", *joins(address)) as rollout:
+            run.wait_for("step 1/3")
+            services = run.children()
+            run.signal(signal.SIGKILL)
+            assert rollout.wait() == 70
+            assert "waiting for another one, up to 3 s" in rollout.output()
+            assert "ending: the coordinator was silent for " in rollout.output()
+            assert all_gone(services, 20.0) == []

@@ -1,0 +1,1 @@
+"""The trainer's backends, against plain loops."""
