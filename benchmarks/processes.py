@@ -1,7 +1,7 @@
 """The weight plane without a coordinator: trainers and engines in processes of their own, ordered by a benchmark.
 
-Each process runs the loop, the `Member` and the `Endpoint` that services run, over a pipe instead of a socket. What a
-benchmark wants beside the plane's orders (an alternative, new weights, a check) it asks for by name.
+Each process runs the loop, the `Member` and the `WeightClient` that services run, over a pipe instead of a socket. What
+a benchmark wants beside the plane's orders (an alternative, new weights, a check) it asks for by name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.distributed import TCPStore
 
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.messages import (
-    Attest,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     Failed,
     FromRefit,
     FromRollout,
@@ -30,6 +29,7 @@ from tandem.common.messages import (
     Message,
     PlanTransfers,
     Refit,
+    ReportDigests,
     Shutdown,
     ToRollout,
     TransfersPlanned,
@@ -38,9 +38,9 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
 from tandem.config import build_config, config_to_json
-from tandem.launch.service import Member, Service, _answer_orders
-from tandem.refit.endpoint import Endpoint
+from tandem.launch.service import Member, Service, _answer_commands
 from tandem.refit.service import RefitService
+from tandem.refit.weight_client import WeightClient
 
 if TYPE_CHECKING:
     from tandem.rollout.service import RolloutService
@@ -80,23 +80,23 @@ def config_json(verify: str, **policy: Any) -> bytes:
 class EndpointService:
     """A service that knows no orders but the weight plane's."""
 
-    endpoint: Endpoint
+    weight_client: WeightClient
 
     def verify(self, mode: str) -> None:
         """Verify like this from now on: so that one run has every way."""
-        self.endpoint._verify = mode  # type: ignore[assignment]
+        self.weight_client._verify = mode  # type: ignore[assignment]
 
-    def handle(self, order: Any, arrays: Arrays) -> None:
+    def handle(self, command: Any, arrays: Arrays) -> None:
         """Carry out one order."""
-        self.endpoint.handle(order)
+        self.weight_client.handle(command)
 
     def work(self) -> bool:
         """Go on with digests."""
-        return self.endpoint.work()
+        return self.weight_client.work()
 
     def close(self) -> None:
         """Leave all meshes."""
-        self.endpoint.close()
+        self.weight_client.close()
 
 
 class PipeLink:
@@ -139,7 +139,7 @@ def _serve(connection: Connection, make: Make, name: str, config: bytes, argumen
     )
     member = Member(link, welcome, "tcp://127.0.0.1:0")  # type: ignore[arg-type]
     service, link.asked = make(member, connection, *arguments)
-    _answer_orders(link, member, service)  # type: ignore[arg-type]
+    _answer_commands(link, member, service)  # type: ignore[arg-type]
     service.close()
 
 
@@ -154,7 +154,7 @@ class Remote:
         self.name = name
         self.connection = connection
 
-    def order(self, message: Message) -> None:
+    def command(self, message: Message) -> None:
         """Send an order."""
         self.connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in encode(message)]))
 
@@ -202,7 +202,7 @@ def started(make: Make, config: bytes, members: Mapping[str, Sequence[Any]]) -> 
             remotes[name] = Remote(name, connection)
         yield remotes
         for remote in remotes.values():
-            remote.order(Shutdown(reason="the benchmark is over"))
+            remote.command(Shutdown(reason="the benchmark is over"))
         for process in processes:
             process.join(TIMEOUT_S)
             assert process.exitcode == 0
@@ -256,38 +256,38 @@ class Plane:
         self._service = RefitService(Member(self._replies, welcome, ""))  # type: ignore[arg-type]
         self._ids = itertools.count(1)
         layouts = {remote.name: remote.ask("layout") for remote in [*trainers, *engines]}
-        order = PlanTransfers(
+        command = PlanTransfers(
             sources={remote.name: layouts[remote.name] for remote in trainers},
             destinations={remote.name: layouts[remote.name] for remote in engines},
             allow_alias=alias,
             alias_frozen=alias_frozen,
             **self.promise(),
         )
-        self.planned: TransfersPlanned = self._serve(order)
+        self.planned: TransfersPlanned = self._serve(command)
         for remote in [*trainers, *engines]:
-            remote.order(InstallProgram(programs=(self.planned.programs[remote.name],), **self.promise()))
+            remote.command(InstallProgram(programs=(self.planned.programs[remote.name],), **self.promise()))
         for remote in [*trainers, *engines]:
             remote.receive()
         self._connect()
 
     def _connect(self) -> None:
         """Connect the meshes, where weights are streamed."""
-        if not self.planned.meshes:
+        if not self.planned.transfer_groups:
             return
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         remotes = {remote.name: remote for remote in [*self.trainers, *self.engines]}
-        for mesh in self.planned.meshes:
-            for name in mesh.members:
-                order = ConnectMesh(
-                    mesh=mesh.name,
-                    members=mesh.members,
+        for transfer_group in self.planned.transfer_groups:
+            for name in transfer_group.members:
+                command = ConnectTransferGroup(
+                    transfer_group=transfer_group.name,
+                    members=transfer_group.members,
                     epoch=0,
                     rendezvous_host="127.0.0.1",
                     rendezvous_port=self._store.port,
                     **self.promise(),
                 )
-                remotes[name].order(order)
-            for name in mesh.members:
+                remotes[name].command(command)
+            for name in transfer_group.members:
                 remotes[name].receive()
 
     def promise(self) -> dict[str, Any]:
@@ -296,10 +296,10 @@ class Plane:
 
     def refit(self, version: int, *, is_first: bool = False) -> int:
         """Have every engine hold a version, the first one with what never changes; return the bytes that were moved."""
-        newcomers = tuple(engine.name for engine in self.engines) if is_first else ()
+        joining_engines = tuple(engine.name for engine in self.engines) if is_first else ()
         senders = [remote for remote in self.trainers if remote.name in self.planned.senders]
         for remote in [*senders, *self.engines]:
-            remote.order(Refit(version=version, newcomers=newcomers, **self.promise()))
+            remote.command(Refit(version=version, joining_engines=joining_engines, **self.promise()))
         for remote in senders:
             remote.receive()
         return sum(sum(engine.receive().num_bytes.values()) for engine in self.engines)
@@ -307,12 +307,12 @@ class Plane:
     def order_attestation(self, version: int) -> None:
         """Have the version digested everywhere."""
         for remote in [*self.trainers, *self.engines]:
-            remote.order(Attest(version=version, **self.promise()))
+            remote.command(ReportDigests(version=version, **self.promise()))
 
     def commit(self, version: int, digests: Mapping[str, bytes]) -> None:
         """Have the refit service compare the digests; they must agree."""
-        order = CommitVersion(version=version, digests=dict(digests), has_update=True, **self.promise())
-        committed: VersionCommitted = self._serve(order)
+        command = CommitVersion(version=version, digests=dict(digests), has_update=True, **self.promise())
+        committed: VersionCommitted = self._serve(command)
         assert committed.differing == {}
         assert committed.digest != 0
 
@@ -322,8 +322,8 @@ class Plane:
         remotes = [*self.trainers, *self.engines]
         self.commit(version, {remote.name: remote.receive().digests[0] for remote in remotes})
 
-    def _serve(self, order: Any) -> Any:
-        self._service.handle(order, {})
+    def _serve(self, command: Any) -> Any:
+        self._service.handle(command, {})
         return _FROM_REFIT.decode(self._replies.replies.pop()).message
 
 

@@ -8,7 +8,7 @@ import torch
 from processes import EndpointService
 
 from tandem.launch.service import Member
-from tandem.refit.endpoint import Endpoint
+from tandem.refit.weight_client import WeightClient
 from tandem.trainer.shards import weights_of
 
 
@@ -19,7 +19,7 @@ class Trainer(EndpointService):
         self._model = _model(folder)
         weights = weights_of(dict(self._model.named_parameters()))
         self.layout = weights.layout
-        self.endpoint = Endpoint(member, weights)
+        self.weight_client = WeightClient(member, weights)
 
     def write(self, version: int) -> None:
         """Be the optimizer: change every parameter."""

@@ -142,17 +142,17 @@ class Rollouts:
     def seconds(self, way: str) -> float:
         """Make them all; return how long that took."""
         self._engine.ask("choose", way)
-        order = self._order()
+        command = self._command()
         begun = time.perf_counter()
-        self._engine.order(order)
+        self._engine.command(command)
         while not isinstance((received := self._engine.receive_all())[0], Generated):
             assert all(sample.num_turns == NUM_TURNS for sample in received[0].samples)
         seconds = time.perf_counter() - begun
-        taken = self._engine.ask("take", order.command_id)
+        taken = self._engine.ask("take", command.command_id)
         self.tokens[way] = {(group, sample): token_ids for group, sample, token_ids in taken}
         return seconds
 
-    def _order(self) -> Generate:
+    def _command(self) -> Generate:
         promise = self._plane.promise()
         groups = tuple(
             PromptGroup(

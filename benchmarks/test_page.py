@@ -161,8 +161,8 @@ def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path:
     def step() -> None:
         record = next(of_run)
         for number in range(64):
-            order = Train(command_id=number + 1, deadline_s=1.0, step=record.step, sources={})
-            timeline.sent(f"trainer-{number}", order, record.step)
+            command = Train(command_id=number + 1, deadline_s=1.0, step=record.step, sources={})
+            timeline.sent(f"trainer-{number}", command, record.step)
         timeline.give_up(lambda command_id: False, record.step + 0.5)
         timeline.commit(record.step, 1.0, record.step + 1.0)
         file.append(record)

@@ -31,9 +31,9 @@ from tandem.refit import layout
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.endpoint import Endpoint, Weights, device_name
 from tandem.refit.layout import Address
 from tandem.refit.transports import cuda_ipc, shm
+from tandem.refit.weight_client import WeightClient, Weights, device_name
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
 NUM_ROUNDS = 7
@@ -83,7 +83,7 @@ class Process(EndpointService):
         self.member = member
 
     def serve(self) -> None:
-        self.endpoint = Endpoint(self.member, Weights(self.layout, self.parameters))
+        self.weight_client = WeightClient(self.member, Weights(self.layout, self.parameters))
 
 
 class Trainer(Process):

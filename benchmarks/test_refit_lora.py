@@ -25,9 +25,9 @@ from smoke import IS_SMOKE, sized
 
 from tandem.launch.service import Member
 from tandem.refit import layout
-from tandem.refit.endpoint import Endpoint, Weights
 from tandem.refit.layout import LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
+from tandem.refit.weight_client import WeightClient, Weights
 
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))
 RANK, SCALE = 16, 2.0
@@ -88,7 +88,7 @@ class Process(EndpointService):
             self.layout = msgspec.structs.replace(self.layout, tensors=tuple(told))
         self.write(0, first=True)
         self._weights = Weights(self.layout, self.tensors)
-        self.endpoint = Endpoint(member, self._weights)
+        self.weight_client = WeightClient(member, self._weights)
 
     def close(self) -> None:
         """Leave all meshes."""

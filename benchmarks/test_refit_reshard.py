@@ -105,7 +105,7 @@ class Process:
         ways = (self.connect, self.write, self.clear, self.check, self.run, self.broadcast)
         return {way.__name__: way for way in ways}
 
-    def handle(self, order: Any, arrays: Any) -> None:
+    def handle(self, command: Any, arrays: Any) -> None:
         raise AssertionError("no orders are given")
 
     def work(self) -> bool:
@@ -119,9 +119,9 @@ class Process:
 
     def connect(self, port: int) -> None:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-        for mesh in self.program.meshes:
-            self.groups[mesh.name] = process_group.connect(
-                mesh, self.name, PrefixStore("ours", store), torch.device("cpu"), TIMEOUT_S
+        for transfer_group in self.program.transfer_groups:
+            self.groups[transfer_group.name] = process_group.connect(
+                transfer_group, self.name, PrefixStore("ours", store), torch.device("cpu"), TIMEOUT_S
             )
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         world_size = self.facts["trainers"] + self.facts["engines"]

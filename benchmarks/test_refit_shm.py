@@ -3,7 +3,7 @@
 One thread a process. Every round runs every way, so that whatever else the machine does meets all of them. What is
 timed is what one refit costs, from the order until the last element is in the parameters of every receiver, which
 exist beforehand: ours as the whole transaction. The default verifies in full, beside the next generation, which begins
-when the last element is there; `until attested` waits for the digests of both sides, with nothing beside them. What the
+when the last element is there; `until verified` waits for the digests of both sides, with nothing beside them. What the
 digests cost a generation that runs beside them is measured by `test_refit_verify.py`.
 Setting up (binding, process groups, queues) is not timed; nor is training, which ours needs to be finished just as
 every other way does. With two senders each holds half of the rows of each tensor, and sends them to every receiver.
@@ -37,9 +37,9 @@ from smoke import sized
 
 from tandem.launch.service import Member
 from tandem.refit import layout
-from tandem.refit.endpoint import Endpoint, Weights
 from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides
 from tandem.refit.transports import shm
+from tandem.refit.weight_client import WeightClient, Weights
 
 SIZES_MB = {"512 MB": 512, "4 GB": 4096}
 if size := os.environ.get("BENCHMARK_MB", sized("", "63")):
@@ -100,7 +100,7 @@ class Process(EndpointService):
             rows = rows_of(shape, member.index, self.num_senders) if self.is_sender else slice(0, shape[0])
             self.tensors[name] = torch.zeros(rows.stop - rows.start, *shape[1:])
         self.layout = self._describe()
-        self.endpoint = Endpoint(member, Weights(self.layout, self.tensors))
+        self.weight_client = WeightClient(member, Weights(self.layout, self.tensors))
         self.bucket = torch.zeros(BUCKET_BYTES // 4)
 
     def _describe(self) -> layout.Layout:

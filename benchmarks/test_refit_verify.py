@@ -77,7 +77,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
 
     return service, {
         "layout": lambda: layout.encode(service.parts.engine.layouts()[0]),
-        "verify": lambda mode: setattr(service.parts.endpoint, "_verify", mode),
+        "verify": lambda mode: setattr(service.parts.weight_client, "_verify", mode),
         "watch": watch,
         "forget": first.clear,
         "first": lambda: first[0],
@@ -101,7 +101,7 @@ class Bench:
 
     def __init__(self, trainer: Remote, engine: Remote, config: bytes, *, alias: bool) -> None:
         self.trainer, self.engine = trainer, engine
-        engine.order(BuildEngine(command_id=0, deadline_s=300.0))
+        engine.command(BuildEngine(command_id=0, deadline_s=300.0))
         engine.receive()
         engine.ask("watch")
         self.plane = Plane([trainer], [engine], config, alias=alias)
@@ -143,16 +143,16 @@ class Bench:
             remote.ask("verify", verify)
         self.trainer.ask("write", self.version)
         self.engine.ask("forget")
-        order = self.generate()
+        command = self.generate()
         started_at = clock()
         self.plane.refit(self.version)
         self.until_held[verify].append(clock() - started_at)
         if verify != "off":
             self.plane.order_attestation(self.version)
-        self.engine.order(order)
+        self.engine.command(command)
         self._await_all(verify, started_at)
         first_tokens: dict[int, set[int]] = {}
-        for group, _, token_ids in self.engine.ask("take", order.command_id):
+        for group, _, token_ids in self.engine.ask("take", command.command_id):
             first_tokens.setdefault(group, set()).add(token_ids[NUM_PROMPT])
         expected = {group: {self.trainer.ask("expected", ids)} for group, ids in enumerate(self.prompts)}
         assert first_tokens == expected

@@ -60,7 +60,7 @@ from tandem.common.wire import Codec, Frames, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.members.members import Pulse, Registry
+from tandem.coordinator.members.members import HeartbeatSettings, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
@@ -106,8 +106,8 @@ def stand_in(address: str, kind: ServiceKind) -> None:
     context.destroy(linger=0)
 
 
-def answers(order: Any) -> Iterator[Frames]:
-    match order:
+def answers(command: Any) -> Iterator[Frames]:
+    match command:
         case BuildTrainer(command_id=command_id):
             yield encode(
                 TrainerBuilt(
@@ -135,17 +135,17 @@ def answers(order: Any) -> Iterator[Frames]:
                 )
             )
         case Generate():
-            yield from generated(order)
+            yield from generated(command)
         case _:
             pass
 
 
-def generated(order: Generate) -> Iterator[Frames]:
+def generated(command: Generate) -> Iterator[Frames]:
     """Finish one sample after the other, each in a message of its own; with their arrays in the former way."""
-    with_arrays = order.sampling.temperature == FORMER
-    num_made = order.sampling.max_new_tokens
+    with_arrays = command.sampling.temperature == FORMER
+    num_made = command.sampling.max_new_tokens
     num_samples = 0
-    for group in order.groups:
+    for group in command.groups:
         for sample in range(len(group.seeds)):
             num_samples += 1
             scored = SampleScored(
@@ -164,15 +164,15 @@ def generated(order: Generate) -> Iterator[Frames]:
                 response="",
             )
             finished = SamplesFinished(
-                command_id=order.command_id, step=order.step, purpose=order.purpose, samples=(scored,)
+                command_id=command.command_id, step=command.step, purpose=command.purpose, samples=(scored,)
             )
             arrays = arrays_of(group, num_made).columns if with_arrays else None
             yield encode(finished, arrays)
     yield encode(
         Generated(
-            command_id=order.command_id,
-            step=order.step,
-            purpose=order.purpose,
+            command_id=command.command_id,
+            step=command.step,
+            purpose=command.purpose,
             num_samples=num_samples,
             num_tokens=num_samples * num_made,
             seconds={},
@@ -224,8 +224,8 @@ class Cluster:
         self.config = config_of(num_ranks, num_engines, length)
         limits = Limits(vocabulary=VOCABULARY, max_tokens=length, max_turns=1)
         expected: dict[ServiceKind, int] = {"trainer": num_ranks, "rollout": num_engines}
-        pulse = Pulse(interval_s=1000.0, timeout_s=1000.0)
-        self.registry = Registry(listening, expected, b"{}", "run", pulse, Replies(limits))
+        heartbeat = HeartbeatSettings(interval_s=1000.0, timeout_s=1000.0)
+        self.registry = Registry(listening, expected, b"{}", "run", heartbeat, Replies(limits))
         self.ranks = [f"trainer-{i}" for i in range(num_ranks)]
         self.engines = [f"rollout-{i}" for i in range(num_engines)]
         self.prompts = {
@@ -263,13 +263,13 @@ class Cluster:
         self._command_id += 1
         return {"command_id": self._command_id, "deadline_s": DEADLINE_S}
 
-    def send(self, member: str, order: Any, arrays: Any = None) -> None:
-        frames = encode(order, arrays)
+    def send(self, member: str, command: Any, arrays: Any = None) -> None:
+        frames = encode(command, arrays)
         self.bytes_sent += sum(map(len, frames))
-        self.registry.order(member, order, frames)
+        self.registry.command(member, command, frames)
 
-    def ask(self, member: str, order: Any) -> Replied:
-        self.send(member, order)
+    def ask(self, member: str, command: Any) -> Replied:
+        self.send(member, command)
         return next(iter(self.replies(1)))
 
     def replies(self, count: int) -> Iterator[Replied]:
@@ -282,7 +282,7 @@ class Cluster:
                 count -= not isinstance(event.reply, SamplesFinished)
                 yield event
 
-    def orders(self, way: float) -> Iterator[tuple[str, Generate]]:
+    def commands(self, way: float) -> Iterator[tuple[str, Generate]]:
         sampling = SamplingParameters(
             temperature=way, top_p=1.0, top_k=0, max_new_tokens=self._num_made, stop_token_ids=(2,), stop_strings=()
         )
@@ -321,12 +321,12 @@ class Cluster:
         groups = GroupTable()
         groups.draw(self._step + 1, "train", NUM_GROUPS)
         waiting: Any = None
-        for engine, order in self.orders(OURS):
+        for engine, command in self.commands(OURS):
             if waiting is None:
                 sizes = [GroupSize(num_samples=GROUP_SIZE, num_tokens=1)] * NUM_GROUPS
                 waiting = groups.add(self._step, "train", sizes)
-            groups.assign([waiting[group.group] for group in order.groups], engine, order.command_id)
-            self.send(engine, order)
+            groups.assign([waiting[group.group] for group in command.groups], engine, command.command_id)
+            self.send(engine, command)
         times.append(time.process_time())
         sent_to_engines = self.bytes_sent
         for event in self.replies(len(self.engines)):
@@ -336,14 +336,14 @@ class Cluster:
         assert of_step is not None
         times.append(time.process_time())
         made = [
-            batches.order(
+            batches.command(
                 DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()), of_step.records
             )
             for rank in self.ranks
         ]
         times.append(time.process_time())
-        for rank, (order, arrays, _) in zip(self.ranks, made, strict=True):
-            self.send(rank, order, arrays)
+        for rank, (command, arrays, _) in zip(self.ranks, made, strict=True):
+            self.send(rank, command, arrays)
         for _ in self.replies(len(self.ranks)):
             pass
         times.append(time.process_time())
@@ -357,8 +357,8 @@ class Cluster:
         codec: Codec[Any] = Codec(FromRollout)
         bundles: dict[tuple[int, int], Batch] = {}
         began = time.process_time()
-        for engine, order in self.orders(FORMER):
-            self.registry.send(engine, encode(order))
+        for engine, command in self.commands(FORMER):
+            self.registry.send(engine, encode(command))
         num_done, deadline = 0, time.monotonic() + DEADLINE_S
         while num_done < len(self.engines):
             assert time.monotonic() < deadline
@@ -380,10 +380,10 @@ class Cluster:
         )
         self.bytes_to_ranks = 0
         for rank in self.ranks:
-            order = Train(**self.command(), step=self._step, sources={})
-            frames = encode(order, batch.columns)
+            command = Train(**self.command(), step=self._step, sources={})
+            frames = encode(command, batch.columns)
             self.bytes_to_ranks += sum(map(len, frames))
-            self.registry.order(rank, order, frames)
+            self.registry.command(rank, command, frames)
         for _ in self.replies(len(self.ranks)):
             pass
         return {"all": time.process_time() - began}

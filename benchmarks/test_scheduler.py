@@ -17,11 +17,10 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common.messages import (
-    Attest,
-    Attested,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
+    DigestsReported,
     EngineBuilt,
     Generated,
     InstallProgram,
@@ -33,6 +32,7 @@ from tandem.common.messages import (
     Refitted,
     RendezvousOpened,
     Reply,
+    ReportDigests,
     SampleScored,
     SamplesFinished,
     Trained,
@@ -50,13 +50,13 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DrawPrompts,
     Event,
-    FindKept,
+    FindRestored,
     Finish,
     GroupSize,
     Joined,
-    KeptFound,
     PromptsDrawn,
     Replied,
+    RestoredFound,
 )
 from tandem.coordinator.scheduler.spec import Balance, Deadlines
 from tandem.coordinator.scheduler.tables import Tables
@@ -116,8 +116,8 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
             memory=MEMORY,
         )
         return [trained]
-    command_id = action.order.command_id
-    match action.order:
+    command_id = action.command.command_id
+    match action.command:
         case OpenRendezvous():
             return [RendezvousOpened(command_id=command_id, host="localhost", port=1)]
         case BuildTrainer():
@@ -129,7 +129,7 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
                 command_id=command_id,
                 programs=dict.fromkeys([*sources, *destinations], b""),
                 senders=(),
-                meshes=(),
+                transfer_groups=(),
                 num_bytes={},
                 predicted_s=0.0,
                 bound_s=0.0,
@@ -140,8 +140,8 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
             return [ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)]
         case Refit(version=version):
             return [Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)]
-        case Attest(version=version):
-            return [Attested(command_id=command_id, version=version, digests=(b"",), seconds=0.0)]
+        case ReportDigests(version=version):
+            return [DigestsReported(command_id=command_id, version=version, digests=(b"",), seconds=0.0)]
         case CommitVersion(version=version):
             return [VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)]
         case other:
@@ -202,8 +202,8 @@ class Simulation:
 
     def _answer(self, action: Action) -> None:
         match action:
-            case FindKept():
-                self._events.append(KeptFound(now=0.0, groups={}))
+            case FindRestored():
+                self._events.append(RestoredFound(now=0.0, groups={}))
             case DrawPrompts(step=step, purpose=purpose, groups=groups):
                 sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
                 self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))

@@ -44,8 +44,8 @@ from tandem.config.schema.generation import VllmCfg  # noqa: E402
 from tandem.launch.service import Member  # noqa: E402
 from tandem.refit import layout  # noqa: E402
 from tandem.refit.digests.task import digest_layout  # noqa: E402
-from tandem.refit.endpoint import Endpoint  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
+from tandem.refit.weight_client import WeightClient  # noqa: E402
 from tandem.rollout.engine import Request  # noqa: E402
 from tandem.rollout.engines.vllm.engine import VllmEngine  # noqa: E402
 
@@ -99,7 +99,7 @@ class Trainer(EndpointService):
         self.model = model.requires_grad_(False)
         share(dict(model.named_parameters()))
         self.weights = weights_of(dict(model.named_parameters()))
-        self.endpoint = Endpoint(member, self.weights)
+        self.weight_client = WeightClient(member, self.weights)
 
     def layout(self) -> bytes:
         return layout.encode(self.weights.layout)

@@ -24,7 +24,7 @@ from tandem.common.keys import KeyPair, MemberKeys, RunKeys, read_run_keys
 from tandem.common.messages import Listener
 from tests.fuzz.frames import FRAMES, Frames
 from tests.harness.members import dealer_with
-from tests.harness.processes.relay import enrolled
+from tests.harness.processes.relay import registered
 from tests.harness.runs.by_hand import in_folder
 from tests.harness.runs.running import Command, processes_of, wait_until, write_config
 from tests.harness.strangers import KINDS, Stranger
@@ -130,7 +130,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attack]:
         run_keys = read_run_keys(Path("run"))
         assert run_keys is not None
         # Before there is a trainer: later there is no place for another.
-        trainer, placeless = (enrolled(address, "trainer", run_keys) for _ in range(2))
+        trainer, placeless = (registered(address, "trainer", run_keys) for _ in range(2))
         file = Path("trainer.json")
         file.touch(mode=0o600)
         mine = MemberKeys(coordinator=run_keys.coordinator.public, own=trainer, is_joining=False)

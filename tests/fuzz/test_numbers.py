@@ -130,7 +130,7 @@ def test_whatever_environments_return_becomes_a_finite_batch(fuzz: settings) -> 
         records = []
         for place, reward in enumerate(rewards):
             score = Score(reward, correct=True, components={"a": reward, "b": other})
-            outcome = outcome_of(Call(1, problem, ()), lambda *_, s=score: s, converses=False, module="")
+            outcome = outcome_of(Call(1, problem, ()), lambda *_, s=score: s, is_multi_turn=False, module="")
             if isinstance(outcome, Failure):
                 assert not all(math.isfinite(value) and abs(value) <= LARGEST for value in (reward, other))
                 outcome = Score(0.0, correct=False, components={"a": 0.0, "b": 0.0})

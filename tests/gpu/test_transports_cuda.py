@@ -20,7 +20,7 @@ from tandem.refit import layout, program, trials
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import cuda_ipc, process_group
 from tandem.refit.transports.process_group import Message
 from tests.simulated_gpu.run import IS_RUNNING
@@ -175,7 +175,8 @@ def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
     own = program.decode(encoded)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     groups = {
-        mesh.name: process_group.connect(mesh, "trainer-0", store, torch.device("cuda:1"), 60.0) for mesh in own.meshes
+        transfer_group.name: process_group.connect(transfer_group, "trainer-0", store, torch.device("cuda:1"), 60.0)
+        for transfer_group in own.transfer_groups
     }
     bound = bind(own, held, groups)
     for _ in range(2):
@@ -187,12 +188,12 @@ def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
 
 def receive_from_nobody(wire: Connection, port: int) -> None:
     """Connect a mesh, and wait for a message of a peer that is killed before it sends one; then for a while."""
-    mesh = Mesh("m", ("rollout-0", "trainer-0"), "cuda")
+    transfer_group = TransferGroup("m", ("rollout-0", "trainer-0"), "cuda")
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.cuda.set_device(0)
     wire.send_bytes(b"here")
     wire.recv_bytes()
-    group = process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 10.0)
+    group = process_group.connect(transfer_group, "rollout-0", store, torch.device("cuda:0"), 10.0)
     wire.send_bytes(b"connected")
     wire.recv_bytes()
     works: list[Any] = []
@@ -204,11 +205,11 @@ def receive_from_nobody(wire: Connection, port: int) -> None:
 def connect_and_wait(wire: Connection, port: int) -> None:
     """Connect the mesh of `receive_from_nobody`."""
     torch.cuda.set_device(1)
-    mesh = Mesh("m", ("rollout-0", "trainer-0"), "cuda")
+    transfer_group = TransferGroup("m", ("rollout-0", "trainer-0"), "cuda")
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     wire.send_bytes(b"here")
     wire.recv_bytes()
-    _group = process_group.connect(mesh, "trainer-0", store, torch.device("cuda:1"), 10.0)
+    _group = process_group.connect(transfer_group, "trainer-0", store, torch.device("cuda:1"), 10.0)
     wire.send_bytes(b"connected")
     wire.recv_bytes()
 
@@ -248,11 +249,11 @@ def test_who_waits_for_a_peer_that_is_lost_lives(monkeypatch: pytest.MonkeyPatch
 
 @NEEDS_TWO
 def test_who_connects_with_a_member_that_is_lost_meanwhile_gives_up() -> None:
-    mesh, store = Mesh("m", ("rollout-0", "trainer-0"), "cuda"), meeting()
-    process_group.announce(mesh, "trainer-0", store)
+    transfer_group, store = TransferGroup("m", ("rollout-0", "trainer-0"), "cuda"), meeting()
+    process_group.announce(transfer_group, "trainer-0", store)
     started = time.monotonic()
     with pytest.raises(RefitError, match=r"could not connect mesh 'm': the deadline passed"):
-        process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 3.0)
+        process_group.connect(transfer_group, "rollout-0", store, torch.device("cuda:0"), 3.0)
     assert time.monotonic() - started < 30
 
 
@@ -266,7 +267,7 @@ def test_a_gpu_and_a_cpu_stream_over_memory_of_the_host(sender: str) -> None:
         for member, kind in kinds.items()
     }
     made = plan({"trainer-0": layouts["trainer-0"]}, {"rollout-0": layouts["rollout-0"]}, allow_alias=False)
-    assert [mesh.device_type for mesh in made.meshes] == ["cpu"]
+    assert [transfer_group.device_type for transfer_group in made.transfer_groups] == ["cpu"]
     held = {"trainer-0": {name: values(name, 1).to(kinds["trainer-0"]) for name in SHAPES}}
     held["rollout-0"] = {name: torch.zeros_like(values(name, 1), device=kinds["rollout-0"]) for name in SHAPES}
 
@@ -274,7 +275,10 @@ def test_a_gpu_and_a_cpu_stream_over_memory_of_the_host(sender: str) -> None:
         own = made.programs[member]
         device = next(iter(held[member].values())).device
         store = torch.distributed.TCPStore("127.0.0.1", master.port, is_master=False)
-        groups = {mesh.name: process_group.connect(mesh, member, store, device, 60.0) for mesh in own.meshes}
+        groups = {
+            transfer_group.name: process_group.connect(transfer_group, member, store, device, 60.0)
+            for transfer_group in own.transfer_groups
+        }
         return bind(own, held[member], groups)
 
     with ThreadPoolExecutor(2) as pool:
@@ -297,8 +301,8 @@ def test_weights_stream_over_nccl() -> None:
         own = made.programs["rollout-0"]
         held = {name: torch.zeros(s, dtype=torch.bfloat16, device="cuda:0") for name, s in SHAPES.items()}
         groups = {
-            mesh.name: process_group.connect(mesh, "rollout-0", store, torch.device("cuda:0"), 60.0)
-            for mesh in own.meshes
+            transfer_group.name: process_group.connect(transfer_group, "rollout-0", store, torch.device("cuda:0"), 60.0)
+            for transfer_group in own.transfer_groups
         }
         bound = bind(own, held, groups)
         for _ in range(2):

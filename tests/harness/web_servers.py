@@ -56,7 +56,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 from tandem.common.messages import GuestServer
-from tandem.observe.run_folder.guest_servers import GuestServersFile
+from tandem.observe.run_folder.engine_servers import GuestServersFile
 from tandem.observe.run_folder.journal import Journal
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.proxy import serve_run

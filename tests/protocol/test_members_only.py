@@ -38,7 +38,7 @@ from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
 from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
 from tandem.samples.batch import Batch
@@ -52,8 +52,8 @@ UNIONS: dict[ServiceKind, Any] = {"trainer": ToTrainer, "rollout": ToRollout, "r
 JOINING = MemberKeys(coordinator=RUN.coordinator.public, own=RUN.joining, is_joining=True)
 
 
-def hello(kind: ServiceKind, enrols: str | None = None) -> Hello:
-    return Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, enrols=enrols)
+def hello(kind: ServiceKind, registers: str | None = None) -> Hello:
+    return Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, registers=registers)
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def listening() -> Iterator[Listening]:
 def registry(listening: Listening) -> Registry:
     expected: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
     limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
-    return Registry(listening, expected, SECRET, "run", Pulse(interval_s=0.1, timeout_s=100.0), Replies(limits))
+    return Registry(
+        listening, expected, SECRET, "run", HeartbeatSettings(interval_s=0.1, timeout_s=100.0), Replies(limits)
+    )
 
 
 def events(registry: Registry, until: Callable[[Event], bool]) -> list[Event]:
@@ -96,7 +98,7 @@ def test_a_stranger_at_the_coordinator_reads_nothing_and_does_not_join(
     with strangers(listening.hub.at) as those:
         for stranger in those.values():
             stranger.say(encode(hello("refit")))
-            stranger.say(encode(hello("refit", enrols=MEMBER.public)))
+            stranger.say(encode(hello("refit", registers=MEMBER.public)))
         link = join(registry, "refit")
         assert registry.members.keys() == {"refit-0"}, "the one with the key took the only place"
         assert MEMBER.public not in listening.admitted
@@ -159,8 +161,8 @@ def test_who_is_shut_out_is_not_heard_over_the_connection_that_it_has() -> None:
 
 def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening: Listening) -> None:
     limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
-    pulse = Pulse(interval_s=0.1, timeout_s=100.0)
-    registry = Registry(listening, {"rollout": 1}, SECRET, "run", pulse, Replies(limits), max_rollouts=3)
+    heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=100.0)
+    registry = Registry(listening, {"rollout": 1}, SECRET, "run", heartbeat, Replies(limits), max_rollouts=3)
     links = [join(registry, "rollout") for _ in range(3)]
     assert [*registry.members] == ["rollout-0", "rollout-1", "rollout-2"]
     reason = registry.names.refusal(hello("rollout")).reason

@@ -27,8 +27,8 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
-from tandem.coordinator.members.known_members import Earlier, KnownMembers
-from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.known_members import KnownMembers, MembersSnapshot
+from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
@@ -45,17 +45,17 @@ BEFORE, AFTER = 7, (1 << 32) + 1
 class Coordinator:
     """A coordinator's socket and its members; the next one of the run if `earlier` are there."""
 
-    def __init__(self, run: Path, earlier: Earlier | None = None, patience_s: float = 60.0) -> None:
+    def __init__(self, run: Path, earlier: MembersSnapshot | None = None, patience_s: float = 60.0) -> None:
         known = () if earlier is None else earlier.keys
         self.listening = Listening(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
         self.known = KnownMembers(run, self.listening.hub.address, is_kept=True, earlier=earlier)
-        pulse = Pulse(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
+        heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
         replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
-        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", pulse, replies, known=self.known)
+        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known=self.known)
         if earlier is not None:
             self.registry.names.send_away(earlier.leaving)
             self.registry.names.expect_back(earlier.staying, ())
-        assert self.registry.begin_term() == []
+        assert self.registry.begin_attempt() == []
 
     def events(self, until: Callable[[Event], bool]) -> list[Event]:
         """Return what happens up to something."""
@@ -83,10 +83,10 @@ class Coordinator:
         thread.join(WAIT_S)
         return link
 
-    def order(self, name: str, command_id: int) -> None:
+    def command(self, name: str, command_id: int) -> None:
         """Ask the refit service for something."""
-        order = CommitVersion(command_id=command_id, deadline_s=9.0, version=3, digests={}, has_update=False)
-        self.registry.order(name, order, encode(order))
+        command = CommitVersion(command_id=command_id, deadline_s=9.0, version=3, digests={}, has_update=False)
+        self.registry.command(name, command, encode(command))
 
     def die(self) -> None:
         """Be gone, as after kill -9: nobody is told."""
@@ -107,7 +107,7 @@ class Cluster:
         for link in self.links.values():
             stack.callback(link.close, "the test is over")
 
-    def begin(self, earlier: Earlier | None = None, patience_s: float = 60.0) -> Coordinator:
+    def begin(self, earlier: MembersSnapshot | None = None, patience_s: float = 60.0) -> Coordinator:
         """Begin a coordinator."""
         coordinator = Coordinator(self.run, earlier, patience_s)
         self._sockets.callback(coordinator.die)
@@ -118,12 +118,12 @@ class Cluster:
         """The key of the trainer that joined first."""
         return self.links["trainer-0"].own.public
 
-    def earlier(self) -> Earlier:
+    def earlier(self) -> MembersSnapshot:
         """Return those who are taken up, as the next coordinator finds them."""
         admitted = read_admitted(self.run)
         assert admitted is not None
         staying = {name: key for name, key in admitted.members.items() if not name.startswith("trainer")}
-        return Earlier(address=admitted.address, staying=staying, leaving=(admitted.members["trainer-0"],))
+        return MembersSnapshot(address=admitted.address, staying=staying, leaving=(admitted.members["trainer-0"],))
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is_over(cluster: Cluster) -> None:
     first, refit = cluster.first, cluster.links["refit-0"]
-    first.order("refit-0", BEFORE)
+    first.command("refit-0", BEFORE)
     ordered = refit.receive(WAIT_S)
     assert ordered is not None
     first.die()
@@ -143,10 +143,10 @@ def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is
     second.joined("refit-0", "rollout-0")
     assert second.registry.members.keys() == {"refit-0", "rollout-0"}
     refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
-    second.order("refit-0", AFTER)
-    order = refit.receive(WAIT_S)
-    assert order is not None
-    assert order.message.command_id == AFTER
+    second.command("refit-0", AFTER)
+    command = refit.receive(WAIT_S)
+    assert command is not None
+    assert command.message.command_id == AFTER
     refit.send(encode(VersionCommitted(command_id=AFTER, version=3, differing={}, digest=0)))
     (*others, reply) = second.events(lambda event: isinstance(event, Replied))
     assert isinstance(reply, Replied)
@@ -193,7 +193,7 @@ def test_a_trainer_of_before_is_told_to_go_and_makes_way_for_another(cluster: Cl
     assert "another coordinator goes on" in told_to_go(cluster.links["trainer-0"]).reason
     trainer = second.join("trainer")
     cluster.stack.callback(trainer.close, "the test is over")
-    second.order("refit-0", AFTER)  # with any order rollouts hear who may fetch samples now
+    second.command("refit-0", AFTER)  # with any order rollouts hear who may fetch samples now
     deadline = time.monotonic() + WAIT_S
     while cluster.links["rollout-0"].trainers.keys() != (trainer.own.public,):
         assert time.monotonic() < deadline
@@ -215,7 +215,7 @@ def test_who_was_shut_out_before_has_no_place_with_the_next_one(cluster: Cluster
 def test_a_member_that_nobody_knows_any_more_goes_by_itself(cluster: Cluster) -> None:
     earlier = cluster.earlier()
     cluster.first.die()
-    cluster.begin(Earlier(address=earlier.address))
+    cluster.begin(MembersSnapshot(address=earlier.address))
     for link in cluster.links.values():
         assert "does not accept the key of this process" in told_to_go(link).reason
 
@@ -271,7 +271,7 @@ def test_the_place_of_a_launched_one_is_kept(cluster: Cluster) -> None:
     cluster.first.die()
     earlier = cluster.earlier()
     cluster.links["refit-0"].close("it only hangs")
-    second = cluster.begin(Earlier(address=earlier.address))
+    second = cluster.begin(MembersSnapshot(address=earlier.address))
     second.registry.names.expect_back({"refit-0": earlier.staying["refit-0"]}, ["refit-0"])
     link: Link[Any] = Link(second.registry.address, "refit", "another", ToRefit, JOINING)
     hello = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)

@@ -10,12 +10,12 @@ import time
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
 from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
-from tandem.coordinator.members.members import Pulse, Registry
+from tandem.coordinator.members.members import HeartbeatSettings, Registry
 from tandem.coordinator.members.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Joined, Lost
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
-PULSE = Pulse(interval_s=0.1, timeout_s=1.0)
+PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)
 STALL_S = 3.0
 WAIT_S = 20.0
 CHILD = f"""

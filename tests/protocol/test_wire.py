@@ -91,11 +91,11 @@ ARRAYS = {
 
 def test_arrays_arrive_to_the_bit_in_both_directions(hub: Hub) -> None:
     link, peer = joined(hub)
-    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
-    hub.send(peer, encode(order, ARRAYS))
+    command = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
+    hub.send(peer, encode(command, ARRAYS))
     received = link.receive(10.0)
     assert received is not None
-    assert received.message == order
+    assert received.message == command
     link.send(encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0), received.arrays))
     _, reply, arrays = next_from(hub, VersionCommitted)
     assert reply.version == 3
@@ -397,11 +397,11 @@ def test_bytes_that_are_no_message_reach_the_process_as_an_error(hub: Hub) -> No
         hub.send(peer, [junk])
         with pytest.raises(WireError, match="not a message of this link"):
             link.receive(10.0)
-    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
-    hub.send(peer, encode(order))  # the link itself is as good as before
+    command = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
+    hub.send(peer, encode(command))  # the link itself is as good as before
     received = link.receive(10.0)
     assert received is not None
-    assert received.message == order
+    assert received.message == command
     link.close("done")
 
 
@@ -412,12 +412,12 @@ class Counting:
         self.member = member
         self.count = 0
 
-    def handle(self, order: CommitVersion, arrays: Any) -> None:
+    def handle(self, command: CommitVersion, arrays: Any) -> None:
         self.count += 1
-        if order.version == 999:
+        if command.version == 999:
             raise ValueError("a bug")
-        reply = VersionCommitted(command_id=order.command_id, version=self.count, differing={}, digest=0)
-        self.member.reply(order.command_id, reply)
+        reply = VersionCommitted(command_id=command.command_id, version=self.count, differing={}, digest=0)
+        self.member.reply(command.command_id, reply)
 
     def work(self) -> bool:
         return False
@@ -472,8 +472,8 @@ def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path)
     welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
     hub.send(peer, encode(Welcome(**welcome | {"config_json": config_to_json(config)})))
     for command_id, version in ((1, 5), (1, 5), (2, 5), (1, 5)):
-        order = CommitVersion(command_id=command_id, deadline_s=5.0, version=version, digests={}, has_update=False)
-        hub.send(peer, encode(order))
+        command = CommitVersion(command_id=command_id, deadline_s=5.0, version=version, digests={}, has_update=False)
+        hub.send(peer, encode(command))
         _, reply, _ = next_from(hub, VersionCommitted)
         assert (reply.command_id, reply.version) == (command_id, command_id)
     bad = CommitVersion(command_id=3, deadline_s=5.0, version=999, digests={}, has_update=False)

@@ -25,10 +25,10 @@ from tandem.refit import layout
 from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import Digests, compare
-from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports.process_group import Meeting
+from tandem.refit.weight_client import Weights, device_name, host_name
 from tandem.trainer.backends import make_backend
 from tests.harness.processes.stream_processes import views
 from tests.harness.trainers import trainer_harness
@@ -117,10 +117,10 @@ def meet(rank: int, holder: Weights, store: Store) -> None:
     sources, destinations = ({name: layouts[name] for name in side} for side in (TRAINERS, WORKERS))
     made = plan(sources, destinations, allow_alias=False)
     assert {transfer.transport for program in made.programs.values() for transfer in program.receives} == {"stream"}
-    assert {mesh.device_type for mesh in made.meshes} == {"cuda"}
+    assert {transfer_group.device_type for transfer_group in made.transfer_groups} == {"cuda"}
     holder.install([made.programs[names[rank]]])
-    for mesh in made.meshes:
-        holder.connect(mesh, Meeting("127.0.0.1", store.port, "refit"), TIMEOUT_S)  # type: ignore[attr-defined]
+    for transfer_group in made.transfer_groups:
+        holder.connect(transfer_group, Meeting("127.0.0.1", store.port, "refit"), TIMEOUT_S)  # type: ignore[attr-defined]
 
 
 def scene(config: Config, checkpoint: Path, dtype: str, folder: Path, is_late: bool) -> list[Found]:

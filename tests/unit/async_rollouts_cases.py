@@ -22,7 +22,7 @@ from rollout_harness import Rollout, tokens_of
 
 from tandem.common.errors import RefitError
 from tandem.common.messages import Generated, SamplesFinished
-from tandem.refit.endpoint import Weights
+from tandem.refit.weight_client import Weights
 
 MODEL = {"hidden_size": 64, "head_dim": 32}
 """What vLLM's kernels take, too."""
@@ -54,7 +54,7 @@ def work_until(rollout: Rollout, condition: Callable[[], bool]) -> None:
 def test_others_go_on_while_an_answer_is_awaited(start: Start, is_async: bool) -> None:
     Holds.release.clear()
     rollout = start(Holds, generation={"async_engine": is_async}, num_workers=2)
-    order = rollout.start(rollout.group(0, [1]), *(rollout.group(number, [1, 2]) for number in range(1, 4)))
+    command = rollout.start(rollout.group(0, [1]), *(rollout.group(number, [1, 2]) for number in range(1, 4)))
     if is_async:
         work_until(rollout, lambda: len(finished(rollout)) == 6)
         assert {group for _, group in finished(rollout)} == {1, 2, 3}
@@ -65,7 +65,7 @@ def test_others_go_on_while_an_answer_is_awaited(start: Start, is_async: bool) -
         assert finished(rollout) == []  # the engine waits before anybody's second response
     Holds.release.set()
     assert len(rollout.finish()) == 7
-    assert generated(rollout) == [order]
+    assert generated(rollout) == [command]
 
 
 def test_samples_are_those_of_the_engine_that_waits(start: Start) -> None:
@@ -142,13 +142,13 @@ def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -
     async_grpo = {**IN_FLIGHT, "recompute_kv_cache_after_weight_updates": recomputes}
     rollout = start(ScoresAtOnce, generation={}, async_grpo=async_grpo)
     groups = [rollout.group(number, range(2)) for number in range(3)]  # one more than there are slots
-    order = rollout.start(*groups, max_new_tokens=30, ends=False)
+    command = rollout.start(*groups, max_new_tokens=30, ends=False)
     for _ in range(12):
         assert rollout.service.work()
     old = change(rollout)
     rollout.refit(7)
     samples = rollout.finish()
-    assert generated(rollout) == [order]
+    assert generated(rollout) == [command]
     assert len(samples) == 6
     differences = []
     for (number, _), (sample, arrays) in samples.items():
@@ -174,12 +174,12 @@ def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -
 def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) -> None:
     rollout = start(ScoresAtOnce, generation={"async_engine": True}, async_grpo=IN_FLIGHT)
     group = rollout.group(12345678901234567, range(2))  # a prompt of more than a block of vLLM's cache
-    order = rollout.start(group, max_new_tokens=16, ends=False)
+    command = rollout.start(group, max_new_tokens=16, ends=False)
     for _ in range(6):
         assert rollout.service.work()
     change(rollout)
     rollout.refit(1)
-    again = rollout.start(group, max_new_tokens=16, ends=False, cancel_before=order)
+    again = rollout.start(group, max_new_tokens=16, ends=False, cancel_before=command)
     deadline = time.monotonic() + WAIT_S
     while rollout.service.work():
         assert time.monotonic() < deadline
@@ -190,7 +190,7 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
                 sample, length = arrays.take([row]), len(group.prompt_ids)
                 expected_T = reference_logprobs(rollout.model, group.prompt_ids, sample.token_ids_T[length:])
                 np.testing.assert_allclose(sample.generation_logprobs_T[length:], expected_T, atol=1e-4)
-    assert sorted(generated(rollout)) == [order, again]
+    assert sorted(generated(rollout)) == [command, again]
 
 
 @pytest.mark.parametrize(("in_flight", "version"), [(False, 1), (True, 0)], ids=["not in flight", "mended"])

@@ -9,22 +9,20 @@ import msgspec
 from samples_harness import scored
 
 from tandem.common.messages import (
-    Attest,
-    Attested,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CheckpointCopied,
     CheckpointSaved,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
+    DigestsReported,
     EngineBuilt,
     Evaluated,
     Generated,
     InstallProgram,
     MemoryUse,
-    MeshConnected,
     OpenRendezvous,
     PlanTransfers,
     ProgramInstalled,
@@ -32,6 +30,7 @@ from tandem.common.messages import (
     Refitted,
     RendezvousOpened,
     Reply,
+    ReportDigests,
     RestoreSamples,
     SampleScored,
     SamplesFinished,
@@ -39,6 +38,7 @@ from tandem.common.messages import (
     SaveCheckpoint,
     Trained,
     TrainerBuilt,
+    TransferGroupConnected,
     TransfersPlanned,
     VersionCommitted,
     WeightsCopied,
@@ -53,17 +53,17 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
-    FindKept,
+    FindRestored,
     Finish,
     GroupSize,
     Interrupted,
     Joined,
-    KeptFound,
-    KeptGroup,
     Lost,
     Place,
     PromptsDrawn,
     Replied,
+    RestoredFound,
+    RestoredGroup,
 )
 from tandem.coordinator.scheduler.invariants import validate
 from tandem.coordinator.scheduler.phases import Phase
@@ -102,8 +102,8 @@ def answer(action: Sent) -> Reply:
     """Return the reply of a process that does what it is told."""
     if not isinstance(action, Dispatch):
         return answer_work(action)
-    command_id = action.order.command_id
-    match action.order:
+    command_id = action.command.command_id
+    match action.command:
         case OpenRendezvous():
             return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
         case BuildTrainer():
@@ -117,7 +117,7 @@ def answer(action: Sent) -> Reply:
                 command_id=command_id,
                 programs={member: f"program of {member}".encode() for member in [*sources, *destinations]},
                 senders=(),
-                meshes=(),
+                transfer_groups=(),
                 num_bytes={},
                 predicted_s=0.5,
                 bound_s=0.25,
@@ -125,20 +125,20 @@ def answer(action: Sent) -> Reply:
             )
         case InstallProgram():
             return ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
-        case ConnectMesh(mesh=mesh):
-            return MeshConnected(command_id=command_id, mesh=mesh)
+        case ConnectTransferGroup(transfer_group=transfer_group):
+            return TransferGroupConnected(command_id=command_id, transfer_group=transfer_group)
         case Refit(version=version):
             return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)
-        case Attest(version=version):
+        case ReportDigests(version=version):
             digests = (f"{action.member} at {version}".encode(),)
-            return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
+            return DigestsReported(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
         case CopyWeights(version=version, with_digests=with_digests):
             digests = (f"{action.member} at {version}".encode(),) if with_digests else ()
             return WeightsCopied(command_id=command_id, version=version, digests=digests)
         case SaveCheckpoint() | AwaitCheckpoint() | RestoreSamples():
-            return answer_from_disk(action.order)
+            return answer_from_disk(action.command)
 
 
 def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Reply:
@@ -172,21 +172,21 @@ def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Rep
     )
 
 
-def answer_from_disk(order: SaveCheckpoint | AwaitCheckpoint | RestoreSamples) -> Reply:
+def answer_from_disk(command: SaveCheckpoint | AwaitCheckpoint | RestoreSamples) -> Reply:
     """Return the reply of a trainer that saves, or the last one of a rollout that reads."""
-    if isinstance(order, RestoreSamples):
+    if isinstance(command, RestoreSamples):
         return Generated(
-            command_id=order.command_id,
-            step=order.step,
+            command_id=command.command_id,
+            step=command.step,
             purpose="train",
             num_samples=1,
             num_tokens=0,
             seconds={},
             memory=MEMORY,
         )
-    if isinstance(order, SaveCheckpoint):
-        return CheckpointCopied(command_id=order.command_id, why_waited="")
-    return CheckpointSaved(command_id=order.command_id, num_bytes=1)
+    if isinstance(command, SaveCheckpoint):
+        return CheckpointCopied(command_id=command.command_id, why_waited="")
+    return CheckpointSaved(command_id=command.command_id, num_bytes=1)
 
 
 def result(group: int, sample: int, reward: float = 0.0, **components: float) -> SampleScored:
@@ -207,7 +207,7 @@ class Cluster:
     """Of each group."""
 
     def __init__(
-        self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}, agenda: type[Agenda[Tables]] = Checked
+        self, spec: RunSpec, kept: Mapping[Place, RestoredGroup] = {}, agenda: type[Agenda[Tables]] = Checked
     ) -> None:
         self.plan = Scheduler(spec, now=0.0, agenda=agenda)
         self.agenda = agenda
@@ -217,7 +217,7 @@ class Cluster:
         self.now = 0.0
         self.pending: list[Sent] = []
         self.done: list[Action] = []
-        self.orders: list[Sent] = []
+        self.commands: list[Sent] = []
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
         self.begun_with: dict[int, int] = {}
         """The weights that the engine held which was given an order to generate."""
@@ -236,8 +236,8 @@ class Cluster:
                 drawn = PromptsDrawn(now=self.now, step=action.step, purpose=action.purpose, sizes=sizes)
                 actions += self.give(drawn)
                 continue
-            if isinstance(action, FindKept):
-                actions += self.give(KeptFound(now=self.now, groups=self.kept))
+            if isinstance(action, FindRestored):
+                actions += self.give(RestoredFound(now=self.now, groups=self.kept))
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
@@ -245,7 +245,7 @@ class Cluster:
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Sent):
                 self.pending.append(action)
-                self.orders.append(action)
+                self.commands.append(action)
             else:
                 self.done.append(action)
             self.take_note(action)
@@ -268,30 +268,34 @@ class Cluster:
         self.now += 1.0
         if isinstance(action, DispatchPrompts):
             self.send_samples(action)
-        if isinstance(action, Dispatch) and isinstance(action.order, RestoreSamples):
-            self.send_kept(action.member, action.order)
+        if isinstance(action, Dispatch) and isinstance(action.command, RestoreSamples):
+            self.send_kept(action.member, action.command)
         self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
 
-    def send_samples(self, order: DispatchPrompts) -> None:
+    def send_samples(self, command: DispatchPrompts) -> None:
         """Have an engine finish every sample of an order."""
-        oldest = self.begun_with[order.command_id]
-        engine = self.plan.engines.get(order.member)
+        oldest = self.begun_with[command.command_id]
+        engine = self.plan.engines.get(command.member)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
         samples = tuple(
-            made_with(self.result(group, i), oldest, newest) for group in order.groups for i in range(self.num_samples)
+            made_with(self.result(group, i), oldest, newest)
+            for group in command.groups
+            for i in range(self.num_samples)
         )
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
-        self.give(Replied(now=self.now, member=order.member, reply=reply))
+        reply = SamplesFinished(
+            command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
+        )
+        self.give(Replied(now=self.now, member=command.member, reply=reply))
 
-    def send_kept(self, member: str, order: RestoreSamples) -> None:
+    def send_kept(self, member: str, command: RestoreSamples) -> None:
         """Have a rollout find every sample of an order on disk."""
-        newest = {number: self.kept[order.step, number].newest_version for number in numbers_of(order)}
+        newest = {number: self.kept[command.step, number].newest_version for number in numbers_of(command)}
         samples = tuple(
             made_with(self.result(group, i), version, version)
             for group, version in newest.items()
             for i in range(self.num_samples)
         )
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose="train", samples=samples)
+        reply = SamplesFinished(command_id=command.command_id, step=command.step, purpose="train", samples=samples)
         self.give(Replied(now=self.now, member=member, reply=reply))
 
     def result(self, group: int, sample: int) -> SampleScored:
@@ -299,7 +303,7 @@ class Cluster:
 
     def hold(self, kind: type[Any]) -> list[Dispatch]:
         """Take the orders of a kind out of those that are answered next."""
-        held = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+        held = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, kind)]
         self.pending = [a for a in self.pending if a not in held]
         return held
 
@@ -314,17 +318,17 @@ class Cluster:
         return [action.step for action in self.done if isinstance(action, CommitStep)]
 
 
-def numbers_of(order: RestoreSamples) -> list[int]:
+def numbers_of(command: RestoreSamples) -> list[int]:
     """Return the groups that an order is for."""
-    return sorted(number for keys in order.files.values() for _, number in keys)
+    return sorted(number for keys in command.files.values() for _, number in keys)
 
 
 def kinds(cluster: Cluster) -> list[str]:
     """Name every order in turn, with the number of processes that got it."""
     names: list[str] = []
-    for action in cluster.orders:
+    for action in cluster.commands:
         if isinstance(action, Dispatch):
-            names.append(type(action.order).__name__)
+            names.append(type(action.command).__name__)
         elif isinstance(action, DispatchRecord):
             names.append(f"{type(action).__name__}:{action.step}")
         else:
@@ -340,7 +344,7 @@ def kinds(cluster: Cluster) -> list[str]:
 
 
 def orders_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
-    return [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+    return [a.command for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, kind)]
 
 
 def only_finish(actions: list[Action]) -> Finish:

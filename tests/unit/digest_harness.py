@@ -43,9 +43,9 @@ def hold(weights: Weights, boxes: Mapping[str, Sequence[Box]] | None = None, *, 
     for name, values in weights.items():
         tensor = builder.tensor(name, values.shape, str(values.dtype).removeprefix("torch."))
         for number, box in enumerate(chosen.get(name, ())):
-            order = tuple(reversed(range(len(box.shape)))) if margin else tuple(range(len(box.shape)))
-            around = torch.zeros([box.shape[dim] + 2 * margin for dim in order], dtype=values.dtype)
-            inner = around.permute(order)
+            command = tuple(reversed(range(len(box.shape)))) if margin else tuple(range(len(box.shape)))
+            around = torch.zeros([box.shape[dim] + 2 * margin for dim in command], dtype=values.dtype)
+            inner = around.permute(command)
             for dim, n in enumerate(box.shape):
                 inner = inner.narrow(dim, margin, n)
             inner.copy_(part(values, box))

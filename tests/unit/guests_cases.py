@@ -31,18 +31,20 @@ class Guest:
     """A client in a thread of its own, while this one drives the service."""
 
     def __init__(self, rollout: Rollout) -> None:
-        assert rollout.guests is not None
+        assert rollout.external_requests is not None
         self._rollout = rollout
         self._pool = ThreadPoolExecutor(8)
-        self._client = openai.OpenAI(base_url=f"{rollout.guests.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        self._client = openai.OpenAI(
+            base_url=f"{rollout.external_requests.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+        )
 
     def __enter__(self) -> Guest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        guests = self._rollout.service.parts.guests
-        assert guests is not None
-        guests._driver.drop("the test is over")  # where it has failed, somebody may wait
+        external_requests = self._rollout.service.parts.external_requests
+        assert external_requests is not None
+        external_requests._driver.drop("the test is over")  # where it has failed, somebody may wait
         self._client.close()
         self._pool.shutdown()
 
@@ -81,11 +83,11 @@ def test_samples_are_the_same_to_the_bit_whoever_asks_meanwhile(start: Start, pl
     def steps(rollout: Rollout) -> list[Samples]:
         return [step(rollout, number) for number in range(6)]
 
-    alone = steps(start(guests=False, **placement))
+    alone = steps(start(external_requests=False, **placement))
     rollout = start(**placement)
     num_tokens = 40 if placement else 190  # more than are made in the moment of one step
-    assert rollout.service.parts.guests is not None
-    driver = rollout.service.parts.guests._driver
+    assert rollout.service.parts.external_requests is not None
+    driver = rollout.service.parts.external_requests._driver
     with Guest(rollout) as guest:
         answers: list[Any] = []
 
@@ -143,7 +145,7 @@ def test_weights_change_in_the_middle_of_an_answer(start: Start) -> None:
     rollout = start(**DISJOINT)
     with Guest(rollout) as guest:
         asked = guest.ask(max_tokens=100)
-        until(lambda: rollout.service.work() and rollout.service.parts.guests is not None)
+        until(lambda: rollout.service.work() and rollout.service.parts.external_requests is not None)
         with torch.no_grad():
             for parameter in rollout.model.parameters():
                 parameter.mul_(1.5)
@@ -154,9 +156,9 @@ def test_weights_change_in_the_middle_of_an_answer(start: Start) -> None:
 
 def test_guests_are_told_what_is_wrong_and_whom_they_talk_to(start: Start) -> None:
     rollout = start(**DISJOINT)
-    assert rollout.guests is not None
-    assert rollout.guests.url.startswith("http://127.0.0.1:")
-    assert not rollout.guests.token, "on loopback nobody needs one"
+    assert rollout.external_requests is not None
+    assert rollout.external_requests.url.startswith("http://127.0.0.1:")
+    assert not rollout.external_requests.token, "on loopback nobody needs one"
     with Guest(rollout) as guest:
         (known,) = {model.root for model in guest._client.models.list()}
         assert known == "policy"

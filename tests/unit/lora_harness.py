@@ -12,10 +12,10 @@ import torch
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.digests.comparison import Digests, Verdict, compare
-from tandem.refit.endpoint import Weights
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides
 from tandem.refit.planner import Plan, plan
 from tandem.refit.transports import shm
+from tandem.refit.weight_client import Weights
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -92,10 +92,10 @@ class LoraRefit:
             for weights in self.trainers.values():
                 fill(weights, name, matrix)
 
-    def refit(self, version: int, newcomers: tuple[str, ...] | None = None) -> dict[str, int]:
+    def refit(self, version: int, joining_engines: tuple[str, ...] | None = None) -> dict[str, int]:
         counted: dict[str, int] = {}
         for weights in self.engines.values():
-            counted |= weights.apply(version, 60.0, (), newcomers)
+            counted |= weights.apply(version, 60.0, (), joining_engines)
         return counted
 
     def verdict(self) -> Verdict:

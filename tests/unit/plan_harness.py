@@ -117,12 +117,16 @@ def run(plan: Plan, sources: Mapping[str, Layout], engines: Mapping[str, Layout]
 def _check_ends(transfer: Transfer, wire: Mapping[str, TransferProgram]) -> None:
     assert transfer.round == 0 or transfer.transport == "stream"
     if transfer.transport != "stream":
-        assert transfer.mesh == ""
+        assert transfer.transfer_group == ""
         return
     assert transfer in wire[transfer.source].sends
     for member in (transfer.source, transfer.destination):
-        (mesh,) = (mesh for mesh in wire[member].meshes if mesh.name == transfer.mesh)
-        assert {transfer.source, transfer.destination} <= set(mesh.members)
+        (transfer_group,) = (
+            transfer_group
+            for transfer_group in wire[member].transfer_groups
+            if transfer_group.name == transfer.transfer_group
+        )
+        assert {transfer.source, transfer.destination} <= set(transfer_group.members)
 
 
 def _receive(transfer: Transfer, memories: dict[str, Memory], written: dict[str, NDArray[np.int64]]) -> int:

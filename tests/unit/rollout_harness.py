@@ -31,7 +31,7 @@ from tandem.common.messages import (
     Refitted,
     ReleaseSamples,
     RestoreSamples,
-    RolloutOrder,
+    RolloutCommand,
     SampleScored,
     SamplesFinished,
     SamplesRecorded,
@@ -141,8 +141,10 @@ class Rollout:
 
     def build(self) -> None:
         """Have the engine built, or begin anew, and give it the weights."""
-        order = BuildEngine(command_id=next(self._command_ids), deadline_s=WAIT_S, samples_folder=self._samples_folder)
-        self.order(order)
+        command = BuildEngine(
+            command_id=next(self._command_ids), deadline_s=WAIT_S, samples_folder=self._samples_folder
+        )
+        self.command(command)
         deadline = time.monotonic() + WAIT_S
         while not self.member.sent or not isinstance(self.member.sent[-1][0], EngineBuilt):
             assert time.monotonic() < deadline
@@ -150,21 +152,21 @@ class Rollout:
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
         self.samples_at = built.samples_at
-        self.guests = built.guests
+        self.external_requests = built.external_requests
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
-        self.order(InstallProgram(command_id=next(self._command_ids), deadline_s=WAIT_S, programs=(encoded,)))
+        self.command(InstallProgram(command_id=next(self._command_ids), deadline_s=WAIT_S, programs=(encoded,)))
         self.refit(0)
 
-    def order(self, order: RolloutOrder) -> None:
+    def command(self, command: RolloutCommand) -> None:
         """Give the service an order."""
-        self.member.replies.ordered(self.member.name, order)
-        self.service.handle(order, {})
+        self.member.replies.ordered(self.member.name, command)
+        self.service.handle(command, {})
 
     def refit(self, version: int) -> None:
         """Bring the engine to what `model` holds now."""
-        self.order(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version))
+        self.command(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version))
         refitted, _ = self.member.sent.pop()
         assert isinstance(refitted, Refitted)
 
@@ -189,7 +191,7 @@ class Rollout:
         stops = (self.tokenizer.eos_id,) if ends else ()
         how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
         command_id = next(self._command_ids)
-        order = Generate(
+        command = Generate(
             command_id=command_id,
             deadline_s=WAIT_S,
             cancel_before=command_id if cancel_before is None else cancel_before,
@@ -198,7 +200,7 @@ class Rollout:
             sampling=how,
             groups=groups,
         )
-        self.order(order)
+        self.command(command)
         self._generated.append(command_id)
         return command_id
 
@@ -223,7 +225,7 @@ class Rollout:
         self, rollout: str, *groups: RecordedGroup, step: int = 1, purpose: Purpose = "train"
     ) -> SamplesRecorded:
         """Have what a step had of a rollout recorded."""
-        order = RecordSamples(
+        command = RecordSamples(
             command_id=next(self._command_ids),
             deadline_s=WAIT_S,
             step=step,
@@ -231,21 +233,21 @@ class Rollout:
             purpose=purpose,
             groups=groups,
         )
-        (recorded,) = self.answers(order, SamplesRecorded)
+        (recorded,) = self.answers(command, SamplesRecorded)
         assert isinstance(recorded, SamplesRecorded)
         return recorded
 
     def restore(self, files: dict[str, tuple[tuple[int, int], ...]], num_samples: int, step: int = 1) -> list[Message]:
         """Have groups taken from disk; return the answers."""
-        order = RestoreSamples(
+        command = RestoreSamples(
             command_id=next(self._command_ids), deadline_s=WAIT_S, step=step, files=files, num_samples=num_samples
         )
-        return self.answers(order, Generated)
+        return self.answers(command, Generated)
 
-    def answers(self, order: RecordSamples | RestoreSamples, last: type[Message]) -> list[Message]:
+    def answers(self, command: RecordSamples | RestoreSamples, last: type[Message]) -> list[Message]:
         """Give an order about the record; return the answers, up to the last one or a failure."""
         self.member.sent.clear()
-        self.order(order)
+        self.command(command)
         deadline = time.monotonic() + WAIT_S
         while not any(isinstance(message, last) for message, _ in self.member.sent) and not self.member.errors:
             self.service.work()

@@ -60,9 +60,9 @@ def make_model(folder: Path, **changes: Any) -> Any:
 
 def text_ids(text: str) -> list[int]:
     """Return the tokens of a text, by the order of the byte-level alphabet."""
-    order = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    command = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    return [order[char] for piece, _ in pieces for char in piece]
+    return [command[char] for piece, _ in pieces for char in piece]
 
 
 class Driving:

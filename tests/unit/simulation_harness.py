@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 from cluster_harness import GRPO, Cluster, answer, made_with, result
 
-from tandem.common.messages import Attest, Refit, SamplesFinished
+from tandem.common.messages import Refit, ReportDigests, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -71,8 +71,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 class _Sample:
     """One that an engine is to make, or makes."""
 
-    def __init__(self, order: DispatchPrompts, group: int, place: int, left_s: float) -> None:
-        self.order, self.group, self.place = order, group, place
+    def __init__(self, command: DispatchPrompts, group: int, place: int, left_s: float) -> None:
+        self.command, self.group, self.place = command, group, place
         self.left_s = left_s
         self.begun_with = 0
 
@@ -145,18 +145,18 @@ class Simulation(Cluster):
         seconds = 0.0
         if isinstance(action, DispatchBatch):
             seconds = simulated.training_s
-        elif isinstance(action.order, Refit):
+        elif isinstance(action.command, Refit):
             seconds = simulated.refit_s
             if action.member in self.engines:
                 self.engines[action.member].is_paused = True
-        elif isinstance(action.order, Attest):
+        elif isinstance(action.command, ReportDigests):
             seconds = simulated.attest_s
         self._after(seconds, partial(self._end, action))
 
     def _end(self, action: Dispatch | DispatchBatch) -> None:
-        if isinstance(action, Dispatch) and isinstance(action.order, Refit) and action.member in self.engines:
+        if isinstance(action, Dispatch) and isinstance(action.command, Refit) and action.member in self.engines:
             engine = self.engines[action.member]
-            engine.is_paused, engine.version = False, action.order.version
+            engine.is_paused, engine.version = False, action.command.version
         self.give(Replied(now=self.now, member=action.member, reply=answer(action)))
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
@@ -176,29 +176,29 @@ class Simulation(Cluster):
         power = (num - 1) * longest / (num * mean - longest) - 1
         return longest * random.Random(f"{step} {group} {place}").random() ** power
 
-    def _generate(self, order: DispatchPrompts) -> None:
-        engine = self.engines[order.member]
-        for group in order.groups:
+    def _generate(self, command: DispatchPrompts) -> None:
+        engine = self.engines[command.member]
+        for group in command.groups:
             for place in range(self.num_samples):
-                engine.waiting.append(_Sample(order, group, place, self._length(order.step, group, place)))
-                engine.unfinished[order.command_id] += 1
+                engine.waiting.append(_Sample(command, group, place, self._length(command.step, group, place)))
+                engine.unfinished[command.command_id] += 1
 
     def _finish(self, name: str, done: Iterable[_Sample]) -> None:
         """Send what is finished; of an order whose last that was, the end."""
         engine = self.engines[name]
         for sample in done:
             engine.running.remove(sample)
-            order = sample.order
+            command = sample.command
             reply = SamplesFinished(
-                command_id=order.command_id,
-                step=order.step,
-                purpose=order.purpose,
+                command_id=command.command_id,
+                step=command.step,
+                purpose=command.purpose,
                 samples=(made_with(result(sample.group, sample.place), sample.begun_with, engine.version),),
             )
             self.give(Replied(now=self.now, member=name, reply=reply))
-            engine.unfinished[order.command_id] -= 1
-            if not engine.unfinished[order.command_id]:
-                self.give(Replied(now=self.now, member=name, reply=answer(order)))
+            engine.unfinished[command.command_id] -= 1
+            if not engine.unfinished[command.command_id]:
+                self.give(Replied(now=self.now, member=name, reply=answer(command)))
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -225,8 +225,8 @@ class Simulation(Cluster):
     def _note_ages(self, engine: _Engine, seconds: float) -> None:
         if not engine.is_paused:
             for sample in engine.running:
-                if sample.order.step > NUM_FIRST:
-                    self.tokens_by_age[sample.order.step - 1 - engine.version] += seconds
+                if sample.command.step > NUM_FIRST:
+                    self.tokens_by_age[sample.command.step - 1 - engine.version] += seconds
 
     def period_s(self) -> float:
         """Return the mean seconds of a step, after the first ones."""

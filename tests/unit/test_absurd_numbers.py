@@ -53,7 +53,7 @@ def test_on_error_says_what_becomes_of_an_absurd_reward(place: str, value: Any) 
         "turn": Turn([{"role": "user", "content": "and?"}], value),
     }[place]
     call = Call(1, problem(), tuple(said("x")))
-    outcome = outcome_of(call, lambda *_: returned, converses=True, module="")
+    outcome = outcome_of(call, lambda *_: returned, is_multi_turn=True, module="")
     assert isinstance(outcome, Failure)
     for on_error in ("zero", "drop"):
         faults = FaultPolicy(config("mine", {"class": "mine.Judge", "on_error": on_error}))
@@ -67,10 +67,10 @@ def test_on_error_says_what_becomes_of_an_absurd_reward(place: str, value: Any) 
 
 def test_a_bound_is_named_and_reached() -> None:
     for reward in (LARGEST, -LARGEST, 5, np.float32(0.5)):
-        assert outcome_of(Call(1, problem(), ()), lambda *_, r=reward: Score(r, True), converses=False, module="") == (
-            Score(float(reward), True)
-        )
-    outcome = outcome_of(Call(1, problem(), ()), lambda *_: Score(1e39, True), converses=False, module="")
+        assert outcome_of(
+            Call(1, problem(), ()), lambda *_, r=reward: Score(r, True), is_multi_turn=False, module=""
+        ) == (Score(float(reward), True))
+    outcome = outcome_of(Call(1, problem(), ()), lambda *_: Score(1e39, True), is_multi_turn=False, module="")
     assert outcome == Failure("the reward is 1e+39, not a number from -1e+12 to 1e+12")
 
 

@@ -89,7 +89,7 @@ def test_what_a_declaration_names_is_there(algorithm: Algorithm) -> None:
     for training in algorithm.trainings:
         assert hasattr(config, training.loss_section)
         paths.append((training.loss, ["settings", "counts", "device"]))
-    paths += [(path, ["config", "scored"]) for path in [config.finisher] if path]
+    paths += [(path, ["config", "scored"]) for path in [config.advantage_estimator] if path]
     for path, first in paths:
         assert list(inspect.signature(named(path)).parameters) == first
     assert all(callable(rule) for path in algorithm.rules for rule in named(path))

@@ -76,22 +76,24 @@ class Balanced(Cluster):
 
     def sample(self, engine: str, group: int, *samples: int) -> list[Action]:
         """Have an engine finish samples of a group; with the last of an order, answer the order."""
-        order = next(a for a in self.orders if is_for(a, engine, group) and self.waits_for(a))
-        assert isinstance(order, DispatchPrompts)
+        command = next(a for a in self.commands if is_for(a, engine, group) and self.waits_for(a))
+        assert isinstance(command, DispatchPrompts)
         for sample in samples:
             self.counted[group, sample] = self.counted.get((group, sample), 0) + 1
         scored = tuple(result(group, sample) for sample in samples)
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=scored)
+        reply = SamplesFinished(
+            command_id=command.command_id, step=command.step, purpose=command.purpose, samples=scored
+        )
         return self.give(Replied(now=self.now, member=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:
         """Have an engine finish a group, and answer its order if that was all of it."""
         actions = self.sample(engine, group, *range(NUM_SAMPLES))
-        order = next(a for a in self.pending if is_for(a, engine, group))
-        assert isinstance(order, DispatchPrompts)
-        if all((g, s) in self.counted for g in order.groups for s in range(NUM_SAMPLES)):
-            self.pending.remove(order)
-            actions += self.give(Replied(now=self.now, member=engine, reply=answer(order)))
+        command = next(a for a in self.pending if is_for(a, engine, group))
+        assert isinstance(command, DispatchPrompts)
+        if all((g, s) in self.counted for g in command.groups for s in range(NUM_SAMPLES)):
+            self.pending.remove(command)
+            actions += self.give(Replied(now=self.now, member=engine, reply=answer(command)))
         return actions
 
     def waits_for(self, action: object) -> bool:
@@ -124,7 +126,7 @@ def test_an_engine_gets_no_more_than_it_has_room_for_until_samples_are_done() ->
     assert cluster.sample("rollout-1", 3, 1) == []  # the same once more
     assert prompts(cluster.sample("rollout-1", 3, 0)) == []  # it has four to make
     assert prompts(cluster.sample("rollout-0", 0, 0)) == [("rollout-0", (5,))]
-    first, *later = [a for a in cluster.orders if isinstance(a, DispatchPrompts) and a.member == "rollout-1"]
+    first, *later = [a for a in cluster.commands if isinstance(a, DispatchPrompts) and a.member == "rollout-1"]
     assert first.cancel_before == first.command_id
     assert [a.cancel_before for a in later] == [first.command_id]  # all of them count
 

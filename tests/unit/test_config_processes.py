@@ -9,7 +9,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
 from tandem.config.dump import resume_differences, to_plain
-from tandem.config.worlds import World, world_at, worlds_of
+from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
 from tandem.coordinator.loop.spec import run_spec
 from tandem.launch.expected import expected_processes
 from tandem.launch.nodes import nodes_of
@@ -36,15 +36,15 @@ def config_of(processes_of: dict[str, int], algorithm: str = "ppo", **sections: 
 
 def test_each_model_with_processes_is_a_world_and_the_rest_is_the_policys() -> None:
     together = config_of({})
-    (only,) = worlds_of(together)
-    assert only == World(models=("policy", "reference", "value"), first=0, size=2)
+    (only,) = model_groups_of(together)
+    assert only == ModelGroup(models=("policy", "reference", "value"), first=0, size=2)
     config = config_of({"value": 4, "reference": 1}, value={**TP2, "train_micro_batch_size": 4})
-    assert worlds_of(config) == (
-        World(models=("policy",), first=0, size=2),
-        World(models=("reference",), first=2, size=1),
-        World(models=("value",), first=3, size=4),
+    assert model_groups_of(config) == (
+        ModelGroup(models=("policy",), first=0, size=2),
+        ModelGroup(models=("reference",), first=2, size=1),
+        ModelGroup(models=("value",), first=3, size=4),
     )
-    assert [world_at(config, index).name for index in range(7)] == ["policy"] * 2 + ["reference"] + ["value"] * 4
+    assert [model_group_at(config, index).name for index in range(7)] == ["policy"] * 2 + ["reference"] + ["value"] * 4
     assert data_parallel_ranks(config, "value") == [0, 0, 1, 1]
     assert scoring_trainers(config, "value") == [0, 2]
     assert expected_processes(config) == {"refit": 1, "trainer": 7, "rollout": 1}

@@ -129,7 +129,7 @@ def test_megatron_core_trains_both_models_or_none() -> None:
 
 def test_columns_of_values_are_for_algorithms_that_have_them() -> None:
     loss = {"class": "mine.Loss", "columns": {"values": {"source": "value"}, "returns": {"source": "trainer"}}}
-    assert [*ppo(loss_fn=NO_PENALTY | loss).loss_fn.own_columns] == ["values", "returns"]
+    assert [*ppo(loss_fn=NO_PENALTY | loss).loss_fn.custom_columns] == ["values", "returns"]
     with pytest.raises(ConfigError) as caught:
         build_config({"grpo": {}, "policy": POLICY, "data": DATA, "loss_fn": loss})
     assert caught.value.args[0] == "configuration: loss_fn.columns.values.source: value, but GRPO has no value model"

@@ -48,7 +48,7 @@ class Sampling(Cluster):
         return result(group, sample, float(sample * (group in self.useful)))
 
     def groups(self, step: int) -> list[int]:
-        return sorted(g for a in self.orders if isinstance(a, DispatchPrompts) and a.step == step for g in a.groups)
+        return sorted(g for a in self.commands if isinstance(a, DispatchPrompts) and a.step == step for g in a.groups)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_step_that_may_not_go_on_ends_the_run() -> None:
     cluster = Sampling([0, 11])
     cluster.run_until(Phase.FINISHED)
     assert cluster.groups(1) == list(range(12))
-    assert not any(isinstance(a, DispatchBatch) for a in cluster.orders)
+    assert not any(isinstance(a, DispatchBatch) for a in cluster.commands)
     (finish,) = (a for a in cluster.done if isinstance(a, Finish))
     assert finish.outcome == "failed"
     assert str(finish.error) == (
@@ -80,7 +80,7 @@ def test_a_step_that_may_not_go_on_ends_the_run() -> None:
 def test_without_it_a_step_generates_once_whatever_comes() -> None:
     cluster = Sampling([])
     cluster.plan = Scheduler(msgspec.structs.replace(SHAPE, dynamic_sampling=None), now=0.0)
-    cluster.pending, cluster.orders = [], []
+    cluster.pending, cluster.commands = [], []
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     assert cluster.groups(1) == [0, 1, 2]
@@ -111,7 +111,7 @@ def test_engines_that_balance_their_work_go_on_with_a_second_batch() -> None:
 def test_a_second_batch_is_shared_among_all_engines() -> None:
     cluster = Sampling([4, 5, 6])
     cluster.run_until(Phase.TRAINING)
-    hands = [(a.member, a.groups) for a in cluster.orders if isinstance(a, DispatchPrompts)]
+    hands = [(a.member, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts)]
     assert hands == [("rollout-0", (0, 2)), ("rollout-1", (1, 3)), ("rollout-0", (4, 6)), ("rollout-1", (5, 7))]
 
 

@@ -124,9 +124,9 @@ def test_environments_say_what_they_took_for_the_answer(
     score = step(problem, [{"role": "assistant", "content": response}])
     assert isinstance(score, Score)
     assert score.answer == expected
-    assert checked(score, converses=False) == score, "as it leaves the worker"
+    assert checked(score, is_multi_turn=False) == score, "as it leaves the worker"
 
 
 def test_an_answer_that_is_no_text_is_refused() -> None:
     with pytest.raises(RewardError, match="answer is 4, not a text or None"):
-        checked(Score(1.0, correct=True, answer=4), converses=False)  # type: ignore[arg-type]
+        checked(Score(1.0, correct=True, answer=4), is_multi_turn=False)  # type: ignore[arg-type]

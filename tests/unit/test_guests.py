@@ -25,7 +25,7 @@ from own_environments import Length
 from rollout_harness import Rollout
 from serving_harness import client
 
-from tandem.rollout.guests import Guests
+from tandem.rollout.external_requests import ExternalRequests
 
 __all__ = [
     "test_guests_are_told_what_is_wrong_and_whom_they_talk_to",
@@ -40,9 +40,9 @@ MODEL = {"max_position_embeddings": 256}
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Rollout] = []
 
-    def make(*, guests: bool = True, **generation: Any) -> Rollout:
+    def make(*, external_requests: bool = True, **generation: Any) -> Rollout:
         environment = f"{Length.__module__}.{Length.__qualname__}"
-        settings = {"expose_http_server": guests, **generation}
+        settings = {"expose_http_server": external_requests, **generation}
         folder = tmp_path / str(len(started))
         started.append(Rollout(folder, environment, total=200, model=MODEL, generation=settings))
         return started[-1]
@@ -53,28 +53,28 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_beyond_loopback_a_token_is_asked_for(start: Start) -> None:
-    rollout = start(guests=False, **DISJOINT)
+    rollout = start(external_requests=False, **DISJOINT)
     engine = rollout.service.parts.engine
     assert engine is not None
-    guests = Guests(rollout.config, engine, rollout.tokenizer, "0.0.0.0", lambda: None)
-    with contextlib.closing(guests):
-        assert len(guests.address.token) > 20
-        for token, may_ask in ((guests.address.token, True), ("another", False)):
+    external_requests = ExternalRequests(rollout.config, engine, rollout.tokenizer, "0.0.0.0", lambda: None)
+    with contextlib.closing(external_requests):
+        assert len(external_requests.address.token) > 20
+        for token, may_ask in ((external_requests.address.token, True), ("another", False)):
             refusal = contextlib.nullcontext() if may_ask else pytest.raises(openai.AuthenticationError)
-            with client(guests.address.url, token) as asking, refusal:
+            with client(external_requests.address.url, token) as asking, refusal:
                 assert "policy" in [model.id for model in asking.models.list()]
 
 
 def test_a_guest_who_leaves_makes_room(start: Start) -> None:
     rollout = start(**DISJOINT)
-    guests = rollout.service.parts.guests
-    assert guests is not None
-    assert rollout.guests is not None
+    external_requests = rollout.service.parts.external_requests
+    assert external_requests is not None
+    assert rollout.external_requests is not None
     left = threading.Event()
 
     def leave() -> None:
         with (
-            client(rollout.guests.url) as asking,
+            client(rollout.external_requests.url) as asking,
             asking.completions.create(
                 model="policy", prompt="1", max_tokens=190, stream=True, extra_body={"ignore_eos": True}
             ) as stream,
@@ -86,11 +86,11 @@ def test_a_guest_who_leaves_makes_room(start: Start) -> None:
     leaving.start()
 
     def has_left() -> bool:
-        guests.work()
+        external_requests.work()
         return left.is_set()
 
     until(has_left)
-    until(lambda: not guests.num_running or not guests.work())
+    until(lambda: not external_requests.num_running or not external_requests.work())
     leaving.join(WAIT_S)
     assert not rollout.service.work()
 
@@ -110,7 +110,7 @@ def test_an_answer_that_is_interrupted_is_the_one_that_is_not(start: Start) -> N
             while not asked.done():
                 service.work()
                 if number % 3 == 0:
-                    service.parts.pause_guests()
+                    service.parts.pause_external_requests()
                 number += 1
             interrupted, wanted = asked.result(), stopped if stops else alone
             assert interrupted.choices[0].token_ids == wanted.choices[0].token_ids

@@ -14,12 +14,12 @@ from tandem.config import Config, build_config
 from tandem.coordinator.loop.kept_samples import KeptSamples, limits_of
 from tandem.observe.run_folder.journal import Journal, RefitRecord
 from tandem.samples.sample_files import unfinished_path
-from tandem.samples.sample_folder import KeptLimits, SampleFolder
+from tandem.samples.sample_folder import RestoreLimits, SampleFolder
 from tandem.samples.sample_record import RecordedSample, UnfinishedFile, table_of, write_shard
 
 SIZE = 2
 """Samples of a group."""
-PROVEN = KeptLimits(newest_proven=9)
+PROVEN = RestoreLimits(newest_proven=9)
 
 
 class Problems:
@@ -73,7 +73,7 @@ def unfinished(folder: Path, samples: list[RecordedSample]) -> None:
     file.close()
 
 
-def found(config: Config, limits: KeptLimits = PROVEN) -> tuple[dict[tuple[int, int], tuple[str, int]], list[str]]:
+def found(config: Config, limits: RestoreLimits = PROVEN) -> tuple[dict[tuple[int, int], tuple[str, int]], list[str]]:
     """Put aside what is there after step 4; return what is found, and what was said."""
     said: list[str] = []
     folder = SampleFolder(config.logger)
@@ -105,9 +105,9 @@ def test_only_what_proven_weights_have_made_counts_unless_it_was_trained_on(conf
     unfinished(folder, [*group(7, 0, 5), *group(7, 1, 6), *group(7, 2, 5, command_id=9)])
     unfinished(folder, group(7, 3, 5, rollout="rollout-1"))
     shard(folder, group(8, 0, 7))
-    limits = KeptLimits(newest_proven=5, quarantined={"rollout-1": (5,)})
+    limits = RestoreLimits(newest_proven=5, quarantined={"rollout-1": (5,)})
     assert sorted(found(config, limits)[0]) == [(7, 0), (7, 2), (8, 0)]
-    unverified, _ = found(config, KeptLimits(newest_proven=None))
+    unverified, _ = found(config, RestoreLimits(newest_proven=None))
     assert sorted(unverified) == [(7, 0), (7, 2), (8, 0)], "what was put aside goes by what was known then"
 
 
@@ -160,7 +160,7 @@ def test_limits_are_what_the_journal_says(config: Config, tmp_path: Path) -> Non
                 quarantined=quarantined,
             )
         )
-    assert limits_of(config, journal) == KeptLimits(newest_proven=4, quarantined={"rollout-1": (4,)})
+    assert limits_of(config, journal) == RestoreLimits(newest_proven=4, quarantined={"rollout-1": (4,)})
     journal.forget_after(3)
     assert limits_of(config, journal).newest_proven == 3
     journal.close()

@@ -53,7 +53,7 @@ def cluster_of(num_engines: int, num_groups: int = 5) -> Cluster:
     cluster.join_all()
     while cluster.plan.step < 2:
         slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
-        cluster.pending = [order for order in cluster.pending if order not in slow]
+        cluster.pending = [command for command in cluster.pending if command not in slow]
         cluster.answer_next()
     return cluster
 
@@ -81,7 +81,7 @@ def test_it_says_what_the_tables_have(live: LiveFile) -> None:
     assert all(engine.outstanding_tokens > 0 for engine in said.engines)
     assert [(trainer.name, trainer.version) for trainer in said.trainers] == [("trainer-0", 1), ("trainer-1", 1)]
     assert said.versions is not None
-    assert (said.versions.trained, said.versions.published, said.versions.attested) == (1, 1, 0)
+    assert (said.versions.trained, said.versions.published, said.versions.verified) == (1, 1, 0)
 
 
 def test_it_shows_engines_that_come_and_go(live: LiveFile) -> None:

@@ -62,7 +62,7 @@ class Served:
         )
         self.engine = engine
         engine.install([self.plan.programs["rollout-0"]])
-        engine.apply(0, 60.0, newcomers=("rollout-0",))
+        engine.apply(0, 60.0, joining_engines=("rollout-0",))
 
     def assert_has_bits_of_merge_and_unload(self) -> None:
         merged = copy.deepcopy(self.model).merge_and_unload()
@@ -83,7 +83,7 @@ def test_live_weights_have_the_bits_of_pefts_merge(served: Served) -> None:
     served.assert_has_bits_of_merge_and_unload()
     for version in range(1, 4):
         train(served.model)
-        served.engine.apply(version, 60.0, newcomers=())
+        served.engine.apply(version, 60.0, joining_engines=())
         served.assert_has_bits_of_merge_and_unload()
         served.engine.digest_task(None).results()  # raises if the weights held are not the merge
 
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_the_trainers_unmerged_model(tmp_path: Pa
         frozen = reference_logprobs(model, (1, 2, 3), np.array([4, 5], np.int32))
     for version in (1, 2):
         train(served.model)
-        served.engine.apply(version, 60.0, newcomers=())
+        served.engine.apply(version, 60.0, joining_engines=())
         requests = [request(number, prompt) for number, prompt in enumerate(random_prompts(8, seed=version))]
         made = run_all(served.engine, requests)
         for one in requests:

@@ -34,7 +34,7 @@ def test_engines_compute_with_the_base_and_the_product_to_the_bit(sizes: str, dt
     verdict = refit.verdict()
     assert verdict.differences == ()
     refit.train()
-    later = refit.refit(1, newcomers=())
+    later = refit.refit(1, joining_engines=())
     refit.assert_holds(getattr(torch, dtype))
     assert refit.verdict().differences == ()
     assert refit.verdict().digest != verdict.digest
@@ -49,7 +49,7 @@ def test_no_version_depends_on_those_before() -> None:
     refit.refit(0)
     for version in range(1, 40):
         refit.train()
-        refit.refit(version, newcomers=())
+        refit.refit(version, joining_engines=())
     refit.assert_holds(torch.bfloat16)
 
 
@@ -82,7 +82,7 @@ def test_a_frozen_base_on_the_same_host_is_read_in_place(engine: Deployment, cop
     assert found.staging == {"rollout-0": matrices}
     assert found.frozen_links == refit.plan.frozen_links
     for version in range(3):
-        refit.refit(version, newcomers=None if version == 0 else ())
+        refit.refit(version, joining_engines=None if version == 0 else ())
         refit.assert_holds(torch.float32)
         assert refit.verdict().differences == ()
         refit.train()
@@ -132,7 +132,7 @@ def test_damage_is_told() -> None:
     assert refit.verdict().differences == ()
     refit.train()  # the adapter of a version that has not come
     assert refit.verdict().differences[0].num_tensors == 2 * len(refit.layers)
-    refit.refit(1, newcomers=())
+    refit.refit(1, joining_engines=())
     assert refit.verdict().differences == ()
 
 

@@ -132,7 +132,7 @@ def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callab
 def test_all_responses_may_be_cut_off_where_such_do_not_count(trainer: Callable[..., TrainerService]) -> None:
     frames = {**batch(), "loss_mask_T": np.zeros(5, np.bool_), "num_counted_S": np.zeros(2, np.int32)}
     service = trainer(overlong_filtering=True)
-    with pytest.raises(AssertionError, match="the coordinator orders BuildTrainer first"):
+    with pytest.raises(AssertionError, match="the coordinator sends BuildTrainer first"):
         service.handle(TRAIN, frames)
 
 

@@ -12,7 +12,7 @@ import torch
 from tandem.common.errors import ConfigError, TrainingError
 from tandem.config import Config, build_config, resume_differences, to_plain
 from tandem.trainer.losses import Counts, make_loss
-from tandem.trainer.losses.own import blamed, try_out
+from tandem.trainer.losses.custom import blamed, try_out
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.scoring import TokenScores
 from tests.unit.loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch

@@ -175,10 +175,10 @@ def check_verification(
     counts = {name: np.zeros(shape, np.int64) for name, shape in wanted.items()}
     is_wanted = {name: any(len(layout.pieces_of(name)) for layout in engines.values()) for name in wanted}
     for member, layout in sources.items():
-        attested = planned.programs[member].verification
-        for tensor, dtype in zip(layout.tensors, attested.dtypes, strict=True):
+        verified = planned.programs[member].verification
+        for tensor, dtype in zip(layout.tensors, verified.dtypes, strict=True):
             assert dtype == (here[tensor.name] if is_wanted[tensor.name] else "")
-        for row in attested.rows.tolist():
+        for row in verified.rows.tolist():
             name, piece = layout.tensors[layout.pieces.tensor_P[row]].name, layout.piece(row)
             counts[name][tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] += 1
     for name in wanted:
@@ -351,16 +351,16 @@ def test_engines_of_a_host_share_what_comes_from_outside() -> None:
     assert outside == dict.fromkeys(engines, 256 * 64)
     inside = [(k.source, k.destination, k.num_bytes) for k in planned.links if k.round == 1]
     assert sorted(inside) == [(a, b, 256 * 64) for a in engines for b in engines if a != b]
-    (mesh,) = planned.meshes
-    assert mesh.members == (*engines, "t")
+    (transfer_group,) = planned.transfer_groups
+    assert transfer_group.members == (*engines, "t")
 
 
 def test_engines_without_fan_out_have_meshes_of_their_own() -> None:
     tensors = {"q": ((1024, 16), "float32")}
     engines = {f"e{index}": simple(tensors, PRIVATE, f"infer-{index}") for index in range(2)}
     planned = plan({"t": simple(tensors, PRIVATE, "train")}, engines, allow_alias=False)
-    assert [mesh.members for mesh in planned.meshes] == [("e0", "t"), ("e1", "t")]
-    assert planned.programs["t"].meshes == planned.meshes
+    assert [transfer_group.members for transfer_group in planned.transfer_groups] == [("e0", "t"), ("e1", "t")]
+    assert planned.programs["t"].transfer_groups == planned.transfer_groups
 
 
 def test_receivers_start_at_different_senders_and_both_ends_agree_on_the_order() -> None:

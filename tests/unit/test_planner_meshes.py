@@ -98,12 +98,12 @@ def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
     for name, layout in engines.items():
         for tensor, box, place in places(layout, memories[name]):
             np.testing.assert_array_equal(place, part(values[tensor], box), err_msg=f"{name} {tensor}{box}")
-    attested = [
+    verified = [
         (layout.tensors[layout.pieces.tensor_P[row]].name, layout.piece(row).box)
         for member, layout in sources.items()
         for row in planned.programs[member].verification.rows.tolist()
     ]
-    assert sorted(name for name, _ in attested) == sorted(INDEX)
+    assert sorted(name for name, _ in verified) == sorted(INDEX)
 
 
 def test_grouped_experts_of_a_rank_come_in_one_copy_a_layer() -> None:

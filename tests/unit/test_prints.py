@@ -36,7 +36,7 @@ def calls(text: str, *steps: int | None) -> None:
         return Score(reward=1.0, correct=True)
 
     for step in steps:
-        outcome_of(Call(1, problem(), (), step), prints, converses=False, module="")
+        outcome_of(Call(1, problem(), (), step), prints, is_multi_turn=False, module="")
 
 
 def await_all(scorer: Scorer, num: int) -> None:

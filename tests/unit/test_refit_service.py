@@ -77,14 +77,14 @@ class Service:
         self.wanted = dict(zip(PARTS, Vllm(tp=2, replicas=2).layouts(MODEL, hosts), strict=True))
 
     def plan(self) -> TransfersPlanned:
-        order = PlanTransfers(
+        command = PlanTransfers(
             command_id=1,
             deadline_s=1.0,
             sources={"trainer-0": layout.encode(self.source)},
             destinations={part: layout.encode(wanted) for part, wanted in self.wanted.items()},
             allow_alias=True,
         )
-        self.service.handle(order, {})
+        self.service.handle(command, {})
         (planned,) = self.member.replies
         assert isinstance(planned, TransfersPlanned)
         return planned
@@ -92,8 +92,8 @@ class Service:
     def commit(self, digests: dict[str, NDArray[np.uint64]]) -> VersionCommitted:
         self.member.replies.clear()
         encoded = {part: comparison.to_bytes(each) for part, each in digests.items()}
-        order = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=encoded, has_update=False)
-        self.service.handle(order, {})
+        command = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=encoded, has_update=False)
+        self.service.handle(command, {})
         (committed,) = self.member.replies
         assert isinstance(committed, VersionCommitted)
         return committed
@@ -112,7 +112,7 @@ def test_each_worker_has_a_program_and_every_link_is_its_own() -> None:
     planned = Service().plan()
     assert set(planned.programs) == {"trainer-0", *PARTS}
     assert set(planned.num_bytes) == {f"trainer-0>{part}" for part in PARTS}
-    assert planned.meshes == ()
+    assert planned.transfer_groups == ()
     assert planned.senders == ()
 
 
@@ -148,11 +148,11 @@ def test_what_cannot_be_read_is_one_line_with_the_name_of_the_part() -> None:
         ({"trainer-0": bad}, {"rollout-0": good}, "trainer-0"),
         ({"trainer-0": good}, {"rollout-0": good[:-1]}, "rollout-0"),
     ):
-        order = PlanTransfers(
+        command = PlanTransfers(
             command_id=1, deadline_s=1.0, sources=sources, destinations=destinations, allow_alias=True
         )
         with pytest.raises(RefitError, match=f"^{named}: not a layout: "):
-            service.service.handle(order, {})
+            service.service.handle(command, {})
     service.plan()
     for digests, what in (
         ({"trainer-0": bytes(9)}, "trainer-0: 9 bytes are not digests of 8 bytes each"),
@@ -167,5 +167,5 @@ def test_the_workers_of_an_engine_are_in_one_mesh() -> None:
     """So that an engine that is lost is brought back over one, whichever of its workers needs what."""
     service = Service(address=PRIVATE)
     planned = service.plan()
-    sharing = [mesh for mesh in planned.meshes if "rollout-0/0" in mesh.members]
-    assert [set(mesh.members) for mesh in sharing] == [{*PARTS, "trainer-0"}]
+    sharing = [transfer_group for transfer_group in planned.transfer_groups if "rollout-0/0" in transfer_group.members]
+    assert [set(transfer_group.members) for transfer_group in sharing] == [{*PARTS, "trainer-0"}]

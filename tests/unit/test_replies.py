@@ -16,13 +16,13 @@ from tandem.common.curve import new_key_pair
 from tandem.common.errors import WireError
 from tandem.common.messages import (
     PROTOCOL_VERSION,
-    Attest,
-    Attested,
+    AnyCommand,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
+    DigestsReported,
     EngineBuilt,
     Evaluate,
     Evaluated,
@@ -33,11 +33,9 @@ from tandem.common.messages import (
     Hello,
     InstallProgram,
     MemoryUse,
-    MeshConnected,
     Message,
     OpenRendezvous,
-    Order,
-    PlannedMesh,
+    PlannedTransferGroup,
     PlanTransfers,
     Problem,
     ProgramInstalled,
@@ -45,6 +43,7 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     RendezvousOpened,
+    ReportDigests,
     SampleScored,
     SamplesFinished,
     SamplesMissing,
@@ -54,12 +53,13 @@ from tandem.common.messages import (
     Train,
     Trained,
     TrainerBuilt,
+    TransferGroupConnected,
     TransfersPlanned,
     VersionCommitted,
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
@@ -135,36 +135,41 @@ TRAINED = Trained(
     memory=MEMORY,
 )
 REFITTED = Refitted(command_id=11, version=VERSION, num_bytes={"trainer-0>rollout-0": 40}, seconds=0.1, memory=MEMORY)
-ATTESTED = Attested(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
+ATTESTED = DigestsReported(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
 COPIED = WeightsCopied(command_id=25, version=VERSION, digests=(bytes(16),))
 PLANNED = TransfersPlanned(
     command_id=31,
     programs={"trainer-0": b"p", "rollout-0/0": b"q", "rollout-0/1": b"r"},
     senders=("trainer-0",),
-    meshes=(PlannedMesh(name="to rollout-0", members=("trainer-0", "rollout-0/0", "rollout-0/1")),),
+    transfer_groups=(PlannedTransferGroup(name="to rollout-0", members=("trainer-0", "rollout-0/0", "rollout-0/1")),),
     num_bytes={"trainer-0>rollout-0/0": 40, "rollout-0/0>rollout-0/1": 40},
     predicted_s=0.1,
     bound_s=0.05,
     seconds=0.2,
 )
 
-Exchange = tuple[Order, tuple[tuple[Message, Mapping[str, Any]], ...]]
+Exchange = tuple[AnyCommand, tuple[tuple[Message, Mapping[str, Any]], ...]]
 """An order and its whole answer."""
 EXCHANGES: dict[ServiceKind, list[Exchange]] = {
     "rollout": [
         (BuildEngine(**command(10)), ((BUILT, {}),)),
         (Refit(**command(11), version=VERSION), ((REFITTED, {}),)),
-        (Attest(**command(12), version=VERSION), ((ATTESTED, {}),)),
+        (ReportDigests(**command(12), version=VERSION), ((ATTESTED, {}),)),
         (GENERATE, ((FINISHED, {}), (GENERATED, {}))),
         (
             InstallProgram(**command(14), programs=(b"p",)),
             ((ProgramInstalled(command_id=14, num_copies=2, num_bytes=40), {}),),
         ),
         (
-            ConnectMesh(
-                **command(15), mesh="to rollout-0", members=("a",), epoch=0, rendezvous_host="h", rendezvous_port=1
+            ConnectTransferGroup(
+                **command(15),
+                transfer_group="to rollout-0",
+                members=("a",),
+                epoch=0,
+                rendezvous_host="h",
+                rendezvous_port=1,
             ),
-            ((MeshConnected(command_id=15, mesh="to rollout-0"), {}),),
+            ((TransferGroupConnected(command_id=15, transfer_group="to rollout-0"), {}),),
         ),
     ],
     "trainer": [
@@ -210,8 +215,8 @@ class Room:
     """A coordinator's registry, and one member on a socket of its own, which may send anything."""
 
     def __init__(self, hub: Listening, kind: ServiceKind, index: int = 0) -> None:
-        pulse = Pulse(interval_s=100.0, timeout_s=100.0)
-        self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", pulse, Replies(LIMITS))
+        heartbeat = HeartbeatSettings(interval_s=100.0, timeout_s=100.0)
+        self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", heartbeat, Replies(LIMITS))
         self.members = [Peer(self.registry) for _ in range(index + 1)]
         for number, member in enumerate(self.members):
             member.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
@@ -227,8 +232,8 @@ class Room:
                 return event, came
         raise AssertionError("nothing happened within 10 s")
 
-    def order(self, order: Order) -> None:
-        self.registry.order(self.name, order, encode(order))
+    def command(self, command: AnyCommand) -> None:
+        self.registry.command(self.name, command, encode(command))
 
     def say(self, frames: Frames) -> tuple[Event, Mapping[str, Any]]:
         """Have the member send something; return what it is to the coordinator."""
@@ -237,8 +242,8 @@ class Room:
 
     def talk(self, kind: ServiceKind, until: type[Message], before: int = 0) -> None:
         """Exchange orders and answers, up to the answer of a type, which is not sent."""
-        for order, answers in EXCHANGES[kind]:
-            self.order(order)
+        for command, answers in EXCHANGES[kind]:
+            self.command(command)
             for answer, came in answers:
                 if type(answer) is until:
                     return
@@ -304,8 +309,8 @@ def answer(kind: ServiceKind, message: type[Message]) -> tuple[Message, Mapping[
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Listening, kind: ServiceKind) -> None:
     room = Room(hub, kind)
-    for order, answers in EXCHANGES[kind]:
-        room.order(order)
+    for command, answers in EXCHANGES[kind]:
+        room.command(command)
         for message, came in answers:
             event, passed = room.say(encode(message, came))
             assert isinstance(event, Replied)
@@ -390,7 +395,7 @@ SENT: dict[str, tuple[Tampering, str]] = {
 def test_samples_that_cannot_be_are_one_line(hub: Listening, tamper: Tampering, what: str) -> None:
     room = Room(hub, "rollout")
     room.talk("rollout", SamplesFinished)
-    room.order(InstallProgram(**command(14), programs=(b"p",)))
+    room.command(InstallProgram(**command(14), programs=(b"p",)))
     event, came = room.say(tampered(FINISHED, {}, tamper))
     assert isinstance(event, Lost)
     assert event.member == "rollout-0"
@@ -423,15 +428,15 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("rollout", Refitted, say("num_bytes", {"trainer-0>rollout-0": -3}), r"num_bytes\[...\]: Expected `int` >= 0"),
     ("rollout", Refitted, say("seconds", NAN), "seconds: Expected `float` >= 0.0"),
     ("rollout", Refitted, say("memory.peak", -1), "memory.peak: Expected `int` >= 0"),
-    ("rollout", Attested, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
-    ("rollout", Attested, say("digests", [bytes(16)] * 2), "digests: 16, 16 bytes, must be 16: .*"),
-    ("rollout", Attested, say("version", 2), "version: 2, must be 3, as in the command"),
+    ("rollout", DigestsReported, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
+    ("rollout", DigestsReported, say("digests", [bytes(16)] * 2), "digests: 16, 16 bytes, must be 16: .*"),
+    ("rollout", DigestsReported, say("version", 2), "version: 2, must be 3, as in the command"),
     ("rollout", Generated, say("num_samples", 3), "num_samples: 3, must be 4, as asked for"),
     ("rollout", Generated, say("num_tokens", 11), "num_tokens: 11, must be 10, as were sent"),
     ("rollout", Generated, say("seconds.rewards", -1.0), r"seconds\[...\]: Expected `float` >= 0.0"),
     ("rollout", Generated, say("step", 5), "step: 5, must be 4, as in the command"),
     ("rollout", Generated, one_more, "more: arrays came with a message that has none"),
-    ("rollout", MeshConnected, say("mesh", "other"), "mesh: other, must be to rollout-0, as in the command"),
+    ("rollout", TransferGroupConnected, say("mesh", "other"), "mesh: other, must be to rollout-0, as in the command"),
     ("rollout", ProgramInstalled, say("num_bytes", -1), "num_bytes: Expected `int` >= 0"),
     ("trainer", RendezvousOpened, say("port", 0), "port: Expected `int` >= 1"),
     ("trainer", RendezvousOpened, say("port", 65536), "port: Expected `int` <= 65535"),
@@ -496,7 +501,7 @@ def test_generated_before_any_sample(hub: Listening) -> None:
 
 def test_the_answer_to_another_members_order(hub: Listening) -> None:
     room = Room(hub, "trainer", index=1)
-    room.registry.order("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
+    room.registry.command("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event, _ = room.say(encode(TRAINED))
     assert isinstance(event, Lost)
     assert (event.member, event.why) == (
@@ -510,7 +515,7 @@ def test_the_answer_to_another_members_order(hub: Listening) -> None:
 
 def test_only_one_rank_has_metrics(hub: Listening) -> None:
     room = Room(hub, "trainer", index=1)
-    room.order(Train(**command(23), step=STEP, sources=SOURCES))
+    room.command(Train(**command(23), step=STEP, sources=SOURCES))
     event, _ = room.say(encode(TRAINED))
     assert isinstance(event, Lost)
     assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.why
@@ -527,7 +532,7 @@ def test_texts_that_are_too_long(hub: Listening) -> None:
 
 def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listening) -> None:
     room = Room(hub, "rollout")
-    room.order(BuildEngine(**command(10)))
+    room.command(BuildEngine(**command(10)))
     event, _ = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_at=at("tcp://10.0.0.1:1"))))
     assert isinstance(event, Lost)
     headers = room.members[0].told()
@@ -548,19 +553,19 @@ def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
 
 def test_what_was_ordered_before_a_term_is_answered_in_vain(hub: Listening) -> None:
     room = Room(hub, "rollout")
-    room.order(BuildEngine(**command(10)))
-    (joined,) = room.registry.begin_term()
+    room.command(BuildEngine(**command(10)))
+    (joined,) = room.registry.begin_attempt()
     assert (joined.member, joined.kind) == ("rollout-0", "rollout")
     room.members[0].send(encode(msgspec.structs.replace(BUILT, command_id=10)))
     assert list(room.registry.receive(0.2)) == []
-    room.order(BuildEngine(**command(11)))
+    room.command(BuildEngine(**command(11)))
     event, _ = room.say(encode(msgspec.structs.replace(BUILT, command_id=11)))
     assert isinstance(event, Replied)
 
 
 def test_a_failure_closes_its_order(hub: Listening) -> None:
     room = Room(hub, "rollout")
-    room.order(BuildEngine(**command(10)))
+    room.command(BuildEngine(**command(10)))
     failed = Failed(command_id=10, phase="building", error="no", expected=True)
     event, _ = room.say(encode(failed))
     assert isinstance(event, Erred)
@@ -568,14 +573,14 @@ def test_a_failure_closes_its_order(hub: Listening) -> None:
     assert list(room.registry.receive(0.2)) == []
 
 
-def engine(order: Generate = GENERATE) -> Replies:
+def engine(command: Generate = GENERATE) -> Replies:
     """Return what is known after an engine has been given an order to generate."""
     replies = Replies(LIMITS)
     for each, answers in EXCHANGES["rollout"][:2]:
         replies.ordered("rollout-0", each)
         for message, came in answers:
             assert replies.take("rollout-0", message, came)  # type: ignore[arg-type]
-    replies.ordered("rollout-0", order)
+    replies.ordered("rollout-0", command)
     return replies
 
 
@@ -615,12 +620,12 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
 
 def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) -> None:
     room = Room(hub, "trainer")
-    room.order(Train(**command(23), step=STEP, sources=SOURCES))
+    room.command(Train(**command(23), step=STEP, sources=SOURCES))
     missing = SamplesMissing(command_id=23, step=STEP, members={"rollout-0": "it is gone"})
     event, _ = room.say(encode(missing))
     assert isinstance(event, Replied)
     assert event.reply == missing
-    room.order(Train(**command(25), step=STEP, sources=SOURCES))
+    room.command(Train(**command(25), step=STEP, sources=SOURCES))
     event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, members={"rollout-1": "it is gone"})))
     assert isinstance(event, Lost)
     assert "SamplesMissing.members: rollout-1, must be one of those in the command" in event.why

@@ -81,8 +81,8 @@ def test_a_score_is_the_same_to_the_bit_whatever_is_scored_beside_it(folder: Pat
     responses = ["".join(draw.choices("0123456789+-= ", k=draw.randrange(1, 50))) for _ in range(40)]
     alone = [rewards(model, [response])[0] for response in responses]
     for _ in range(4):
-        order = draw.sample(range(len(responses)), len(responses))
-        assert rewards(model, [responses[index] for index in order]) == [alone[index] for index in order]
+        command = draw.sample(range(len(responses)), len(responses))
+        assert rewards(model, [responses[index] for index in command]) == [alone[index] for index in command]
 
 
 def test_lengths_are_padded_a_little_and_always(folder: Path) -> None:

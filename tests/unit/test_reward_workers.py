@@ -371,17 +371,17 @@ def test_a_class_that_cannot_be_used_is_said_before_anything_is_scored(
 def test_what_is_no_number_is_no_reward(reward: Any) -> None:
     wanted = "is .*, not a finite number$"
     with pytest.raises(RewardError, match=f"^the reward {wanted}"):
-        checked(Score(reward, correct=True), converses=False)
+        checked(Score(reward, correct=True), is_multi_turn=False)
     with pytest.raises(RewardError, match=f"^the reward {wanted}"):
-        checked(Turn([{"role": "user", "content": "1"}], reward), converses=True)
+        checked(Turn([{"role": "user", "content": "1"}], reward), is_multi_turn=True)
     with pytest.raises(RewardError, match=f"^the component 'a' {wanted}"):
-        checked(Score(1.0, correct=True, components={"a": reward}), converses=False)
+        checked(Score(1.0, correct=True, components={"a": reward}), is_multi_turn=False)
 
 
 @pytest.mark.parametrize("reward", [1, 0.25, np.float32(0.25), np.int64(3), np.float64(1.5), -7])
 def test_numbers_of_python_and_numpy_are_rewards(reward: Any) -> None:
     for correct in (True, np.True_, np.bool_(0)):
-        taken = checked(Score(reward, correct, {"a": reward}), converses=False)
+        taken = checked(Score(reward, correct, {"a": reward}), is_multi_turn=False)
         assert taken == Score(float(reward), bool(correct), {"a": float(reward)})
         assert isinstance(taken, Score)
         assert type(taken.reward) is float
@@ -401,7 +401,7 @@ def test_numbers_of_python_and_numpy_are_rewards(reward: Any) -> None:
 )
 def test_what_is_not_taken(result: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
-        checked(result, converses=True)
+        checked(result, is_multi_turn=True)
     assert str(caught.value) == message
 
 

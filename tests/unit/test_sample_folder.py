@@ -9,10 +9,10 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
 from tandem.samples.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
-from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits
+from tandem.samples.sample_folder import RestoreLimits, SampleFolder, read_limits
 from tandem.samples.sample_record import UnfinishedFile, steps, table_of, write_shard
 
-LIMITS = KeptLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
+LIMITS = RestoreLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
 
 
 def write(folder: Path, step: int, rollout: str = "rollout-0", purpose: Purpose = "train") -> int:
@@ -73,7 +73,7 @@ def test_what_is_to_come_is_put_aside_and_gone_once_its_steps_are_recorded(tmp_p
     assert read_limits(aside).below == 5
     begin(folder, 7)
     again = SampleFolder(settings(tmp_path))
-    again.put_aside_after(4, KeptLimits(newest_proven=None))
+    again.put_aside_after(4, RestoreLimits(newest_proven=None))
     newest, oldest = again.aside()
     assert (newest.name, oldest) == ("before-resume-2", aside)
     assert read_limits(newest).below is None, "what was made since the drop counts"

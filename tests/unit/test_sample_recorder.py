@@ -286,7 +286,7 @@ def test_the_engine_gives_way_to_training_before_samples_from_disk_are_there(
     rollout = start()
     _, where = kept_by(rollout, tmp_path / "samples")
     rollout.refit(1)
-    assert rollout.config.takes_turns
+    assert rollout.config.is_colocated
     rollout.restore(where, num_samples=2)
     with pytest.raises(Exception, match="while the engine sleeps"):
         rollout.service.parts.engine.step()

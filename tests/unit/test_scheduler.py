@@ -13,21 +13,21 @@ from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, lose, 
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
-    Attest,
-    Attested,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
+    DigestsReported,
     EngineBuilt,
     Failed,
     InstallProgram,
-    PlannedMesh,
+    PlannedTransferGroup,
     PlanTransfers,
     Refit,
     Refitted,
     Reply,
+    ReportDigests,
     SampleScored,
     SamplesMissing,
     SaveCheckpoint,
@@ -64,14 +64,14 @@ def test_a_whole_grpo_run_in_order() -> None:
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     generate, commit = "DispatchPrompts:train:{0} ×2", "CommitVersion ×1"
-    train, refit, attest = "DispatchBatch:train:{0} ×2", "Refit ×2", "Attest ×4"
+    train, refit, verify = "DispatchBatch:train:{0} ×2", "Refit ×2", "Attest ×4"
     validate, save = "DispatchPrompts:validate:{0} ×2", ["SaveCheckpoint ×2", "AwaitCheckpoint ×2"]
     expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×4"]
-    expected += [refit, attest, validate.format(0), commit]
+    expected += [refit, verify, validate.format(0), commit]
     expected += [generate.format(1), train.format(1), refit]
-    expected += [attest, generate.format(2), commit, train.format(2), refit]
-    expected += [attest, validate.format(2), commit, *save, generate.format(3), train.format(3), refit]
-    expected += [attest, validate.format(3), commit, *save]
+    expected += [verify, generate.format(2), commit, train.format(2), refit]
+    expected += [verify, validate.format(2), commit, *save, generate.format(3), train.format(3), refit]
+    expected += [verify, validate.format(3), commit, *save]
     assert kinds(cluster) == expected
     assert cluster.commits() == [0, 1, 2, 3]
     assert cluster.done[-1] == Finish(outcome="finished")
@@ -93,7 +93,7 @@ def test_an_engine_that_measures_memory_is_built_again_while_no_trainer_works() 
     cluster = Cluster(msgspec.structs.replace(GRPO, engines_first=True))
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     assert orders_to(cluster, "rollout-0", since) == [], "both trainers train"
@@ -122,9 +122,9 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
     assert planning.sources == {"trainer-0": b"trainer-0 holds", "trainer-1": b"trainer-1 holds"}
     assert planning.destinations == {"rollout-0": b"rollout-0 wants", "rollout-1": b"rollout-1 wants"}
     installs = {
-        a.member: a.order.programs
-        for a in cluster.orders
-        if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
+        a.member: a.command.programs
+        for a in cluster.commands
+        if isinstance(a, Dispatch) and isinstance(a.command, InstallProgram)
     }
     assert installs == {m: (f"program of {m}".encode(),) for m in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")}
 
@@ -135,9 +135,9 @@ def test_trainers_that_do_not_hold_the_policy_train_and_save_and_have_no_weights
     cluster.run_until(Phase.FINISHED)
     (planning,) = orders_of(cluster, PlanTransfers)
     assert planning.sources == {"trainer-0": b"trainer-0 holds"}
-    dispatched = [type(a.order) for a in cluster.orders if isinstance(a, Dispatch) and a.member == "trainer-1"]
+    dispatched = [type(a.command) for a in cluster.commands if isinstance(a, Dispatch) and a.member == "trainer-1"]
     assert {*dispatched} == {BuildTrainer, SaveCheckpoint, AwaitCheckpoint}
-    trained = [a.step for a in cluster.orders if isinstance(a, DispatchBatch) and a.member == "trainer-1"]
+    trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.member == "trainer-1"]
     assert trained == [1, 2, 3]
     assert {*orders_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
 
@@ -181,7 +181,7 @@ def test_without_verification_a_version_is_committed_without_digests() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, is_verified=False))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    assert orders_of(cluster, Attest) == []
+    assert orders_of(cluster, ReportDigests) == []
     assert [(c.version, c.digests) for c in orders_of(cluster, CommitVersion)] == [(0, {}), (1, {}), (2, {}), (3, {})]
 
 
@@ -199,7 +199,7 @@ def test_every_group_goes_to_one_engine() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    hands = {a.member: a.groups for a in cluster.orders if isinstance(a, DispatchPrompts) and a.purpose == "train"}
+    hands = {a.member: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
     assert hands == {"rollout-0": (0, 2, 4), "rollout-1": (1, 3)}
 
 
@@ -341,8 +341,8 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
 
 def orders_to(cluster: Cluster, member: str, since: int) -> list[str]:
     named = [
-        type(a.order).__name__ if isinstance(a, Dispatch) else type(a).__name__
-        for a in cluster.orders[since:]
+        type(a.command).__name__ if isinstance(a, Dispatch) else type(a).__name__
+        for a in cluster.commands[since:]
         if a.member == member
     ]
     return named
@@ -353,7 +353,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     cluster.run_until(Phase.GENERATING)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     actions = lose(cluster, "rollout-1")
     assert actions == [
         Replace(member="rollout-1", why="killed by SIGKILL"),
@@ -369,9 +369,9 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     ]  # fmt: skip
     assert orders_to(cluster, "rollout-0", since) == []
     assert orders_to(cluster, "trainer-0", since) == ["DispatchBatch"]
-    again = [a for a in cluster.orders[since:] if isinstance(a, DispatchPrompts)]
+    again = [a for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
     assert [(a.member, a.groups) for a in again] == [("rollout-1", (1, 3))]
-    (refit,) = (a.order for a in cluster.orders[since:] if isinstance(a, Dispatch) and isinstance(a.order, Refit))
+    (refit,) = (a.command for a in cluster.commands[since:] if isinstance(a, Dispatch) and isinstance(a.command, Refit))
     assert (refit.version, refit.only) == (1, ("rollout-1",))
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -422,7 +422,7 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, deadlines=patient))
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     assert lose(cluster, "refit-0") == [Replace(member="refit-0", why="killed by SIGKILL")]
     while cluster.pending:  # all but the comparison goes on
         cluster.answer_next()
@@ -435,7 +435,7 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
     assert (first.sources, first.destinations) == (second.sources, second.destinations)
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
-    later = {type(action.order) for action in cluster.orders[since:] if isinstance(action, Dispatch)}
+    later = {type(action.command) for action in cluster.commands[since:] if isinstance(action, Dispatch)}
     assert not later & {BuildTrainer, BuildEngine, InstallProgram}, "nobody else begins anew"
     assert {action.version for action in cluster.done if isinstance(action, RecordRefit)} == {0, 1, 2, 3}
 
@@ -446,12 +446,12 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     cluster.join_all()
     while not orders_of(cluster, CommitVersion):
         cluster.answer_next()
-    while not is_comparing and cluster.plan.weights.is_attesting:
+    while not is_comparing and cluster.plan.weights.is_verifying:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))
     cluster.run_until(Phase.FINISHED)
-    assert [order.version for order in orders_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
+    assert [command.version for command in orders_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
     recorded = [action.version for action in cluster.done if isinstance(action, RecordRefit)]
     assert recorded == ([0, 1, 2, 3] if is_comparing else [0, 0, 1, 2, 3])
     assert cluster.commits() == [0, 1, 2, 3]
@@ -501,9 +501,9 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     cluster.run_until(Phase.GENERATING)
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
-    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
+    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, BuildEngine))
     reply = EngineBuilt(
-        command_id=build.order.command_id, layouts=(b"something else",), samples_at=at("tcp://10.0.0.1:1")
+        command_id=build.command.command_id, layouts=(b"something else",), samples_at=at("tcp://10.0.0.1:1")
     )
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
@@ -518,7 +518,7 @@ def in_two_parts(reply: Reply) -> Reply:
             parts = [f"rollout-{engine}/{worker}" for engine in range(2) for worker in range(2)]
             programs = {part: f"program of {part}".encode() for part in ("trainer-0", "trainer-1", *parts)}
             return msgspec.structs.replace(reply, programs=programs)
-        case Attested(digests=(digest,)) if digest.startswith(b"rollout"):
+        case DigestsReported(digests=(digest,)) if digest.startswith(b"rollout"):
             return msgspec.structs.replace(reply, digests=(digest + b" 0", digest + b" 1"))
         case other:
             return other
@@ -535,9 +535,9 @@ def test_the_workers_of_an_engine_are_planned_for_and_attested_one_by_one_and_or
     assert planning.destinations == {f"rollout-{e}/{w}": f"rollout-{e} wants {w}".encode() for e, w in workers}
     assert planning.sources.keys() == {"trainer-0", "trainer-1"}
     installs = [
-        (a.member, a.order.programs)
-        for a in cluster.orders
-        if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
+        (a.member, a.command.programs)
+        for a in cluster.commands
+        if isinstance(a, Dispatch) and isinstance(a.command, InstallProgram)
     ]
     assert installs == [
         ("trainer-0", (b"program of trainer-0",)),
@@ -559,9 +559,9 @@ def test_a_replacement_with_other_workers_ends_the_run() -> None:
     cluster.run_until(Phase.GENERATING)
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
-    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
+    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, BuildEngine))
     reply = EngineBuilt(
-        command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",), samples_at=at("tcp://10.0.0.1:1")
+        command_id=build.command.command_id, layouts=(b"rollout-0 wants 0",), samples_at=at("tcp://10.0.0.1:1")
     )
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
@@ -572,7 +572,7 @@ def test_an_engine_that_differs_is_quarantined_refitted_and_asked_again() -> Non
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     cluster.run_until(Phase.GENERATING)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     assert differ(cluster, "rollout-1", "q_proj differs")[0] == DiscardSamples(step=2, purpose="train", groups=(1, 3))
     cluster.run_until(Phase.TRAINING)
     assert orders_to(cluster, "rollout-1", since)[-3:] == ["Refit", "Attest", "DispatchPrompts"]
@@ -591,34 +591,34 @@ def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_to
         return msgspec.structs.replace(reply, num_bytes_frozen=frozen)
 
     cluster.join_all()
-    while not isinstance(cluster.pending[0], Dispatch) or not isinstance(cluster.pending[0].order, PlanTransfers):
+    while not isinstance(cluster.pending[0], Dispatch) or not isinstance(cluster.pending[0].command, PlanTransfers):
         cluster.answer_next()
     planning = cluster.pending.pop(0)
     assert isinstance(planning, Dispatch)
     cluster.give(Replied(now=cluster.now, member="refit-0", reply=plan_with_frozen(planning)))
     cluster.run_until(Phase.TRAINING)
-    assert [(order.version, order.newcomers) for order in orders_of(cluster, Refit)] == [(0, both)] * 2
+    assert [(command.version, command.joining_engines) for command in orders_of(cluster, Refit)] == [(0, both)] * 2
     cluster.run_until(Phase.GENERATING)
     since = len(orders_of(cluster, Refit))
     differ(cluster, "rollout-1", "q_proj differs")
     cluster.run_until(Phase.TRAINING)
-    of_version = [(order.version, order.newcomers) for order in orders_of(cluster, Refit)[2:]]
+    of_version = [(command.version, command.joining_engines) for command in orders_of(cluster, Refit)[2:]]
     assert of_version == [(1, ()), (1, ()), (1, ("rollout-1",))]
     assert since == 4
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.GENERATING)
-    assert {order.newcomers for order in orders_of(cluster, Refit)[5:]} == {("rollout-0",)}
+    assert {command.joining_engines for command in orders_of(cluster, Refit)[5:]} == {("rollout-0",)}
 
 
 def differ(cluster: Cluster, engine: str, what: str) -> list[Action]:
     """Answer until the version is to be committed; answer that with an engine that differs; return the actions."""
     for _ in range(100):
         action = cluster.pending[0]
-        if isinstance(action, Dispatch) and isinstance(action.order, CommitVersion):
+        if isinstance(action, Dispatch) and isinstance(action.command, CommitVersion):
             cluster.pending.pop(0)
             reply = VersionCommitted(
-                command_id=action.order.command_id, version=action.order.version, differing={engine: what}, digest=9
+                command_id=action.command.command_id, version=action.command.version, differing={engine: what}, digest=9
             )
             return sorted(
                 cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply)),
@@ -635,15 +635,15 @@ def test_an_engine_that_differs_twice_ends_the_run() -> None:
     differ(cluster, "rollout-1", "q_proj differs")
     finish = only_finish(differ(cluster, "rollout-1", "q_proj still differs"))
     assert str(finish.error) == (
-        "rollout-1 failed while attesting a weight version: it does not hold version 1: q_proj still differs"
+        "rollout-1 failed while verifying a weight version: it does not hold version 1: q_proj still differs"
     )
 
 
 def fail_refit(cluster: Cluster) -> list[Action]:
     action = cluster.pending.pop(0)
     assert isinstance(action, Dispatch)
-    assert isinstance(action.order, Refit)
-    failed = Failed(command_id=action.order.command_id, phase="refitting", error="the memory is gone", expected=True)
+    assert isinstance(action.command, Refit)
+    failed = Failed(command_id=action.command.command_id, phase="refitting", error="the memory is gone", expected=True)
     return cluster.give(Erred(now=cluster.now, member=action.member, failed=failed))
 
 
@@ -653,7 +653,7 @@ def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
     cluster.run_until(Phase.REFITTING)
     (again,) = fail_refit(cluster)
     assert isinstance(again, Dispatch)
-    assert (again.member, again.order.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
+    assert (again.member, again.command.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
     cluster.answer_next()  # the other engine
     assert cluster.plan.phase is Phase.REFITTING
     finish = only_finish(fail_refit(cluster))
@@ -662,34 +662,34 @@ def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
 
 def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> None:
     cluster = Cluster(GRPO)
-    mesh = PlannedMesh(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster.adjust = lambda reply: (
-        msgspec.structs.replace(reply, meshes=(mesh,), senders=("trainer-0",))
+        msgspec.structs.replace(reply, transfer_groups=(transfer_group,), senders=("trainer-0",))
         if isinstance(reply, TransfersPlanned)
         else reply
     )
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    connects = orders_of(cluster, ConnectMesh)
+    connects = orders_of(cluster, ConnectTransferGroup)
     assert [(c.epoch, c.rendezvous_host, c.rendezvous_port) for c in connects] == [(0, "127.0.0.1", 1234)] * 2
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
-    assert [c.epoch for c in orders_of(cluster, ConnectMesh)[2:]] == [1, 1]
+    assert [c.epoch for c in orders_of(cluster, ConnectTransferGroup)[2:]] == [1, 1]
     assert orders_to(cluster, "trainer-0", since)[:2] == ["ConnectMesh", "Refit"]
     assert orders_to(cluster, "rollout-0", since) == []
 
 
 def with_mesh(*members: str) -> Callable[[Reply], Reply]:
     """Have one mesh planned, in which `trainer-0` and every engine send."""
-    mesh = PlannedMesh(name="the mesh", members=members)
+    transfer_group = PlannedTransferGroup(name="the mesh", members=members)
     senders = ("trainer-0", *(member for member in members if member.startswith("rollout")))
 
     def adjust(reply: Reply) -> Reply:
         if not isinstance(reply, TransfersPlanned):
             return reply
-        return msgspec.structs.replace(reply, meshes=(mesh,), senders=senders)
+        return msgspec.structs.replace(reply, transfer_groups=(transfer_group,), senders=senders)
 
     return adjust
 
@@ -703,11 +703,13 @@ def test_engines_that_pass_weights_on_are_refitted_together() -> None:
     cluster.pending.sort(key=lambda action: action.member)  # both engines before the trainer
     assert fail_refit(cluster) == []
     connects = fail_refit(cluster)
-    assert [(a.member, type(a.order)) for a in connects if isinstance(a, Dispatch)] == [
-        (member, ConnectMesh) for member in ("trainer-0", "rollout-0", "rollout-1")
+    assert [(a.member, type(a.command)) for a in connects if isinstance(a, Dispatch)] == [
+        (member, ConnectTransferGroup) for member in ("trainer-0", "rollout-0", "rollout-1")
     ]
     cluster.run_until(Phase.GENERATING)
-    again = [(a.member, a.order.only) for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, Refit)]
+    again = [
+        (a.member, a.command.only) for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, Refit)
+    ]
     assert again[3:] == [(member, ("rollout-0", "rollout-1")) for member in ("trainer-0", "rollout-0", "rollout-1")]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -718,7 +720,7 @@ def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
     cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
     cluster.join_all()
     cluster.run_until(Phase.REFITTING)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     lose(cluster, "rollout-1")
     cluster.pending.sort(key=lambda action: action.member)
     assert fail_refit(cluster) == [], "the one that is torn waits for the one that is gone"
@@ -736,7 +738,7 @@ def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> No
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     for _ in range(100):
-        if isinstance(cluster.pending[0], Dispatch) and isinstance(cluster.pending[0].order, Refit):
+        if isinstance(cluster.pending[0], Dispatch) and isinstance(cluster.pending[0].command, Refit):
             break
         cluster.answer_next()
     cluster.pending.sort(key=lambda action: action.member)
@@ -796,7 +798,7 @@ def test_interrupted_while_generating_abandons_the_step_and_saves_the_one_before
     cluster.run_until(Phase.GENERATING)
     assert cluster.plan.step == 2
     cluster.pending.clear()
-    assert all(isinstance(a, Dispatch) and isinstance(a.order, SaveCheckpoint) for a in interrupt(cluster))
+    assert all(isinstance(a, Dispatch) and isinstance(a.command, SaveCheckpoint) for a in interrupt(cluster))
     cluster.run_until(Phase.FINISHED)
     assert cluster.done[-2:] == [PublishCheckpoint(step=1), Finish(outcome="interrupted")]
     assert cluster.commits() == [0, 1]
@@ -858,7 +860,7 @@ def test_what_trainers_cannot_fetch_is_made_again_and_nothing_else() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    before = {a.member: a.groups for a in cluster.orders if isinstance(a, DispatchPrompts) and a.purpose == "train"}
+    before = {a.member: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
     actions = miss(cluster, rollout_1="nobody answers")
     assert DiscardSamples(step=1, purpose="train", groups=before["rollout-1"]) in actions
     assert Say(text="samples of step 1 are missing and are made again: rollout-1: nobody answers") in actions
@@ -866,7 +868,7 @@ def test_what_trainers_cannot_fetch_is_made_again_and_nothing_else() -> None:
     assert [(a.member, a.groups) for a in again] == [("rollout-1", before["rollout-1"])]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == list(range(GRPO.last_step + 1))
-    trained = [a for a in cluster.orders if isinstance(a, DispatchBatch) and a.step == 1]
+    trained = [a for a in cluster.commands if isinstance(a, DispatchBatch) and a.step == 1]
     assert len(trained) == 2 * GRPO.expected["trainer"]
 
 
@@ -1033,7 +1035,7 @@ def test_a_full_store_holds_up_new_samples_until_others_are_trained_on() -> None
     )
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    asked = sorted((a.member, a.step, a.groups) for a in cluster.orders if isinstance(a, DispatchPrompts))
+    asked = sorted((a.member, a.step, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts))
     assert asked == [
         ("rollout-0", 1, (0, 2, 4)),
         ("rollout-0", 2, (0,)),

@@ -11,13 +11,13 @@ import pytest
 from cluster_harness import GRPO, Cluster, interrupt, lose, replace
 
 from tandem.common.messages import (
-    Attest,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
     Failed,
-    PlannedMesh,
+    PlannedTransferGroup,
     Refit,
+    ReportDigests,
     VersionCommitted,
 )
 from tandem.coordinator.scheduler.engines.table import Status
@@ -97,20 +97,20 @@ class Aged(Cluster):
     def check_order(self, action: Dispatch) -> None:
         """Assert that engines read what stands still, and that what is to be compared has digests."""
         engines = self.plan.engines
-        match action.order:
+        match action.command:
             case Refit(version=version):
                 self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
                 self.refitted_while_training |= self.plan.progress.is_training
                 if self.plan.spec.keeps_copy:
                     assert self.copied[-1] == version, "engines read the newest copy"
-                    assert not any(isinstance(a, Dispatch) and isinstance(a.order, CopyWeights) for a in self.pending)
+                    assert not any(isinstance(a, Dispatch) and isinstance(a.command, CopyWeights) for a in self.pending)
             case CopyWeights(version=version):
                 assert not engines.num_having(Status.REFITTING)
-                assert engines.num_attested == engines.num_having(Status.HOLDING)
+                assert engines.num_verified == engines.num_having(Status.HOLDING)
                 assert version == self.plan.step
                 if version not in self.copied:
                     self.copied.append(version)
-            case Attest():
+            case ReportDigests():
                 assert not (self.plan.spec.keeps_copy and action.member.startswith("trainer")), "it trains"
             case CommitVersion(version=version, digests=digests):
                 holders = [name for name in digests if name.startswith("rollout")]
@@ -137,7 +137,7 @@ class Aged(Cluster):
         for group in of_step.groups:
             assert step - 1 - self.age <= group.oldest_version <= group.newest_version < step
             engine = engines[str(group.engine)]
-            assert group.newest_version < engine.version or engine.is_attested
+            assert group.newest_version < engine.version or engine.is_verified
 
     def run(self, *, chance_of_loss: float = 0.0) -> None:
         self.join_all()
@@ -172,7 +172,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
         assert cluster.done[-1] == Finish(outcome="finished")
-        trained = [a.step for a in cluster.orders if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
+        trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
         assert trained == list(range(1, LAST_STEP + 1))
         ages |= cluster.ages
         overlaps |= cluster.generated_while_training
@@ -201,7 +201,7 @@ def test_dynamic_sampling_draws_more_for_the_step_in_progress(age: int) -> None:
         for step in range(1, LAST_STEP + 1):
             drawn = {
                 group
-                for a in cluster.orders
+                for a in cluster.commands
                 if isinstance(a, DispatchPrompts) and a.step == step and a.purpose == "train"
                 for group in a.groups
             }
@@ -238,12 +238,12 @@ def until(cluster: Cluster, holds: Callable[[], bool], answers: Callable[[Any], 
 
 
 def is_order(action: Any, kind: type[object]) -> bool:
-    return isinstance(action, Dispatch) and isinstance(action.order, kind)
+    return isinstance(action, Dispatch) and isinstance(action.command, kind)
 
 
 def orders_to(cluster: Cluster, member: str, kind: type[object], since: int = 0) -> list[Any]:
-    found = [a for a in cluster.orders[since:] if isinstance(a, Dispatch) and a.member == member]
-    return [a.order for a in found if isinstance(a.order, kind)]
+    found = [a for a in cluster.commands[since:] if isinstance(a, Dispatch) and a.member == member]
+    return [a.command for a in found if isinstance(a.command, kind)]
 
 
 def no_generation(action: Any) -> bool:
@@ -262,12 +262,14 @@ def finishes(cluster: Cluster) -> None:
 
 def differ_while_training(cluster: Aged) -> list[Action]:
     """Have the weights of rollout-1 found wrong during the second step; return what follows from it."""
-    late = lambda action: not is_order(action, Attest) or action.member.startswith("trainer")  # noqa: E731
+    late = lambda action: not is_order(action, ReportDigests) or action.member.startswith("trainer")  # noqa: E731
     until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
     until(cluster, lambda: any(is_order(a, CommitVersion) for a in cluster.pending), no_step)
     (commit,) = [a for a in cluster.pending if is_order(a, CommitVersion)]
     cluster.pending.remove(commit)
-    reply = VersionCommitted(command_id=commit.order.command_id, version=1, differing={"rollout-1": "q_proj"}, digest=9)
+    reply = VersionCommitted(
+        command_id=commit.command.command_id, version=1, differing={"rollout-1": "q_proj"}, digest=9
+    )
     return cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply))
 
 
@@ -275,7 +277,7 @@ def differ_while_training(cluster: Aged) -> list[Action]:
 def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flight: bool) -> None:
     cluster = begun(in_flight=in_flight)
     differ_while_training(cluster)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     until(cluster, lambda: not cluster.plan.requests.num_for(Phase.GENERATING), no_step)
     assert cluster.plan.progress.is_training
     assert orders_to(cluster, "rollout-1", Refit, since) == [], "the weights that it needs are not there"
@@ -291,7 +293,7 @@ def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
     recovery.quarantine(cluster.plan.tables, cluster.plan.engines["rollout-1"], "testing", "wrong")
     stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
     assert (stops.member, stops.groups) == ("rollout-1", ())
-    generating = [a.command_id for a in cluster.orders if isinstance(a, DispatchPrompts) and a.groups]
+    generating = [a.command_id for a in cluster.commands if isinstance(a, DispatchPrompts) and a.groups]
     assert stops.cancel_before > max(generating)
     finishes(cluster)
 
@@ -299,10 +301,10 @@ def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
 def test_trouble_with_a_version_does_not_count_against_the_next() -> None:
     cluster = begun()
     for version in (1, 2, 3):
-        until(cluster, lambda v=version: v in {order.version for order in orders_to(cluster, "rollout-1", Refit)})  # type: ignore[misc]
+        until(cluster, lambda v=version: v in {command.version for command in orders_to(cluster, "rollout-1", Refit)})  # type: ignore[misc]
         (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.member == "rollout-1"]
         cluster.pending.remove(refit)
-        failed = Failed(command_id=refit.order.command_id, phase="refitting", error="torn", expected=True)
+        failed = Failed(command_id=refit.command.command_id, phase="refitting", error="torn", expected=True)
         cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
     finishes(cluster)
     told = [a for a in cluster.done if isinstance(a, RecordRefit) and a.quarantined]
@@ -325,7 +327,7 @@ def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> 
     cluster = begun()
     others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.plan.engines["rollout-0"].version == 1, others)
-    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.ATTESTING), others)
+    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.VERIFYING), others)
     assert cluster.plan.engines["rollout-1"].version == 0
     assert not cluster.plan.weights.may_step, "rollout-1 is still to read them"
     lose(cluster, "rollout-1")
@@ -352,17 +354,17 @@ def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
 @pytest.mark.parametrize("age", [0, 3])
 def test_each_batch_that_is_asked_for_at_once_has_its_time(age: int) -> None:
     cluster = begun(age)
-    allowed = {a.step: a.deadline_s for a in cluster.orders if isinstance(a, DispatchPrompts)}
+    allowed = {a.step: a.deadline_s for a in cluster.commands if isinstance(a, DispatchPrompts)}
     assert allowed == {1 + ahead: (1 + ahead) * GRPO.deadlines.generate for ahead in range(age + 1)}
 
 
 def test_validation_comes_before_what_later_steps_need() -> None:
     cluster = begun(2, validate_every=2, balance=Balance(width=1, timeout_s=None))
     until(cluster, lambda: cluster.plan.progress.is_validating)
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     until(cluster, lambda: 2 in cluster.commits())
-    asked = [a.purpose for a in cluster.orders[since:] if isinstance(a, DispatchPrompts)]
-    num_waiting = 3 - sum(isinstance(a, DispatchPrompts) and a.purpose == "validate" for a in cluster.orders[:since])
+    asked = [a.purpose for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
+    num_waiting = 3 - sum(isinstance(a, DispatchPrompts) and a.purpose == "validate" for a in cluster.commands[:since])
     assert asked[:num_waiting] == ["validate"] * num_waiting
     assert "train" in asked, "and they get what room is left"
     finishes(cluster)
@@ -381,15 +383,15 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
 @pytest.mark.parametrize("what", ["lost", "fails"])
 def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
     cluster = begun()
-    late = lambda action: not is_order(action, Attest) or action.member.startswith("trainer")  # noqa: E731
+    late = lambda action: not is_order(action, ReportDigests) or action.member.startswith("trainer")  # noqa: E731
     until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
     interrupt(cluster)
-    (attest,) = [a for a in cluster.pending if is_order(a, Attest) and a.member == "rollout-1"]
+    (verify,) = [a for a in cluster.pending if is_order(a, ReportDigests) and a.member == "rollout-1"]
     if what == "lost":
         lose(cluster, "rollout-1")
     else:
-        cluster.pending.remove(attest)
-        failed = Failed(command_id=attest.order.command_id, phase="attesting", error="no memory", expected=True)
+        cluster.pending.remove(verify)
+        failed = Failed(command_id=verify.command.command_id, phase="attesting", error="no memory", expected=True)
         cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
     until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
     assert cluster.done[-1] == Finish(outcome="interrupted")
@@ -406,38 +408,38 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
     others = lambda action: no_generation(action) and not is_commit(action)  # noqa: E731
     until(cluster, lambda: engine.status is Status.HOLDING, others)
     until(cluster, lambda: not any(map(is_commit, cluster.pending)), is_commit)
-    assert cluster.plan.engines["rollout-0"].is_attested
-    assert not engine.is_attested, "it was another process that was found right"
+    assert cluster.plan.engines["rollout-0"].is_verified
+    assert not engine.is_verified, "it was another process that was found right"
     finishes(cluster)
 
 
 def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
-    mesh = PlannedMesh(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
     planned = cluster.plan.tables.transfers._planned
     assert planned is not None
-    cluster.plan.tables.transfers._planned = msgspec.structs.replace(planned, meshes=(mesh,))
-    since = len(cluster.orders)
+    cluster.plan.tables.transfers._planned = msgspec.structs.replace(planned, transfer_groups=(transfer_group,))
+    since = len(cluster.commands)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     stands_still = lambda: not any(map(no_step, cluster.pending))  # noqa: E731
     until(cluster, stands_still, no_step)
     assert cluster.plan.progress.is_training
-    assert orders_to(cluster, "rollout-1", ConnectMesh, since) == []
-    until(cluster, lambda: len(orders_to(cluster, "rollout-1", ConnectMesh, since)) == 1)
+    assert orders_to(cluster, "rollout-1", ConnectTransferGroup, since) == []
+    until(cluster, lambda: len(orders_to(cluster, "rollout-1", ConnectTransferGroup, since)) == 1)
     finishes(cluster)
 
 
 def test_groups_of_weights_that_are_too_old_are_made_again_and_counted() -> None:
     cluster = begun(balance=None)
     until(cluster, lambda: cluster.plan.step == 3)
-    order = next(a for a in cluster.pending if isinstance(a, DispatchPrompts) and a.groups and a.step >= 3)
-    cluster.begun_with[order.command_id] = order.step - 1 - cluster.age - 1
+    command = next(a for a in cluster.pending if isinstance(a, DispatchPrompts) and a.groups and a.step >= 3)
+    cluster.begun_with[command.command_id] = command.step - 1 - cluster.age - 1
     finishes(cluster)
     commits = [a for a in cluster.done if isinstance(a, CommitStep)]
-    assert sum(a.metrics["groups_too_old"] for a in commits) == len(order.groups)
-    again = [a for a in cluster.orders if isinstance(a, DispatchPrompts) and a.step == order.step]
-    assert sorted(g for a in again for g in a.groups) == sorted([*range(5), *order.groups])
+    assert sum(a.metrics["groups_too_old"] for a in commits) == len(command.groups)
+    again = [a for a in cluster.commands if isinstance(a, DispatchPrompts) and a.step == command.step]
+    assert sorted(g for a in again for g in a.groups) == sorted([*range(5), *command.groups])
     discarded = [a for a in cluster.done if isinstance(a, DiscardSamples)]
-    assert discarded == [DiscardSamples(step=order.step, purpose="train", groups=order.groups)]
+    assert discarded == [DiscardSamples(step=command.step, purpose="train", groups=command.groups)]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
 
-from tandem.common.messages import Failed, PlannedMesh, PlanTransfers, Reply, TransfersPlanned
+from tandem.common.messages import Failed, PlannedTransferGroup, PlanTransfers, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.engines.members import Membership
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -46,8 +46,8 @@ def leave(cluster: Cluster, name: str) -> list[Action]:
 
 def who_generate(cluster: Cluster, step: int) -> set[str]:
     """Return who was asked for groups of a step to train on."""
-    asked = (order for order in cluster.orders if isinstance(order, DispatchPrompts) and order.groups)
-    return {order.member for order in asked if (order.step, order.purpose) == (step, "train")}
+    asked = (command for command in cluster.commands if isinstance(command, DispatchPrompts) and command.groups)
+    return {command.member for command in asked if (command.step, command.purpose) == (step, "train")}
 
 
 def let_go(cluster: Cluster) -> list[LetGo]:
@@ -56,21 +56,23 @@ def let_go(cluster: Cluster) -> list[LetGo]:
 
 def fail(cluster: Cluster, member: str, kind: str, error: str) -> list[Action]:
     """Have a member fail at an order of a kind; what it was asked for is answered by nobody."""
-    (order,) = [a for a in cluster.pending if a.member == member and isinstance(a, Dispatch) and kind in str(a.order)]
-    cluster.pending.remove(order)
-    failed = Failed(command_id=order.order.command_id, phase="x", error=error, expected=True)
+    (command,) = [
+        a for a in cluster.pending if a.member == member and isinstance(a, Dispatch) and kind in str(a.command)
+    ]
+    cluster.pending.remove(command)
+    failed = Failed(command_id=command.command.command_id, phase="x", error=error, expected=True)
     return cluster.give(Erred(now=cluster.now, member=member, failed=failed))
 
 
 def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_step_on() -> None:
     cluster = generating()
-    since = len(cluster.orders)
+    since = len(cluster.commands)
     join(cluster, "rollout-2")
     cluster.run_until(Phase.FINISHED)
-    orders = [(a.member, type(a.order).__name__) for a in cluster.orders[since:] if isinstance(a, Dispatch)]
-    of_newcomer = [kind for member, kind in orders if member == "rollout-2"]
+    commands = [(a.member, type(a.command).__name__) for a in cluster.commands[since:] if isinstance(a, Dispatch)]
+    of_newcomer = [kind for member, kind in commands if member == "rollout-2"]
     assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "Attest"]
-    assert orders.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in orders) == 1
+    assert commands.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in commands) == 1
     assert orders_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
     assert who_generate(cluster, 3) == {"rollout-0", "rollout-1", "rollout-2"}
@@ -83,7 +85,9 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
     def streamed(reply: Reply) -> Reply:
         if not isinstance(reply, TransfersPlanned):
             return reply
-        return msgspec.structs.replace(reply, meshes=(PlannedMesh(name="m", members=("rollout-2", "trainer-0")),))
+        return msgspec.structs.replace(
+            reply, transfer_groups=(PlannedTransferGroup(name="m", members=("rollout-2", "trainer-0")),)
+        )
 
     cluster.adjust = streamed
     join(cluster, "rollout-2")
@@ -98,7 +102,7 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
 def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(member: str, kind: str) -> None:
     cluster = generating()
     join(cluster, "rollout-2")
-    while not any(isinstance(a, Dispatch) and type(a.order).__name__ == kind for a in cluster.pending):
+    while not any(isinstance(a, Dispatch) and type(a.command).__name__ == kind for a in cluster.pending):
         cluster.answer_next()
     actions = fail(cluster, member, kind, "no memory")
     assert LetGo(member="rollout-2", why="no memory") in actions

@@ -15,15 +15,15 @@ from cluster_harness import GRPO, Cluster, answer
 
 from tandem.common.errors import ServiceLost
 from tandem.common.messages import (
-    Attest,
-    Attested,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
+    DigestsReported,
     Failed,
     Generated,
-    PlannedMesh,
+    PlannedTransferGroup,
     Refit,
     Reply,
+    ReportDigests,
     SampleScored,
     SamplesFinished,
     SamplesMissing,
@@ -69,12 +69,12 @@ NAMES = [f"rollout-{index}" for index in range(6)]
 LEAVE_S = 50.0
 JOIN_S = 1e6
 """Longer than a run takes, unless nobody comes in the place of who is lost."""
-MESHES = (PlannedMesh(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
+MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
 FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
-BACKGROUND = (Attest, ConnectMesh)
+BACKGROUND = (ReportDigests, ConnectTransferGroup)
 
-Order = Dispatch | DispatchPrompts | DispatchBatch
+AnyCommand = Dispatch | DispatchPrompts | DispatchBatch
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +108,8 @@ class Weights:
 class Job:
     """A `Generate` that an engine is at."""
 
-    def __init__(self, order: DispatchPrompts, samples: Sequence[tuple[int, int]], begun_with: int) -> None:
-        self.order = order
+    def __init__(self, command: DispatchPrompts, samples: Sequence[tuple[int, int]], begun_with: int) -> None:
+        self.command = command
         self.samples = list(samples)
         self.begun_with = begun_with
         """The place of the weights in the engine's history."""
@@ -142,7 +142,7 @@ class Harried(Cluster):
         self.lacking: dict[int, dict[str, str]] = {}
         """Of each step whose samples are missing, the engines that they are missing at."""
         self.num_missing: dict[int, int] = {}
-        self.attested: set[int] = set()
+        self.verified: set[int] = set()
         """Versions that were proven to be on an engine; of others, which no engine kept so long, no record is due."""
         self.is_interrupted = False
         self.num_joined = self.num_let_go = 0
@@ -161,7 +161,7 @@ class Harried(Cluster):
         """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
         self.give(event)
         engines = self.plan.engines
-        self.attested |= {engines[name].version for name in engines if engines[name].is_attested}
+        self.verified |= {engines[name].version for name in engines if engines[name].is_verified}
         owed = {self.id_of(action) for action in self.pending}
         assert owed >= set(self.plan.requests._by_id), "nobody owes what is waited for"
 
@@ -170,17 +170,17 @@ class Harried(Cluster):
             case DispatchPrompts():
                 self.begin_job(action)
             case DispatchBatch(purpose="train"):
-                self.forget_pending(action, Attest)
+                self.forget_pending(action, ReportDigests)
                 if action.member == "trainer-0":
                     self.check_batch(action.step)
-            case Dispatch(order=Attest()):
-                self.forget_pending(action, Attest)
-            case Dispatch(order=Refit(only=only)) if not only or action.member in only:
-                self.forget_pending(action, Attest)
-                self.check_mesh(action.member, action.order)
-            case Dispatch(order=ConnectMesh(mesh=mesh, epoch=epoch)):
-                self.forget_pending(action, ConnectMesh)
-                self.epochs.setdefault((mesh, epoch), set()).add(action.member)
+            case Dispatch(command=ReportDigests()):
+                self.forget_pending(action, ReportDigests)
+            case Dispatch(command=Refit(only=only)) if not only or action.member in only:
+                self.forget_pending(action, ReportDigests)
+                self.check_mesh(action.member, action.command)
+            case Dispatch(command=ConnectTransferGroup(transfer_group=transfer_group, epoch=epoch)):
+                self.forget_pending(action, ConnectTransferGroup)
+                self.epochs.setdefault((transfer_group, epoch), set()).add(action.member)
             case LetGo(member=member, is_awaited=is_awaited):
                 self.end(member)
                 self.absent = [name for name in self.absent if name != member]
@@ -196,30 +196,30 @@ class Harried(Cluster):
             case _:
                 pass
 
-    def check_mesh(self, receiver: str, order: Refit) -> None:
+    def check_mesh(self, receiver: str, command: Refit) -> None:
         """Assert that those who pass weights on to a receiver have the same, or receive them with it."""
-        for mesh in self.plan.tables.transfers.plan.meshes:
-            processes = processes_in(mesh)
-            for other in processes if receiver in processes and order.only else ():
-                if other.startswith("rollout") and other not in order.only:
+        for transfer_group in self.plan.tables.transfers.plan.transfer_groups:
+            processes = processes_in(transfer_group)
+            for other in processes if receiver in processes and command.only else ():
+                if other.startswith("rollout") and other not in command.only:
                     assert other not in self.is_torn
                     assert self.history[other], f"{other} is gone"
-                    assert self.history[other][-1].version == order.version, f"{other} passes on what is old"
+                    assert self.history[other][-1].version == command.version, f"{other} passes on what is old"
 
-    def begin_job(self, order: DispatchPrompts) -> None:
-        for command_id in [i for i, job in self.jobs.items() if job.order.member == order.member]:
-            if command_id < order.cancel_before:
+    def begin_job(self, command: DispatchPrompts) -> None:
+        for command_id in [i for i, job in self.jobs.items() if job.command.member == command.member]:
+            if command_id < command.cancel_before:
                 self.give_up(command_id)
-        history, purpose = self.history[order.member], order.purpose
-        if order.groups:
-            assert order.member not in self.is_torn
-            age = order.step - 1 - history[-1].version
+        history, purpose = self.history[command.member], command.purpose
+        if command.groups:
+            assert command.member not in self.is_torn
+            age = command.step - 1 - history[-1].version
             if purpose == "validate":
                 assert age == -1, "validated are the step's own weights"
             else:
                 assert 0 <= age <= self.plan.spec.max_trajectory_age_steps
-        samples = [(group, sample) for group in order.groups for sample in range(self.num_samples)]
-        self.jobs[order.command_id] = Job(order, samples, len(history) - 1)
+        samples = [(group, sample) for group in command.groups for sample in range(self.num_samples)]
+        self.jobs[command.command_id] = Job(command, samples, len(history) - 1)
 
     def give_up(self, command_id: int) -> None:
         self.jobs.pop(command_id, None)
@@ -231,7 +231,7 @@ class Harried(Cluster):
             each
             for each in self.pending
             if each is action
-            or not (isinstance(each, Dispatch) and each.member == action.member and isinstance(each.order, kind))
+            or not (isinstance(each, Dispatch) and each.member == action.member and isinstance(each.command, kind))
         ]
 
     def check_batch(self, step: int) -> None:
@@ -244,30 +244,34 @@ class Harried(Cluster):
             oldest, newest = made_with[0].version, made_with[-1].version
             assert (oldest, newest) == (record.scored.oldest_version, record.scored.newest_version)
             assert step - 1 - spec.max_trajectory_age_steps <= oldest <= newest < step
-        refitting = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.order, Refit)]
-        assert not [a for a in refitting if not a.order.only or a.member in a.order.only], "nobody reads what changes"
+        refitting = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, Refit)]
+        assert not [a for a in refitting if not a.command.only or a.member in a.command.only], (
+            "nobody reads what changes"
+        )
 
     @staticmethod
-    def id_of(action: Order) -> int:
-        return action.order.command_id if isinstance(action, Dispatch) else action.command_id
+    def id_of(action: AnyCommand) -> int:
+        return action.command.command_id if isinstance(action, Dispatch) else action.command_id
 
     def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
         return GroupSize(num_samples=self.num_samples, num_tokens=4)
 
     # --- what happens next -------------------------------------------------------------------------------------------
 
-    def can_answer(self, action: Order) -> bool:
+    def can_answer(self, action: AnyCommand) -> bool:
         for earlier in self.pending:
             if earlier is action:
                 break
             holds_up = isinstance(earlier, DispatchBatch) or (
-                isinstance(earlier, Dispatch) and not isinstance(earlier.order, BACKGROUND)
+                isinstance(earlier, Dispatch) and not isinstance(earlier.command, BACKGROUND)
             )
             if holds_up and earlier.member == action.member:
                 return False
-        if isinstance(action, Dispatch) and isinstance(action.order, ConnectMesh):
-            mesh = next(mesh for mesh in MESHES if mesh.name == action.order.mesh)
-            return self.epochs[mesh.name, action.order.epoch] == set(processes_in(mesh))
+        if isinstance(action, Dispatch) and isinstance(action.command, ConnectTransferGroup):
+            transfer_group = next(
+                transfer_group for transfer_group in MESHES if transfer_group.name == action.command.transfer_group
+            )
+            return self.epochs[transfer_group.name, action.command.epoch] == set(processes_in(transfer_group))
         return True
 
     def go_on(self) -> bool:
@@ -317,7 +321,7 @@ class Harried(Cluster):
         """Tell whether engines are lost, and others can go on without them."""
         is_lost = {*self.absent} - {"refit-0"} == {*self.absent} != set()
         stays = {*self.plan.engines.staying()} - {*self.absent}
-        return self.may_lose("") and is_lost and bool(stays) and not self.plan.tables.transfers.plan.meshes
+        return self.may_lose("") and is_lost and bool(stays) and not self.plan.tables.transfers.plan.transfer_groups
 
     def join(self, name: str) -> None:
         self.num_joined += 1
@@ -334,7 +338,7 @@ class Harried(Cluster):
 
     def end(self, name: str) -> None:
         self.present.discard(name)
-        for command_id in [i for i, job in self.jobs.items() if job.order.member == name]:
+        for command_id in [i for i, job in self.jobs.items() if job.command.member == name]:
             self.give_up(command_id)
         self.pending = [action for action in self.pending if action.member != name]
         for members in self.epochs.values():
@@ -342,8 +346,8 @@ class Harried(Cluster):
         self.history[name] = []
         self.is_torn.discard(name)
 
-    def begin_term(self) -> None:
-        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.terms` does."""
+    def begin_attempt(self) -> None:
+        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.attempts` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
         departed = self.plan.engines.departed
@@ -355,7 +359,7 @@ class Harried(Cluster):
         self.before = [step for step in done if step < first]
         self.pending, self.jobs, self.epochs = [], {}, {}
         self.history, self.is_torn, self.lacking, self.num_missing = {}, set(), {}, {}
-        self.orders.clear()
+        self.commands.clear()
         for name in self.present:
             self.give(Joined(now=self.now, member=name, kind="rollout"))
         for kind, name in (("trainer", "trainer-0"), ("trainer", "trainer-1"), ("refit", "refit-0")):
@@ -366,7 +370,7 @@ class Harried(Cluster):
         """Return the steps that count: those of this term, and those before that it went on from."""
         return [*self.before, *(a.step for a in self.done[self.begun_at :] if isinstance(a, CommitStep))]
 
-    def answer_one(self, action: Order) -> None:
+    def answer_one(self, action: AnyCommand) -> None:
         if isinstance(action, DispatchPrompts):
             return self.go_on_generating(self.jobs[action.command_id])
         self.pending.remove(action)
@@ -381,18 +385,18 @@ class Harried(Cluster):
         match action:
             case DispatchBatch():
                 return self.train(action, reply)
-            case Dispatch(member=member, order=Refit()) if member.startswith("rollout"):
-                return self.refit(member, action.order, reply)
-            case Dispatch(member=member, order=Attest()) if member.startswith("rollout"):
+            case Dispatch(member=member, command=Refit()) if member.startswith("rollout"):
+                return self.refit(member, action.command, reply)
+            case Dispatch(member=member, command=ReportDigests()) if member.startswith("rollout"):
                 digest = f"{member}, {len(self.digests)}".encode()
                 self.digests[digest] = self.history[member][-1]
-                assert isinstance(reply, Attested)
+                assert isinstance(reply, DigestsReported)
                 return msgspec.structs.replace(reply, digests=(digest,))
-            case Dispatch(order=CommitVersion(digests=digests)):
+            case Dispatch(command=CommitVersion(digests=digests)):
                 differing = {}
                 for part, digest in digests.items():
                     if (weights := self.digests.get(digest)) is not None:
-                        assert weights.version == action.order.version
+                        assert weights.version == action.command.version
                         weights.is_proven = not weights.is_wrong
                         if weights.is_wrong:
                             differing[part] = "one tensor"
@@ -401,21 +405,21 @@ class Harried(Cluster):
             case _:
                 return self.adjust(reply)
 
-    def refit(self, member: str, order: Refit, reply: Reply) -> Reply | Failed:
-        if order.only and member not in order.only:
+    def refit(self, member: str, command: Refit, reply: Reply) -> Reply | Failed:
+        if command.only and member not in command.only:
             return reply
         history = self.history.setdefault(member, [])
-        is_newer = member not in self.is_torn and bool(history) and order.version > history[-1].version
-        is_torn = self.has_trouble(member, order.version, self.troubles.torn)
+        is_newer = member not in self.is_torn and bool(history) and command.version > history[-1].version
+        is_torn = self.has_trouble(member, command.version, self.troubles.torn)
         if is_torn or not (is_newer and self.plan.spec.updates_in_flight):
-            for command_id in [i for i, job in self.jobs.items() if job.order.member == member]:
+            for command_id in [i for i, job in self.jobs.items() if job.command.member == member]:
                 self.give_up(command_id)
         if is_torn:
             self.is_torn.add(member)
-            return Failed(command_id=order.command_id, phase="refitting", error="torn", expected=True)
+            return Failed(command_id=command.command_id, phase="refitting", error="torn", expected=True)
         self.is_torn.discard(member)
-        is_wrong = self.has_trouble(member, order.version, self.troubles.wrong)
-        history.append(Weights(order.version, is_wrong=is_wrong))
+        is_wrong = self.has_trouble(member, command.version, self.troubles.wrong)
+        history.append(Weights(command.version, is_wrong=is_wrong))
         return reply
 
     def has_trouble(self, member: str, version: int, chance: float) -> bool:
@@ -440,18 +444,20 @@ class Harried(Cluster):
         return SamplesMissing(command_id=action.command_id, step=action.step, members=members)
 
     def go_on_generating(self, job: Job) -> None:
-        order, history = job.order, self.history[job.order.member]
+        command, history = job.command, self.history[job.command.member]
         if job.samples:
             count = self.random.randint(1, len(job.samples))
             taken = [job.samples.pop(self.random.randrange(len(job.samples))) for _ in range(count)]
             samples = tuple(self.finished(group, i, history, job.begun_with) for group, i in taken)
-            news = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
-            self.tell(Replied(now=self.now, member=order.member, reply=news))
-        if not job.samples and order.command_id in self.jobs:
-            self.give_up(order.command_id)
-            reply = answer(order)
+            news = SamplesFinished(
+                command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
+            )
+            self.tell(Replied(now=self.now, member=command.member, reply=news))
+        if not job.samples and command.command_id in self.jobs:
+            self.give_up(command.command_id)
+            reply = answer(command)
             assert isinstance(reply, Generated)
-            self.tell(Replied(now=self.now, member=order.member, reply=reply))
+            self.tell(Replied(now=self.now, member=command.member, reply=reply))
 
     def finished(self, group: int, number: int, history: list[Weights], begun_with: int) -> SampleScored:
         made_with = history[self.random.randint(begun_with, len(history) - 1) :]
@@ -478,14 +484,14 @@ class Harried(Cluster):
                 assert isinstance(finish, Finish)
                 if not isinstance(finish.error, ServiceLost) or self.is_interrupted:
                     return finish
-                self.begin_term()
+                self.begin_attempt()
             if not self.go_on():
                 break
         raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
 
     def trained(self) -> list[int]:
         """Steps that ranks were asked to train, without the times that samples were missing."""
-        asked = [a.step for a in self.orders if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
+        asked = [a.step for a in self.commands if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
         for step, count in self.num_missing.items():
             for _ in range(count):
                 asked.remove(step)
@@ -544,7 +550,7 @@ def with_mesh(reply: Reply) -> Reply:
     """Have two of the engines in a mesh."""
     if not isinstance(reply, TransfersPlanned):
         return reply
-    return msgspec.structs.replace(reply, meshes=MESHES, senders=("trainer-0", "rollout-0", "rollout-1"))
+    return msgspec.structs.replace(reply, transfer_groups=MESHES, senders=("trainer-0", "rollout-0", "rollout-1"))
 
 
 CHUNK = 8
@@ -560,7 +566,7 @@ def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> N
         assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
         assert recorded >= set(range(LAST_STEP)), f"seed {seed}"
-        assert recorded >= cluster.attested, f"seed {seed}"
+        assert recorded >= cluster.verified, f"seed {seed}"
 
 
 @pytest.mark.parametrize("stream", range(3))
@@ -572,7 +578,7 @@ def test_what_is_proven_is_recorded_whenever_engines_are_lost(stream: int) -> No
         cluster.troubles = msgspec.structs.replace(cluster.troubles, loss=0.05, wrong=0.3)
         assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
-        assert recorded >= cluster.attested, f"seed {seed}"
+        assert recorded >= cluster.verified, f"seed {seed}"
 
 
 @pytest.mark.parametrize("chunk", range(6))

@@ -15,11 +15,11 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
-    DropKept,
+    DropRestored,
     Erred,
     Finish,
-    KeptGroup,
     Place,
+    RestoredGroup,
     Say,
 )
 from tandem.coordinator.scheduler.groups.table import GroupState
@@ -38,16 +38,16 @@ SPEC = msgspec.structs.replace(
 NUM_GROUPS = SPEC.num_groups
 
 
-def kept_of(*steps: int, age: int = 0) -> dict[Place, KeptGroup]:
+def kept_of(*steps: int, age: int = 0) -> dict[Place, RestoredGroup]:
     """Return all groups of steps as they are kept, made with weights of an age."""
     return {
-        (step, number): KeptGroup(file=f"aside/{number % 2}", command_id=100 + step, newest_version=step - 1 - age)
+        (step, number): RestoredGroup(file=f"aside/{number % 2}", command_id=100 + step, newest_version=step - 1 - age)
         for step in steps
         for number in range(NUM_GROUPS)
     }
 
 
-def resumed(kept: Mapping[Place, KeptGroup], spec: RunSpec = SPEC) -> Cluster:
+def resumed(kept: Mapping[Place, RestoredGroup], spec: RunSpec = SPEC) -> Cluster:
     cluster = Cluster(spec, kept)
     cluster.join_all()
     return cluster
@@ -56,23 +56,23 @@ def resumed(kept: Mapping[Place, KeptGroup], spec: RunSpec = SPEC) -> Cluster:
 def restored(cluster: Cluster) -> dict[int, list[int]]:
     """Return the groups of each step that were taken from disk."""
     found: dict[int, list[int]] = {}
-    for action in cluster.orders:
-        if isinstance(action, Dispatch) and isinstance(action.order, RestoreSamples):
-            found[action.order.step] = sorted([*found.get(action.order.step, []), *numbers_of(action.order)])
+    for action in cluster.commands:
+        if isinstance(action, Dispatch) and isinstance(action.command, RestoreSamples):
+            found[action.command.step] = sorted([*found.get(action.command.step, []), *numbers_of(action.command)])
     return found
 
 
 def made(cluster: Cluster) -> dict[int, list[int]]:
     """Return the groups of each step that were generated."""
     found: dict[int, list[int]] = {}
-    for action in cluster.orders:
+    for action in cluster.commands:
         if isinstance(action, DispatchPrompts) and action.groups:
             found[action.step] = sorted([*found.get(action.step, []), *action.groups])
     return found
 
 
-def drops(cluster: Cluster) -> list[DropKept]:
-    return [action for action in cluster.done if isinstance(action, DropKept)]
+def drops(cluster: Cluster) -> list[DropRestored]:
+    return [action for action in cluster.done if isinstance(action, DropRestored)]
 
 
 ALL = list(range(NUM_GROUPS))
@@ -85,8 +85,10 @@ def test_steps_that_are_kept_are_trained_on_again_without_generating() -> None:
     assert restored(cluster) == {3: ALL, 4: ALL}
     assert made(cluster) == {5: ALL, 6: ALL}
     assert drops(cluster) == []
-    orders = [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples)]
-    assert {file: keys for order in orders if order.step == 3 for file, keys in order.files.items()} == {
+    commands = [
+        a.command for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)
+    ]
+    assert {file: keys for command in commands if command.step == 3 for file, keys in command.files.items()} == {
         "aside/0": ((103, 0), (103, 2), (103, 4)),
         "aside/1": ((103, 1), (103, 3)),
     }
@@ -107,7 +109,7 @@ def test_once_a_group_is_made_again_nothing_counts_that_its_weights_have_made() 
     cluster.run_until(Phase.FINISHED)
     assert restored(cluster) == {3: ALL, 4: [0, 1, 3, 4]}
     assert made(cluster) == {4: [2], 5: ALL, 6: ALL}
-    assert drops(cluster) == [DropKept(version=4, num_groups=NUM_GROUPS)]
+    assert drops(cluster) == [DropRestored(version=4, num_groups=NUM_GROUPS)]
 
 
 def test_what_older_weights_have_made_counts_still() -> None:
@@ -118,32 +120,32 @@ def test_what_older_weights_have_made_counts_still() -> None:
     cluster.run_until(Phase.FINISHED)
     assert restored(cluster)[5] == [0, 1, 2], "version 3 is as it was, version 4 is not"
     assert made(cluster)[5] == [3, 4]
-    assert drops(cluster) == [DropKept(version=4, num_groups=2)]
+    assert drops(cluster) == [DropRestored(version=4, num_groups=2)]
 
 
 def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     kept = {**kept_of(3, age=1), **kept_of(4)}
     cluster = resumed(kept, msgspec.structs.replace(SPEC, max_trajectory_age_steps=1))
     for _ in range(200):
-        orders = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples)]
-        if any(a.order.step == 4 for a in orders) and not any(a.order.step == 3 for a in orders[1:]):
+        commands = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)]
+        if any(a.command.step == 4 for a in commands) and not any(a.command.step == 3 for a in commands[1:]):
             break
-        later = [a for a in cluster.pending if a not in orders]
-        cluster.pending = [*later, *sorted(orders, key=lambda a: -a.order.step)]
-        if orders and not later:
+        later = [a for a in cluster.pending if a not in commands]
+        cluster.pending = [*later, *sorted(commands, key=lambda a: -a.command.step)]
+        if commands and not later:
             break
         cluster.answer_next()
-    while any(a.order.step == 4 for a in orders):  # the later step is there first
-        cluster.pending.insert(0, cluster.pending.pop(cluster.pending.index(orders[0])))
-        orders = [a for a in orders if a is not orders[0]]
+    while any(a.command.step == 4 for a in commands):  # the later step is there first
+        cluster.pending.insert(0, cluster.pending.pop(cluster.pending.index(commands[0])))
+        commands = [a for a in commands if a is not commands[0]]
         cluster.answer_next()
-    (bad, *_) = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples)]
-    assert bad.order.step == 3
+    (bad, *_) = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)]
+    assert bad.command.step == 3
     cluster.pending.remove(bad)
-    failed = Failed(command_id=bad.order.command_id, phase="restoring samples", error="x is damaged", expected=True)
+    failed = Failed(command_id=bad.command.command_id, phase="restoring samples", error="x is damaged", expected=True)
     actions = cluster.give(Erred(now=cluster.now, member=bad.member, failed=failed))
     assert Say(text="x is damaged; they are generated again") in actions
-    assert [action for action in actions if isinstance(action, DropKept)] == [DropKept(version=3, num_groups=5)]
+    assert [action for action in actions if isinstance(action, DropRestored)] == [DropRestored(version=3, num_groups=5)]
     assert not [
         group
         for group in cluster.plan.groups
@@ -152,7 +154,7 @@ def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
         and cluster.plan.tables.restored.is_restored(group.request)
     ]
     cluster.run_until(Phase.FINISHED)
-    assert made(cluster)[3] == numbers_of(bad.order)
+    assert made(cluster)[3] == numbers_of(bad.command)
     assert made(cluster)[4] == ALL
 
 
@@ -160,7 +162,9 @@ def test_what_a_lost_rollout_had_from_disk_is_taken_from_there_again() -> None:
     cluster = resumed(kept_of(3))
     while not restored(cluster):
         cluster.answer_next()
-    engine = next(a.member for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples))
+    engine = next(
+        a.member for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)
+    )
     lose(cluster, engine)
     replace(cluster, engine)
     cluster.run_until(Phase.FINISHED)
@@ -171,7 +175,7 @@ def test_what_a_lost_rollout_had_from_disk_is_taken_from_there_again() -> None:
 def test_what_dynamic_sampling_had_drawn_is_kept_to_the_last_batch() -> None:
     spec = msgspec.structs.replace(SPEC, dynamic_sampling=DynamicSampling(num_groups=4, max_batches=5))
     kept = {
-        (step, number): KeptGroup(file="aside/0", command_id=9, newest_version=step - 1)
+        (step, number): RestoredGroup(file="aside/0", command_id=9, newest_version=step - 1)
         for step in (3, 4)
         for number in range(12)
     }
@@ -196,7 +200,7 @@ class Resumed(Cluster):
         self.num_restored = 0
         share = self.random.choice([0.5, 0.97, 1.0])
         kept = {
-            (step, number): KeptGroup(
+            (step, number): RestoredGroup(
                 file=f"aside/{self.random.randrange(3)}",
                 command_id=step,
                 newest_version=self.random.randint(max(0, step - 1 - age), step - 1),
@@ -243,9 +247,9 @@ class Resumed(Cluster):
                 lose(self, absent[0])
                 continue
             action = self.pending.pop(self.random.randrange(len(self.pending)))
-            is_read = isinstance(action, Dispatch) and isinstance(action.order, RestoreSamples)
+            is_read = isinstance(action, Dispatch) and isinstance(action.command, RestoreSamples)
             if is_read and self.random.random() < chance_of_damage:
-                command_id = action.order.command_id  # type: ignore[union-attr]
+                command_id = action.command.command_id  # type: ignore[union-attr]
                 failed = Failed(command_id=command_id, phase="restoring", error="damaged", expected=True)
                 self.give(Erred(now=self.now, member=action.member, failed=failed))
             else:

@@ -44,19 +44,19 @@ def until_recording(spec: RunSpec = SPEC) -> tuple[Cluster, list[DispatchRecord]
     return cluster, found
 
 
-def say_recorded(cluster: Cluster, orders: list[DispatchRecord], **fields: int) -> list[Action]:
+def say_recorded(cluster: Cluster, commands: list[DispatchRecord], **fields: int) -> list[Action]:
     actions: list[Action] = []
-    for order in orders:
-        reply = answer(order)
+    for command in commands:
+        reply = answer(command)
         assert isinstance(reply, SamplesRecorded)
         told = msgspec.structs.replace(reply, **fields)
-        actions += cluster.give(Replied(now=cluster.now, member=order.member, reply=told))
+        actions += cluster.give(Replied(now=cluster.now, member=command.member, reply=told))
     return actions
 
 
-def fail(cluster: Cluster, order: DispatchRecord, error: str = "no space left") -> list[Action]:
-    failed = Failed(command_id=order.command_id, phase="recording samples", error=error, expected=True)
-    return cluster.give(Erred(now=cluster.now, member=order.member, failed=failed))
+def fail(cluster: Cluster, command: DispatchRecord, error: str = "no space left") -> list[Action]:
+    failed = Failed(command_id=command.command_id, phase="recording samples", error=error, expected=True)
+    return cluster.give(Erred(now=cluster.now, member=command.member, failed=failed))
 
 
 def recorded(cluster: Cluster) -> list[int]:
@@ -75,8 +75,8 @@ def test_every_rollout_records_what_each_step_had_of_it() -> None:
     cluster = Cluster(SPEC)
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    orders = [action for action in cluster.orders if isinstance(action, DispatchRecord)]
-    assert [(o.step, o.rollout, o.member) for o in orders] == [
+    commands = [action for action in cluster.commands if isinstance(action, DispatchRecord)]
+    assert [(o.step, o.rollout, o.member) for o in commands] == [
         (step, rollout, rollout) for step in (1, 2, 3) for rollout in ("rollout-0", "rollout-1")
     ]
     assert [action for action in cluster.done if isinstance(action, StepRecorded)] == [
@@ -101,7 +101,7 @@ def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_i
     off = Cluster(msgspec.structs.replace(SPEC, samples_folder=""))
     off.join_all()
     off.run_until(Phase.FINISHED)
-    assert not [action for action in off.orders if isinstance(action, DispatchRecord)]
+    assert not [action for action in off.commands if isinstance(action, DispatchRecord)]
 
 
 def test_what_validated_a_step_is_recorded_like_what_it_trained_on_and_holds_up_no_step() -> None:
@@ -114,16 +114,18 @@ def test_what_validated_a_step_is_recorded_like_what_it_trained_on_and_holds_up_
         cluster.answer_next()
         owed += held(cluster)
     assert cluster.commits() == [0, 1, 2, 3]
-    validation = [order for order in owed if order.purpose == "validate"]
-    assert sorted({order.step for order in validation}) == [0, 2, 3], "at the start, every other step, and the last"
+    validation = [command for command in owed if command.purpose == "validate"]
+    assert sorted({command.step for command in validation}) == [0, 2, 3], "at the start, every other step, and the last"
     kept = {action.step: action.records for action in cluster.done if isinstance(action, StepValidated)}
     assert [*kept] == [0, 2, 3]
     for step, records in kept.items():
         assert sorted(record.scored.group for record in records) == [0, 1, 2]
-        assert {record.rollout for record in records} == {order.rollout for order in validation if order.step == step}
+        assert {record.rollout for record in records} == {
+            command.rollout for command in validation if command.step == step
+        }
     assert published(cluster) == [], "the record is part of what is published"
     fail(cluster, validation[0])
-    say_recorded(cluster, [order for order in owed if order is not validation[0]])
+    say_recorded(cluster, [command for command in owed if command is not validation[0]])
     assert said(cluster) == [
         f"validation samples of step 0 are missing in the record: those of {validation[0].rollout}: no space left"
     ]
@@ -146,12 +148,12 @@ def test_the_next_steps_do_not_wait_but_checkpoints_and_the_end_do() -> None:
         cluster.answer_next()
         owed += held(cluster)
     assert cluster.commits() == [1, 2, 3], "all that is left is the record"
-    assert sorted({order.step for order in owed}) == [1, 2, 3]
+    assert sorted({command.step for command in owed}) == [1, 2, 3]
     assert cluster.plan.phase is not Phase.FINISHED
     assert published(cluster) == []
-    say_recorded(cluster, [order for order in owed if order.step == 3])
+    say_recorded(cluster, [command for command in owed if command.step == 3])
     assert published(cluster) == [], "it is made of step 1 as well"
-    actions = say_recorded(cluster, [order for order in owed if order.step < 3])
+    actions = say_recorded(cluster, [command for command in owed if command.step < 3])
     assert published(cluster) == [3]
     assert actions[-1] == Finish(outcome="finished")
 
@@ -169,12 +171,12 @@ def test_another_rollout_records_what_a_lost_one_had(replaced: bool) -> None:
         replace(cluster, lost.member)
         cluster.answer_next()  # its engine is built
         again = held(cluster)
-        assert {(order.rollout, order.member) for order in again} == {
+        assert {(command.rollout, command.member) for command in again} == {
             ("rollout-0", "rollout-0"),
             ("rollout-1", "rollout-0"),
         }
     else:
-        assert [(order.rollout, order.member) for order in again] == [(lost.rollout, other.member)]
+        assert [(command.rollout, command.member) for command in again] == [(lost.rollout, other.member)]
         again.append(other)
     say_recorded(cluster, [lost])
     assert recorded(cluster) == [], "nobody waits for who is lost"
@@ -192,8 +194,8 @@ def test_a_part_that_cannot_be_written_is_said_once_and_stops_nothing() -> None:
     for _ in range(200):
         if cluster.plan.phase is Phase.FINISHED:
             break
-        for order in held(cluster):
-            fail(cluster, order, "no space left")
+        for command in held(cluster):
+            fail(cluster, command, "no space left")
         cluster.answer_next()
     assert cluster.done[-1] == Finish(outcome="finished")
     assert published(cluster) == [1, 2, 3]

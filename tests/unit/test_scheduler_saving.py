@@ -66,12 +66,12 @@ def test_a_second_checkpoint_waits_for_the_first() -> None:
     cluster.run_until(Phase.SAVING)
     while cluster.pending:  # the digests of version 2
         cluster.answer_next()
-    assert [order.step for order in orders_of(cluster, SaveCheckpoint)] == [1, 1]
+    assert [command.step for command in orders_of(cluster, SaveCheckpoint)] == [1, 1]
     assert cluster.give(Ticked(now=cluster.now + 1)) == []
     publish, *copies = finish_writing(cluster, owed)
     assert publish == PublishCheckpoint(step=1)
-    assert [type(copy.order) for copy in copies if isinstance(copy, Dispatch)] == [SaveCheckpoint] * 2
-    assert {copy.order.folder for copy in copies} == {"ck/2"}  # type: ignore[union-attr]
+    assert [type(copy.command) for copy in copies if isinstance(copy, Dispatch)] == [SaveCheckpoint] * 2
+    assert {copy.command.folder for copy in copies} == {"ck/2"}  # type: ignore[union-attr]
 
 
 def test_the_run_ends_when_its_last_checkpoint_is_written() -> None:
@@ -125,7 +125,7 @@ def test_a_part_that_cannot_be_written_ends_the_run_in_its_own_words() -> None:
     cluster, owed = writing(EVERY_STEP)
     finish_writing(cluster, owed[:1])
     failed = Failed(
-        command_id=owed[1].order.command_id,
+        command_id=owed[1].command.command_id,
         phase="writing step 1",
         error="cannot write ck/1/optimizer: No space left on device",
         expected=True,

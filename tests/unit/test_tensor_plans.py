@@ -98,13 +98,13 @@ def test_what_is_no_plan_is_said_in_one_line(path: str, expected: str) -> None:
 def test_an_output_layer_that_is_the_embedding_is_cut_by_rows() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        transfer_group = init_device_mesh("cpu", (2,))
         tied = model_of("llama", "cpu", tie_word_embeddings=True)
-        cut(tied, mesh, sequence_parallel=False, custom_plan="plans_of_mine.plan")
+        cut(tied, transfer_group, sequence_parallel=False, custom_plan="plans_of_mine.plan")
         assert tied.lm_head.weight is tied.model.embed_tokens.weight
         assert tied.lm_head.weight.placements == (Shard(0),)
         tied = model_of("llama", "cpu", tie_word_embeddings=True)
         with pytest.raises(ConfigError, match=r"the embedding is the output layer too, so only RowwiseParallel can"):
-            cut(tied, mesh, sequence_parallel=False, custom_plan="plans_of_mine.embedding")
+            cut(tied, transfer_group, sequence_parallel=False, custom_plan="plans_of_mine.embedding")
     finally:
         dist.destroy_process_group()

@@ -67,10 +67,10 @@ def test_what_an_environment_raises_or_names_is_harmless() -> None:
     def names(problem: Problem, conversation: Messages) -> object:
         return Score(reward=1.0, correct=True, components={"\x1b" * 150: 1.0})
 
-    failure = outcome_of(CALL, raises, converses=False, module="")
+    failure = outcome_of(CALL, raises, is_multi_turn=False, module="")
     assert isinstance(failure, Failure)
     assert is_harmless(failure.what + failure.trace)
-    failure = outcome_of(CALL, names, converses=False, module="")
+    failure = outcome_of(CALL, names, is_multi_turn=False, module="")
     assert isinstance(failure, Failure), "written out, the name is too long for a message"
     assert is_harmless(failure.what)
 

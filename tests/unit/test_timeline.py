@@ -91,10 +91,10 @@ def test_orders_that_nobody_waits_for_end_where_they_were_given_up(recorded: Tim
 
 def test_a_cancellation_is_no_span(recorded: Timeline) -> None:
     sampling = msgspec.convert(SAMPLING, SamplingParameters)
-    order = Generate(
+    command = Generate(
         command_id=1, deadline_s=9.0, cancel_before=1, step=1, purpose="train", sampling=sampling, groups=()
     )
-    recorded.sent("rollout-0", order, 1.0)
+    recorded.sent("rollout-0", command, 1.0)
     reply = Generated(command_id=1, step=1, purpose="train", num_samples=0, num_tokens=0, seconds={}, memory=MEMORY)
     recorded.answered("rollout-0", reply, 2.0)
     recorded.commit(1, 5.0, 3.0)

@@ -203,12 +203,12 @@ def episode(folder: Path, monkeypatch: pytest.MonkeyPatch, *responses: list[int]
     problem = Problem(problem_id="p", question="", answer="", metadata={})
     group = PromptGroup(group=0, problem=problem, prompt_ids=(1,), seeds=(1,))
     how = sampling(max_new_tokens=512, stop_token_ids=(END,))
-    order = Generate(
+    command = Generate(
         command_id=1, deadline_s=60, cancel_before=1, step=1, purpose="train", sampling=how, groups=(group,)
     )
 
     async def begin() -> Episode:
-        return Episode(1, group, 0, order, config, policy, tokenizer)  # type: ignore[arg-type]
+        return Episode(1, group, 0, command, config, policy, tokenizer)  # type: ignore[arg-type]
 
     played = asyncio.run(begin())
     with at(make_app(lambda _: played, deadline_s=60)) as url, client(url) as made:

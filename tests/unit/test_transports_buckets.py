@@ -26,21 +26,21 @@ from tandem.refit.transports.sizes import bucket_bytes
 TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def make_copies(shapes: list[tuple[int, ...]], types: list[tuple[str, str]], orders: list[bool]) -> Copies:
-    """Return copies whose sources lie row-major, one after the other; destinations transposed where `orders` says."""
+def make_copies(shapes: list[tuple[int, ...]], types: list[tuple[str, str]], commands: list[bool]) -> Copies:
+    """Return copies whose sources lie row-major, one after the other; destinations transposed where `commands` says."""
     num_dims = max(len(shape) for shape in shapes)
     rows: list[list[object]] = []
     offsets = [0, 0]
-    for shape, (source, destination), is_transposed in zip(shapes, types, orders, strict=True):
+    for shape, (source, destination), is_transposed in zip(shapes, types, commands, strict=True):
         padded = (1,) * (num_dims - len(shape)) + shape
         codes = DTYPES.index(source), DTYPES.index(destination)
         strides = []
         for end, code in enumerate(codes):
             size = int(item_sizes(np.array([code]))[0])
             offsets[end] = -(-offsets[end] // 8) * 8
-            order = list(range(num_dims)) if end and is_transposed else list(reversed(range(num_dims)))
+            command = list(range(num_dims)) if end and is_transposed else list(reversed(range(num_dims)))
             step, found = size, [0] * num_dims
-            for dim in order:
+            for dim in command:
                 found[dim], step = step, step * padded[dim]
             strides.append(found)
         rows.append([0, 0, 0, *offsets, padded, *strides, *codes])

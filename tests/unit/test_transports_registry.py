@@ -57,7 +57,7 @@ def test_a_transport_that_is_registered_is_planned_with_and_moves_bytes() -> Non
     assert {link.why for link in made.links if link.round == 0} == {"same host, which has a spool"}
     assert {link.source for link in made.links if link.round == 0} == {"trainer-0"}, "its other replica is far"
     assert {link.round for link in made.links} == {0, 1}
-    assert not made.meshes
+    assert not made.transfer_groups
 
     values = torch.arange(512.0).reshape(SHAPE)
     memory = {member: values.clone() if member in sources else torch.zeros(SHAPE) for member in made.programs}

@@ -73,11 +73,11 @@ def test_what_arrives_is_what_was_sent_and_every_tensor_is_attested(refit: Refit
     verdict = refit.verdict()
     assert verdict.differences == ()
     for member, layout in refit.sources.items():
-        attested = refit.plan.programs[member].verification
-        assert {layout.tensors[t].name for t in layout.pieces.tensor_P[attested.rows]} <= {
+        verified = refit.plan.programs[member].verification
+        assert {layout.tensors[t].name for t in layout.pieces.tensor_P[verified.rows]} <= {
             t.name for t in MODEL.tensors
         }
-        assert "" not in attested.dtypes
+        assert "" not in verified.dtypes
     refit.memory["trainer-1"]["model.layers.1.mlp.down_proj.weight"][3] += 1.0
     assert refit.verdict().digest != verdict.digest
     assert refit.verdict().differing == {"rollout": "model.layers.1.mlp.down_proj.weight"}

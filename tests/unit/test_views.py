@@ -161,7 +161,7 @@ def test_without_a_terminal_a_line_says_now_and_then_what_a_long_step_waits_for(
     waiting = "step 0/3: joining, waiting for 2 trainer and 2 rollout and 1 refit to join  0:00:32 elapsed"
     assert lines_after(30) == [waiting]
     cluster.join_all()
-    while not any(isinstance(order, DispatchPrompts) and order.purpose == "train" for order in cluster.pending):
+    while not any(isinstance(command, DispatchPrompts) and command.purpose == "train" for command in cluster.pending):
         cluster.answer_next()
     registry = a_registry(rollout_0="generating step 1", rollout_1="generating step 1")
     progress.noted("a line of its own")
@@ -222,7 +222,7 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
     cluster.join_all()
     while cluster.plan.step < 2:
         slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
-        cluster.pending = [order for order in cluster.pending if order not in slow]
+        cluster.pending = [command for command in cluster.pending if command not in slow]
         cluster.answer_next()
     assert ahead_line(cluster.plan) == (
         "groups: 3 ready, 5 being generated, 2 waiting; newest weights: version 1; "

@@ -10,7 +10,7 @@ import torch
 from own_environments import Length
 from rollout_harness import WAIT_S, Rollout
 
-from tandem.common.messages import Attest, Attested, Refit
+from tandem.common.messages import DigestsReported, Refit, ReportDigests
 from tandem.refit.digests import task
 from tandem.rollout.engines import transformers
 from tandem.rollout.engines.transformers import TransformersEngine
@@ -54,15 +54,15 @@ def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout
 
 
 def test_what_is_digested_is_finished_before_they_go(rollout: Rollout) -> None:
-    (expected,) = rollout.service.parts.endpoint.digests(0)
-    rollout.order(Attest(command_id=next(rollout._command_ids), deadline_s=WAIT_S, version=0))
+    (expected,) = rollout.service.parts.weight_client.digests(0)
+    rollout.command(ReportDigests(command_id=next(rollout._command_ids), deadline_s=WAIT_S, version=0))
     rollout.start(rollout.group(0, range(2)), max_new_tokens=3)
     rollout.finish()
     engine = rollout.service.parts.engine
     assert isinstance(engine, Sleeper)
     assert engine.kept, "it sleeps"
-    (attested,) = [message for message, _ in rollout.member.sent if isinstance(message, Attested)]
-    assert attested.digests == (expected,)
+    (verified,) = [message for message, _ in rollout.member.sent if isinstance(message, DigestsReported)]
+    assert verified.digests == (expected,)
     assert not rollout.member.errors
 
 
@@ -72,6 +72,6 @@ def test_it_wakes_to_pass_them_on(rollout: Rollout) -> None:
     assert isinstance(engine, Sleeper)
     assert engine.kept, "it sleeps"
     refit = Refit(command_id=next(rollout._command_ids), deadline_s=WAIT_S, version=0, only=("rollout-1",))
-    rollout.order(refit)
+    rollout.command(refit)
     assert not engine.kept
     assert any(bool(storage.any()) for storage in engine.storages())

@@ -32,9 +32,9 @@ VLLM = {"backend": "vllm", "vllm_kwargs": {"kv_cache_memory_bytes": 2**26, "max_
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Rollout] = []
 
-    def make(*, guests: bool = True, **generation: Any) -> Rollout:
+    def make(*, external_requests: bool = True, **generation: Any) -> Rollout:
         environment = f"{Length.__module__}.{Length.__qualname__}"
-        settings = {**VLLM, "expose_http_server": guests, **generation}
+        settings = {**VLLM, "expose_http_server": external_requests, **generation}
         folder = tmp_path / str(len(started))
         started.append(Rollout(folder, environment, total=200, model=SIZES, generation=settings))
         return started[-1]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.endpoint import Weights
+from tandem.refit.weight_client import Weights
 from tandem.rollout import cli
 from tandem.rollout.engines.transformers import TransformersEngine
 
@@ -79,12 +79,12 @@ def _apply(
     version: int,
     deadline_s: float,
     only: Collection[str] = (),
-    newcomers: Collection[str] | None = None,
+    joining_engines: Collection[str] | None = None,
 ) -> dict[str, int]:
     """Apply a version for real, and damage what is held afterwards."""
     held = {name: parameter.data for name, parameter in engine._model.named_parameters()}
     before = {name: tensor.clone() for name, tensor in held.items()}
-    num_bytes = _real_apply(engine, version, deadline_s, only, newcomers)
+    num_bytes = _real_apply(engine, version, deadline_s, only, joining_engines)
     if harm := _take_harm(version, *HARMS):
         HARMS[harm](held, before)
     return num_bytes
@@ -95,13 +95,13 @@ def _transfer(
     version: int,
     deadline_s: float,
     only: Collection[str],
-    newcomers: Collection[str] | None = None,
+    joining_engines: Collection[str] | None = None,
 ) -> dict[str, int]:
     """Move a version for real, and lose half of it."""
     if _take_harm(version, DIES):
         os.kill(os.getpid(), signal.SIGKILL)
     before = {name: tensor.detach().clone() for name, tensor in weights.storages.items()}
-    num_bytes = _real_transfer(weights, version, deadline_s, only, newcomers)
+    num_bytes = _real_transfer(weights, version, deadline_s, only, joining_engines)
     if _take_harm(version, TORN):
         for name in [*before][::2]:
             weights.storages[name].data.copy_(before[name])

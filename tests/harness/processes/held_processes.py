@@ -103,10 +103,10 @@ def _rollout(arguments: Sequence[str]) -> int:
             _hold("refit")
         return apply(self, version, *args)
 
-    def starting(self: Any, order: Any) -> None:
-        if order.purpose == "validate":
+    def starting(self: Any, command: Any) -> None:
+        if command.purpose == "validate":
             _hold("validate")
-        start(self, order)
+        start(self, command)
 
     def replying(self: Any, command_id: int, message: Any) -> None:
         reply(self, command_id, message)

@@ -3,7 +3,7 @@
 A file ``kill_POINT_NUMBER`` in the working directory holds the name of a kind of process and its place among those of
 its kind, such as ``trainer 1``, or ``pid`` and that of a process, and the signal. The process goes once the rollout
 comes to that point for the first time: ``generate`` a step, ``give`` samples of a step to trainers, ``refit`` to a
-version, ``attest`` a version, ``record`` a step, which is when its checkpoint is written.
+version, ``verify`` a version, ``record`` a step, which is when its checkpoint is written.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     digest, record = TransformersEngine.digest_task, SampleRecorder._record
     steps: dict[int, int] = {}
 
-    def starting(self: Any, order: Any) -> None:
-        start(self, order)
-        steps[order.command_id] = order.step
-        if order.purpose == "train":
-            _strike(address, "generate", order.step)
+    def starting(self: Any, command: Any) -> None:
+        start(self, command)
+        steps[command.command_id] = command.step
+        if command.purpose == "train":
+            _strike(address, "generate", command.step)
 
     def finding(self: Any, request: Any) -> Any:
         for command_id, *_ in request.keys[:1]:
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str]) -> int:
         _strike(address, "attest", self.version)
         return digest(self, *args)
 
-    def recording(self: Any, order: Any) -> None:
-        _strike(address, "record", order.step)
-        record(self, order)
+    def recording(self: Any, command: Any) -> None:
+        _strike(address, "record", command.step)
+        record(self, command)
 
     SampleRecorder._record = recording  # type: ignore[method-assign]
     Generating.start, SampleStore._found = starting, finding  # type: ignore[method-assign]

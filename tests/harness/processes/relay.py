@@ -23,14 +23,14 @@ Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
 """Changes a message, as plain values, or the arrays that come with it."""
 
 
-def enrolled(coordinator: str, kind: ServiceKind, run: RunKeys) -> KeyPair:
+def registered(coordinator: str, kind: ServiceKind, run: RunKeys) -> KeyPair:
     """Have a coordinator admit a key pair, as a service does that is started by hand; return it."""
     own = new_key_pair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         prove(socket, run.joining, run.coordinator.public)
         socket.connect(coordinator)
-        hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, enrols=own.public)
+        hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, registers=own.public)
         socket.send_multipart(encode(hello))
         assert socket.poll(10_000), "the coordinator does not answer"
         answer = Codec[Enrolled | Refused](Enrolled | Refused).decode(socket.recv_multipart()).message
@@ -51,7 +51,7 @@ class Relay:
     ) -> None:
         run = read_run_keys(Path("run"))
         assert run is not None
-        own = enrolled(coordinator, kind, run)
+        own = registered(coordinator, kind, run)
         file = Path(f"relayed-{own.public[:4].encode().hex()}.json")
         file.touch(mode=0o600)
         file.write_bytes(keys.encode(MemberKeys(coordinator=run.coordinator.public, own=own, is_joining=False)))

@@ -88,10 +88,10 @@ def write(rank: int, num_ranks: int) -> None:
             box = shard_of(name, rank, num_ranks)
             shard.copy_(values_of(version)[name][box.start[0] : box.stop[0]])
         _reply(layout.encode(held).hex().encode())
-        order = sys.stdin.readline()
-        if not order:
+        command = sys.stdin.readline()
+        if not command:
             return
-        version = int(order)
+        version = int(command)
 
 
 def read() -> None:
@@ -103,10 +103,10 @@ def read() -> None:
     while True:
         bound.run(TIMEOUT_S)
         _reply(msgspec.json.encode({name: parameter.double().sum().item() for name, parameter in parameters.items()}))
-        order = sys.stdin.readline()
-        if not order:
+        command = sys.stdin.readline()
+        if not command:
             return
-        if order.strip() == "scribble":
+        if command.strip() == "scribble":
             parameters["embed"].zero_()
 
 

@@ -37,11 +37,11 @@ def training_file(step: int) -> Path:
     return Path(f"training_{step}")
 
 
-def _train(service: TrainerService, order: Train, table: Batch, arrays: Arrays) -> None:
+def _train(service: TrainerService, command: Train, table: Batch, arrays: Arrays) -> None:
     """Train for real, once nothing keeps the step from it."""
-    while training_file(order.step).exists():
+    while training_file(command.step).exists():
         time.sleep(0.02)
-    _real_train(service, order, table, arrays)
+    _real_train(service, command, table, arrays)
 
 
 def _sync(paths: Iterable[Path]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tandem.refit.endpoint import Weights
+from tandem.refit.weight_client import Weights
 from tandem.trainer import cli
 
 STALE = "model.layers.1.mlp.down_proj.weight"

@@ -168,10 +168,12 @@ class Member:
     def connect(self, host: str, port: int, epoch: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         prefixed = PrefixStore(f"epoch {epoch}", store)
-        for mesh in self.program.meshes:
-            if mesh.name in self.groups:
-                self.groups[mesh.name].close()
-            self.groups[mesh.name] = process_group.connect(mesh, self.name, prefixed, torch.device("cpu"), timeout_s)
+        for transfer_group in self.program.transfer_groups:
+            if transfer_group.name in self.groups:
+                self.groups[transfer_group.name].close()
+            self.groups[transfer_group.name] = process_group.connect(
+                transfer_group, self.name, prefixed, torch.device("cpu"), timeout_s
+            )
 
     def close(self) -> None:
         self.bound.close()
@@ -179,21 +181,21 @@ class Member:
             group.close()
         self.groups.clear()
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        do, started = order.pop("do"), time.monotonic()
+    def obey(self, command: dict[str, Any]) -> dict[str, Any]:
+        do, started = command.pop("do"), time.monotonic()
         try:
             if do == "host":
-                store = TCPStore(order["host"], order["port"], is_master=True, wait_for_workers=False)
+                store = TCPStore(command["host"], command["port"], is_master=True, wait_for_workers=False)
                 self.hosted.append(store)
             elif do == "connect":
-                self.connect(**order)
+                self.connect(**command)
             elif do == "write":
-                write(self.layout, self.storages, order["version"])
+                write(self.layout, self.storages, command["version"])
             elif do == "run":
-                counted = self.bound.run(order["deadline_s"], order.get("only"), order.get("newcomers"))
+                counted = self.bound.run(command["deadline_s"], command.get("only"), command.get("newcomers"))
                 return {"counted": counted, "seconds": time.monotonic() - started}
             elif do == "differing":
-                meant = order["version"], order["source_dtype"], self.program.merging
+                meant = command["version"], command["source_dtype"], self.program.merging
                 return {"differing": differing(self.layout, self.storages, *meant)}
         except RefitError as error:
             return {"error": str(error), "seconds": time.monotonic() - started}
@@ -210,8 +212,8 @@ class Remote:
         self._lines = wire.makefile("rb")
         self.pid: int = self.reply()["pid"]
 
-    def tell(self, do: str, **order: Any) -> None:
-        self._wire.sendall(json.dumps({"do": do, **order}).encode() + b"\n")
+    def tell(self, do: str, **command: Any) -> None:
+        self._wire.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
 
     def reply(self) -> dict[str, Any]:
         line = self._lines.readline()
@@ -219,8 +221,8 @@ class Remote:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def ask(self, do: str, **order: Any) -> dict[str, Any]:
-        self.tell(do, **order)
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        self.tell(do, **command)
         return self.reply()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -268,9 +270,9 @@ def remotes(folder: Path, names: list[str], prefix: tuple[str, ...] = ()) -> Ite
 
 def _serve(name: str, folder: Path, wire: socket.socket) -> None:
     member = Member(name, folder)
-    with wire, wire.makefile("rb") as orders:
+    with wire, wire.makefile("rb") as commands:
         wire.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-        for line in orders:
+        for line in commands:
             wire.sendall(json.dumps(member.obey(json.loads(line))).encode() + b"\n")
     member.close()
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from tandem.config import Config, build_config
+from tandem.config.model_groups import model_group_at
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
-from tandem.config.worlds import world_at
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
@@ -239,7 +239,7 @@ def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Ba
         return make_backend(config, checkpoint=checkpoint), None
     (store,) = STORE
     exchange = meet(config, rank, store, "127.0.0.1", 60.0)
-    return make_backend(config, checkpoint=checkpoint, world=world_at(config, rank)), exchange
+    return make_backend(config, checkpoint=checkpoint, model_group=model_group_at(config, rank)), exchange
 
 
 def share_of(
@@ -253,7 +253,7 @@ def share_of(
     assignment, rank = Assignment.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
     if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
         assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
-    elif not exchange.world.has_policy:
+    elif not exchange.model_group.has_policy:
         rank = NO_RANK
     table = assignment.assign(batch.table(), parts)
     return table, batch.replace(**table.columns).take(table.rows_of(rank))

@@ -62,13 +62,13 @@ class Scene:
         for other in self.others.values():
             assert other.reply() == {}
 
-    def run(self, version: int, only: list[str] | None, newcomers: list[str]) -> dict[str, int]:
+    def run(self, version: int, only: list[str] | None, joining_engines: list[str]) -> dict[str, int]:
         """Move a version; return the bytes that engines counted."""
         for rank in range(2):
             self.others[f"trainer-{rank}"].ask("write", version=version)
         for other in self.others.values():
-            other.tell("run", deadline_s=20.0, only=only, newcomers=newcomers)
-        counted = self.own.bound.run(20.0, only, newcomers)
+            other.tell("run", deadline_s=20.0, only=only, joining_engines=joining_engines)
+        counted = self.own.bound.run(20.0, only, joining_engines)
         replies: dict[str, Any] = {name: other.reply() for name, other in self.others.items()}
         assert all("error" not in reply for reply in replies.values()), replies
         counted = {link: count for link, count in counted.items() if link.endswith(">rollout-0")}
@@ -77,8 +77,8 @@ class Scene:
 
     def differing(self, version: int) -> dict[str, list[str]]:
         """Return for each engine the weights that it should not compute with."""
-        order: dict[str, Any] = {"version": version, "source_dtype": "float32"}
-        own, other = self.own.obey({"do": "differing", **order}), self.others["rollout-1"].ask("differing", **order)
+        command: dict[str, Any] = {"version": version, "source_dtype": "float32"}
+        own, other = self.own.obey({"do": "differing", **command}), self.others["rollout-1"].ask("differing", **command)
         return {"rollout-0": own["differing"], "rollout-1": other["differing"]}
 
     def planned(self, *, first: bool) -> dict[str, int]:

@@ -96,7 +96,7 @@ def test_quarantines_are_listed(disturbed: Path) -> None:
 @pytest.mark.parametrize(
     ("damages", "line"),
     [
-        ("*:flip", f"rollout-0 failed while attesting a weight version: it does not hold version 0: {EMBEDDING}"),
+        ("*:flip", f"rollout-0 failed while verifying a weight version: it does not hold version 0: {EMBEDDING}"),
         ("*:torn", f"rollout-0 failed while refitting to version 0: {damaged_rollout.TORN_BECAUSE}"),
     ],
     ids=["damaged", "torn"],

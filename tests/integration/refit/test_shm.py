@@ -54,12 +54,12 @@ class Peer:
             line += received
         return line
 
-    def tell(self, order: str) -> None:
+    def tell(self, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(order.encode() + b"\n")
+        self.process.stdin.write(command.encode() + b"\n")
 
-    def ask(self, order: str) -> bytes:
-        self.tell(order)
+    def ask(self, command: str) -> bytes:
+        self.tell(command)
         return self.reply()
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group
 from tests.harness.processes.stream_processes import (
     Member,
@@ -245,11 +245,11 @@ def test_a_peer_that_stands_still_costs_the_deadline_and_is_met_again(rendezvous
 
 
 def test_a_member_that_does_not_come_is_named(rendezvous: Rendezvous) -> None:
-    mesh = Mesh("m", ("rollout-0", "trainer-0", "trainer-1"))
+    transfer_group = TransferGroup("m", ("rollout-0", "trainer-0", "trainer-1"))
     with pytest.raises(RefitError, match=r"rollout-0 waited 0.2 s for trainer-0, trainer-1 to connect mesh 'm'"):
-        process_group.connect(mesh, "rollout-0", rendezvous.store, torch.device("cpu"), 0.2)
+        process_group.connect(transfer_group, "rollout-0", rendezvous.store, torch.device("cpu"), 0.2)
     with pytest.raises(RefitError, match="rollout-7 is not in mesh 'm'"):
-        process_group.connect(mesh, "rollout-7", rendezvous.store, torch.device("cpu"), 0.2)
+        process_group.connect(transfer_group, "rollout-7", rendezvous.store, torch.device("cpu"), 0.2)
 
 
 def test_a_program_without_its_mesh_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.observe.run_folder.guest_servers import read_guest_servers
+from tandem.observe.run_folder.engine_servers import read_engine_servers
 from tests.harness.runs.record_harness import record_of
 from tests.harness.runs.running import (
     BIN,
@@ -101,7 +101,7 @@ def test_a_run_with_guests_is_the_run_without_to_the_bit() -> None:
     RUN.rename("alone")
     answers: list[Any] = []
     with running(merged(over, ENDPOINT)) as run:
-        servers = read_guest_servers(RUN)
+        servers = read_engine_servers(RUN)
         assert servers is not None
         with openai.OpenAI(base_url=f"{servers['rollout-0'].url}/v1", api_key="none", max_retries=0) as client:
 
@@ -110,13 +110,13 @@ def test_a_run_with_guests_is_the_run_without_to_the_bit() -> None:
                     while True:
                         answers.append(complete(client, 12).parse())
 
-            guests = [threading.Thread(target=ask) for _ in range(3)]
-            for guest in guests:
+            external_requests = [threading.Thread(target=ask) for _ in range(3)]
+            for guest in external_requests:
                 guest.start()
             wait_until(lambda: len(answers) > 3, lambda: run.output())
             GATE.touch()
             assert run.wait() == 0, run.output()
-            for guest in guests:
+            for guest in external_requests:
                 guest.join(TIMEOUT_S)
     assert max(answer.weight_versions[-1] for answer in answers) > 0, "they were answered while it trained"
     assert (samples(), weights_of(RUN / "checkpoints" / "step_6")) == alone
@@ -153,7 +153,7 @@ def test_a_client_a_rollout_and_the_run_leave_in_mid_stream() -> None:
             list(stream)
         assert complete(client).headers["x-tandem-rollout"] != name, "another answers"
         run.wait_for(rf"{name} is lost")
-        wait_until(lambda: len(read_guest_servers(RUN) or {}) == 2, run.output)
+        wait_until(lambda: len(read_engine_servers(RUN) or {}) == 2, run.output)
 
         # The run ends.
         stream = complete(client, 3900, stream=True).parse()

@@ -62,8 +62,8 @@ def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> 
     """Carry out orders until there are no more; answer each with what was said, and what the weights are then."""
     member = Member(config, index, own)
     service = TrainerService(member)  # type: ignore[arg-type]
-    while (order := end.recv()) is not None:
-        service.handle(*order)
+    while (command := end.recv()) is not None:
+        service.handle(*command)
         end.send((member.sent.pop(), digest_of(service._backend) if service._backend is not None else 0))
     service.close()
 
@@ -87,9 +87,9 @@ class Processes:
     def __init__(self, config: Config) -> None:
         self._started: list[tuple[BaseProcess, Connection]] = []
         self.ranks = [self.start(serve_trainer, config, index, MEMBER)[1] for index in range(2)]
-        (opened, _), *_ = self.order(OpenRendezvous(command_id=1, deadline_s=60.0), ranks=[self.ranks[0]])
+        (opened, _), *_ = self.command(OpenRendezvous(command_id=1, deadline_s=60.0), ranks=[self.ranks[0]])
         assert isinstance(opened, RendezvousOpened)
-        built = self.order(
+        built = self.command(
             BuildTrainer(
                 command_id=2,
                 deadline_s=60.0,
@@ -115,10 +115,12 @@ class Processes:
         assert end.poll(DEADLINE_S)
         return process, end.recv()
 
-    def order(self, order: Any, arrays: Any = None, ranks: list[Connection] | None = None) -> list[tuple[Message, int]]:
+    def command(
+        self, command: Any, arrays: Any = None, ranks: list[Connection] | None = None
+    ) -> list[tuple[Message, int]]:
         ranks = ranks or self.ranks
         for rank in ranks:
-            rank.send((order, arrays or {}))
+            rank.send((command, arrays or {}))
         answers = []
         for rank in ranks:
             assert rank.poll(DEADLINE_S)
@@ -126,8 +128,8 @@ class Processes:
         return answers
 
     def train(self, command_id: int, table: Batch, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
-        order = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
-        return self.order(order, table.columns)
+        command = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
+        return self.command(command, table.columns)
 
     def stop(self) -> None:
         for _, end in self._started:

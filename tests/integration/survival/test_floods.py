@@ -209,12 +209,12 @@ class Players(ThreadingHTTPServer):
 
 class _Player(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        order = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        command = json.loads(self.rfile.read(int(self.headers["content-length"])))
         players = self.server
         assert isinstance(players, Players)
-        players.sessions.append(order["session_url"])
-        question = [{"role": "user", "content": order["problem"]["question"]}]
-        answer = json.loads(ask(f"{order['base_url']}/chat/completions", {"model": "policy", "messages": question}))
+        players.sessions.append(command["session_url"])
+        question = [{"role": "user", "content": command["problem"]["question"]}]
+        answer = json.loads(ask(f"{command['base_url']}/chat/completions", {"model": "policy", "messages": question}))
         text = answer["choices"][0]["message"]["content"]
         while HOLD.exists():
             players.goes_on.wait(0.05)

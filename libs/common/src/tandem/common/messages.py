@@ -90,7 +90,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     pid: Count
     index: Count | None = None
     """Requested index among the processes of its kind; null for the first that is free."""
-    enrols: Key | None = None
+    registers: Key | None = None
     """A public key to register; null for a process with a known key. A process started by hand sends it
     under the joining key, and then says hello again under its own."""
 
@@ -362,7 +362,7 @@ class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
     version: Count
     digests: tuple[bytes, ...]
     """Digests of the weights rather than of the copy, since engines read the copy and should hold what was trained.
-    As in `Attested`; empty unless requested."""
+    As in `DigestsReported`; empty unless requested."""
 
 
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """Server that scores responses; None where the configuration alone describes the environment."""
 
 
-class GuestServer(Message, frozen=True, kw_only=True):
+class EngineServer(Message, frozen=True, kw_only=True):
     """The OpenAI endpoint of a rollout, for external requests."""
 
     url: Name
@@ -409,7 +409,7 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` needs, and where."""
     samples_at: Listener
     """Listener from which trainers fetch its samples."""
-    guests: GuestServer | None = None
+    external_requests: EngineServer | None = None
     """Endpoint for external requests; None where `policy.generation.expose_http_server` is off."""
 
 
@@ -720,14 +720,14 @@ class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
     """Bytes that one refit moves into this process; zero where every tensor is zero-copy."""
 
 
-class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
+class ConnectTransferGroup(Command, frozen=True, kw_only=True, tag=True):
     """Connect to the other processes of a transfer group, which stream to each other; each of them gets this
     command.
 
     Repeated with a new `epoch` when one of them is replaced.
     """
 
-    mesh: Name
+    transfer_group: Name
     members: tuple[str, ...]
     device_type: DeviceType = "cpu"
     """Device of its messages, as planned by refit."""
@@ -737,11 +737,11 @@ class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
     rendezvous_port: Port
 
 
-class MeshConnected(Message, frozen=True, kw_only=True, tag=True):
+class TransferGroupConnected(Message, frozen=True, kw_only=True, tag=True):
     """Report that the process has reached every other process of the transfer group."""
 
     command_id: Count
-    mesh: Name
+    transfer_group: Name
 
 
 class Refit(Command, frozen=True, kw_only=True, tag=True):
@@ -750,7 +750,7 @@ class Refit(Command, frozen=True, kw_only=True, tag=True):
     version: Count
     only: tuple[str, ...] = ()
     """Engines to bring to `version`; empty for all."""
-    newcomers: tuple[str, ...] = ()
+    joining_engines: tuple[str, ...] = ()
     """Joining engines among them, which also get the tensors that never change, if trainers hold any."""
 
 
@@ -765,13 +765,13 @@ class Refitted(Message, frozen=True, kw_only=True, tag=True):
     memory: MemoryUse
 
 
-class Attest(Command, frozen=True, kw_only=True, tag=True):
+class ReportDigests(Command, frozen=True, kw_only=True, tag=True):
     """Compute the digests of `version` from memory, in the background; other commands are not delayed."""
 
     version: Count
 
 
-class Attested(Message, frozen=True, kw_only=True, tag=True):
+class DigestsReported(Message, frozen=True, kw_only=True, tag=True):
     """Digests of `version` in the memory of a process; see `tandem.refit.digests.task`."""
 
     command_id: Count
@@ -800,7 +800,7 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     """Whether engines may read tensors that never change in place."""
 
 
-class PlannedMesh(Message, frozen=True, kw_only=True):
+class PlannedTransferGroup(Message, frozen=True, kw_only=True):
     """A transfer group: processes that stream to each other."""
 
     name: Name
@@ -817,7 +817,7 @@ class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
     """Encoded `tandem.refit.program.TransferProgram` by worker shard."""
     senders: tuple[str, ...]
     """Processes that take part in a refit beside the engines that receive."""
-    meshes: tuple[PlannedMesh, ...]
+    transfer_groups: tuple[PlannedTransferGroup, ...]
     num_bytes: dict[Name, Count]
     """Bytes that one refit moves over each link between worker shards, named ``trainer-0>rollout-1``."""
     predicted_s: Annotated[float, Meta(ge=0.0, le=1e300)]
@@ -835,7 +835,7 @@ class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
 
     version: Count
     digests: dict[str, bytes]
-    """Digests by worker shard, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
+    """Digests by worker shard, as `DigestsReported` has them, of trainers and engines; empty if nothing is verified."""
     has_update: bool
     """Whether the weights must differ from those of the previous version."""
 
@@ -857,16 +857,16 @@ Membership = Hello | Heartbeat | Goodbye | Failed
 Admission = Enrolled | Welcome | Refused | Heartbeat | Shutdown
 """Messages that the coordinator may send to any process."""
 
-PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
+PlaneCommand = InstallProgram | ConnectTransferGroup | Refit | ReportDigests
 """Commands of the weight plane, for trainers and engines alike."""
-PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
+PlaneReply = ProgramInstalled | TransferGroupConnected | Refitted | DigestsReported
 
-TrainerOrder = (
-    OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint | CopyWeights
+TrainerCommand = (
+    OpenRendezvous | BuildTrainer | PlaneCommand | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint | CopyWeights
 )
-RolloutOrder = BuildEngine | PlaneOrder | Generate | RestoreSamples | RecordSamples | ReleaseSamples
-RefitOrder = PlanTransfers | CommitVersion
-Order = TrainerOrder | RolloutOrder | RefitOrder
+RolloutCommand = BuildEngine | PlaneCommand | Generate | RestoreSamples | RecordSamples | ReleaseSamples
+RefitCommand = PlanTransfers | CommitVersion
+AnyCommand = TrainerCommand | RolloutCommand | RefitCommand
 
 TrainerReply = (
     RendezvousOpened
@@ -883,13 +883,13 @@ RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated | SamplesR
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
 
-ToTrainer = Admission | TrainerOrder
+ToTrainer = Admission | TrainerCommand
 FromTrainer = Membership | TrainerReply
 
-ToRollout = Admission | TrainerKeys | RolloutOrder
+ToRollout = Admission | TrainerKeys | RolloutCommand
 FromRollout = Membership | Leaving | RolloutReply
 
-ToRefit = Admission | RefitOrder
+ToRefit = Admission | RefitCommand
 FromRefit = Membership | RefitReply
 
 ToSampleStore = FetchSamples

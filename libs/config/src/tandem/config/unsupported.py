@@ -214,7 +214,7 @@ def _not_built_here(config: Config) -> Iterator[str]:
     yield from _of_engines(config)
     for chosen in config.environments:
         entry = config.env.get(chosen)
-        if entry is None or entry.is_own:
+        if entry is None or entry.is_custom:
             continue
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"

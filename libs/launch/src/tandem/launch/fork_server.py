@@ -46,7 +46,7 @@ _GPU_MEMORY = "/dev/nvidia-uvm"
 """Device file that CUDA opens when a process starts to use a GPU."""
 
 
-class Birth(msgspec.Struct, frozen=True, kw_only=True):
+class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The spawn spec of a forked process, as if it were started by a command."""
 
     module: str
@@ -155,7 +155,7 @@ class ForkServer:
             DeadlineExceeded: the fork server did not answer in time.
 
         """
-        birth = Birth(
+        spawn_spec = SpawnSpec(
             module=module,
             arguments=tuple(arguments),
             folder=os.getcwd(),
@@ -165,7 +165,7 @@ class ForkServer:
         )
         code = 0
         for _ in range(_ATTEMPTS):
-            if (pid := self._ask_for(birth, out, errors or out, keys)) is not None:
+            if (pid := self._ask_for(spawn_spec, out, errors or out, keys)) is not None:
                 return Child(pid)
             code = self._end()  # a user may have killed or stopped it, which must not prevent starts
             self._has_answered = False
@@ -176,12 +176,12 @@ class ForkServer:
         """End it; forked services live on."""
         self._end()
 
-    def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
+    def _ask_for(self, spawn_spec: SpawnSpec, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
         """Return the id of the new process; None if the fork server is gone or hangs."""
         with (
             contextlib.suppress(OSError),
-            reaper() if birth.parent == os.getpid() else contextlib.nullcontext(),
-            _in_memory("birth", msgspec.json.encode(birth)) as order,
+            reaper() if spawn_spec.parent == os.getpid() else contextlib.nullcontext(),
+            _in_memory("birth", msgspec.json.encode(spawn_spec)) as order,
             _in_memory("keys", keys) as kept,
         ):
             descriptors = [file.fileno() for file in (order, out, errors, kept)]
@@ -189,7 +189,7 @@ class ForkServer:
             if not self._answers_within(min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s):
                 if self._has_answered:
                     return None
-                what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
+                what = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", what)
             if answer := self._orders.recv(32):
                 self._has_answered = True
@@ -285,20 +285,20 @@ def _become(
     code = 1
     try:
         with os.fdopen(order, "rb") as file:
-            birth = msgspec.json.decode(file.read(), type=Birth)
+            spawn_spec = msgspec.json.decode(file.read(), type=SpawnSpec)
         while (parent := os.getppid()) == between:
             time.sleep(0.0005)
-        if parent != birth.parent:  # the parent has ended
+        if parent != spawn_spec.parent:  # the parent has ended
             os._exit(1)
         if keys is not None:
-            birth = msgspec.structs.replace(birth, arguments=(*birth.arguments, "--key-fd", str(keys)))
+            spawn_spec = msgspec.structs.replace(spawn_spec, arguments=(*spawn_spec.arguments, "--key-fd", str(keys)))
         os.dup2(out, 1)
         os.dup2(errors, 2)
         orders.send(str(os.getpid()).encode())
         for descriptor in (orders.detach(), out, errors):
             os.close(descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-        code = _run(birth)
+        code = _run(spawn_spec)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
@@ -307,19 +307,19 @@ def _become(
         _end(code)
 
 
-def _run(birth: Birth) -> int:
-    os.chdir(birth.folder)
+def _run(spawn_spec: SpawnSpec) -> int:
+    os.chdir(spawn_spec.folder)
     os.environ.clear()
-    os.environ.update({**_ENVIRONMENT, **birth.environment})
-    paths = birth.environment.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.update({**_ENVIRONMENT, **spawn_spec.environment})
+    paths = spawn_spec.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]  # before installed packages, as usual
-    command = birth.module.split(".")[1]
-    sys.argv = [command, *birth.arguments]
+    command = spawn_spec.module.split(".")[1]
+    sys.argv = [command, *spawn_spec.arguments]
     setproctitle(" ".join(sys.argv))
-    if birth.heeds_signals:
+    if spawn_spec.heeds_signals:
         signals.restore()
-    main: Callable[[Sequence[str]], int] = importlib.import_module(birth.module).main
-    return main(birth.arguments)
+    main: Callable[[Sequence[str]], int] = importlib.import_module(spawn_spec.module).main
+    return main(spawn_spec.arguments)
 
 
 def _end(code: int) -> NoReturn:

@@ -168,7 +168,7 @@ def _config_of(welcome: Welcome) -> Config:
 class Service(Protocol):
     """The interface that `run_service` drives."""
 
-    def handle(self, order: Any, arrays: Arrays) -> None:
+    def handle(self, command: Any, arrays: Arrays) -> None:
         """Execute one command and reply through the `Member`; exceptions become `Failed`."""
         ...
 
@@ -222,7 +222,7 @@ def run_service(
             fetch_models(member.config, partial(print, flush=True))  # needed on nodes other than the coordinator's
             service = make_service(member)
         gc_tuning.keep()
-        shutdown = _answer_orders(link, member, service)
+        shutdown = _answer_commands(link, member, service)
         reason, code = shutdown.reason, exit_code(shutdown)
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -259,7 +259,7 @@ def _hears_of_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdown:
+def _answer_commands(link: Link[Any], member: Member, service: Service) -> Shutdown:
     """Answer commands until the coordinator ends this process; return its `Shutdown`.
 
     Raises `WireError` for a malformed message without a readable id.

@@ -35,7 +35,7 @@ _LATEST = 8
 """Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
 
 
-class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on the validity of files that were put aside together."""
 
     newest_proven: int | None
@@ -71,7 +71,7 @@ class SampleFolder:
         if self._most is not None:
             self._delete_oldest(step, self._most)
 
-    def put_aside_after(self, step: int, limits: KeptLimits) -> None:
+    def put_aside_after(self, step: int, limits: RestoreLimits) -> None:
         """Move the files of all steps after `step` to a folder of their own. Raises `OSError`.
 
         Unfinished files of earlier steps, which will not be trained on again, are deleted. So are shards that were
@@ -167,15 +167,15 @@ class SampleFolder:
                     aside.rmdir()
 
 
-def read_limits(aside: Path) -> KeptLimits:
+def read_limits(aside: Path) -> RestoreLimits:
     """Return the validity limits of a folder of files put aside. Raises `OSError`."""
     try:
-        return msgspec.json.decode((aside / _LIMITS).read_bytes(), type=KeptLimits)
+        return msgspec.json.decode((aside / _LIMITS).read_bytes(), type=RestoreLimits)
     except msgspec.MsgspecError as error:
         raise OSError(None, f"{aside / _LIMITS}: {error}") from error
 
 
-def write_limits(aside: Path, limits: KeptLimits) -> None:
+def write_limits(aside: Path, limits: RestoreLimits) -> None:
     """Write the validity limits of a folder of files put aside, atomically. Raises `OSError`."""
     temporary = aside / f".{_LIMITS}"
     temporary.write_bytes(msgspec.json.encode(limits))

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from tandem.common.errors import ServiceError
-from tandem.observe.run_folder.guest_servers import read_guest_servers
+from tandem.observe.run_folder.engine_servers import read_engine_servers
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.client import ChatServer
@@ -19,14 +19,14 @@ def answers_itself(run: Path) -> bool:
 
     Raises the errors of `read_journal`.
     """
-    servers = read_guest_servers(run)
+    servers = read_engine_servers(run)
     if servers is None:
         return False
     if servers:
         return True
     with read_journal(run) as journal:
         config = config_of(journal)
-    if config.generates and config.policy.generation.has_guests:
+    if config.generates and config.policy.generation.takes_external_requests:
         return True  # the servers are starting
     what = f"the run in {run} is live, but its newest checkpoint is served"
     how = f"; {_SWITCH}=true lets the rollouts of a run answer themselves" if config.generates else ""
@@ -42,7 +42,7 @@ class LiveRun:
 
     def server(self) -> ChatServer:
         """Return a rollout that answers. Raises `ServiceError` if there is none."""
-        servers = read_guest_servers(self.run)
+        servers = read_engine_servers(self.run)
         if not servers:
             why = "the run has ended" if servers is None else "none of its rollouts answers now: ask again later"
             raise ServiceError(str(self.run), "answering", why)

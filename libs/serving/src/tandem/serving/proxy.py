@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
 from tandem.common.http_server import SignalledServer, settings
-from tandem.common.messages import GuestServer
-from tandem.observe.run_folder.guest_servers import read_guest_servers
+from tandem.common.messages import EngineServer
+from tandem.observe.run_folder.engine_servers import read_engine_servers
 from tandem.serving.upstream import BROKEN, Answer, asked
 
 ROLLOUT_HEADER = "x-tandem-rollout"
@@ -54,7 +54,7 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
     server = SignalledServer(config, heeds_signals=True)
 
     async def end_with_the_run() -> None:
-        while read_guest_servers(run) is not None:
+        while read_engine_servers(run) is not None:
             await asyncio.sleep(_LOOK_S)
         server.should_exit = True
 
@@ -112,12 +112,12 @@ class Proxy:
                 self._num_asked[name] -= 1
         await (refused or self._none()).__call__(request.scope, request.receive, send)
 
-    def _by_load(self) -> list[tuple[str, GuestServer]]:
-        servers = read_guest_servers(self._run) or {}
+    def _by_load(self) -> list[tuple[str, EngineServer]]:
+        servers = read_engine_servers(self._run) or {}
         return sorted(servers.items(), key=lambda item: (self._num_asked[item[0]], self._num_ever[item[0]]))
 
     def _none(self) -> Response:
-        if read_guest_servers(self._run) is None:
+        if read_engine_servers(self._run) is None:
             return _refusal(_UNAVAILABLE, f"the run in {self._run} has ended", "run_ended")
         return _refusal(_UNAVAILABLE, "no rollout of the run answers now: ask again later", "unavailable")
 

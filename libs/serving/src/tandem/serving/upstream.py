@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 
 _CONNECT_S = 5.0
 _SILENT_S = 660.0
@@ -40,7 +40,7 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def asked(
-    server: GuestServer, method: str, target: str, headers: Mapping[str, str], body: bytes
+    server: EngineServer, method: str, target: str, headers: Mapping[str, str], body: bytes
 ) -> AsyncIterator[Answer]:
     """Ask, and yield the answer once it begins; leaving early ends the connection. Raises the errors in `BROKEN`."""
     parts = urlsplit(server.url)

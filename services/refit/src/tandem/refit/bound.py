@@ -28,7 +28,7 @@ _Rounds = Sequence[Sequence[tuple[bool, BoundTransfers]]]
 
 
 def bind(
-    program: TransferProgram, storages: Mapping[str, torch.Tensor], meshes: Mapping[str, Group] | None = None
+    program: TransferProgram, storages: Mapping[str, torch.Tensor], transfer_groups: Mapping[str, Group] | None = None
 ) -> BoundProgram:
     """Bind a program to memory.
 
@@ -37,8 +37,8 @@ def bind(
         storages: this process's live memory by storage name. Byte 0 of a storage is the first element of its tensor.
             A ``uint8`` tensor stands for memory of any type. Parameters that are read in place are re-pointed at the
             source's memory at once: each optimizer step is visible immediately, and a write to them faults.
-        meshes: the connected transfer groups of the program (`process_group.connect`), by name. They are looked up at
-            each run, so they may be connected, or reconnected after a failure, once the program is bound.
+        transfer_groups: the connected transfer groups of the program (`process_group.connect`), by name. They are
+            looked up at each run, so they may be connected, or reconnected after a failure, once the program is bound.
 
     Raises:
         RefitError: a source cannot be opened, or memory differs from the plan. No parameter was changed.
@@ -50,8 +50,8 @@ def bind(
     if taken := staging.keys() & storages.keys():
         raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(taken))}")
     memory = Memory(member, {**storages, **staging})
-    own_meshes = {mesh.name: mesh for mesh in program.meshes}
-    end = End(member, memory, device, own_meshes, {} if meshes is None else meshes, {})
+    own_transfer_groups = {transfer_group.name: transfer_group for transfer_group in program.transfer_groups}
+    end = End(member, memory, device, own_transfer_groups, {} if transfer_groups is None else transfer_groups, {})
     rounds = _bind_rounds(program, end)
     quantisers = [Quantiser(quantisation, memory) for quantisation in program.quantisations]
     for _, bound in (each for round_ in rounds for each in round_):
@@ -93,14 +93,14 @@ class BoundProgram:
         self.num_bytes = sum(bound.num_bytes for round_ in rounds for _, bound in round_)
 
     def run(
-        self, deadline_s: float, only: Collection[str] | None = None, newcomers: Collection[str] | None = None
+        self, deadline_s: float, only: Collection[str] | None = None, joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Do this process's part of one refit, and return when all of it is done.
 
         Args:
             deadline_s: seconds until it fails.
             only: processes to serve, including this one if it is to receive; None for all.
-            newcomers: those among them that also get frozen tensors; None for all.
+            joining_engines: those among them that also get frozen tensors; None for all.
 
         Returns:
             bytes moved over each link, by ``source>destination``.
@@ -117,7 +117,7 @@ class BoundProgram:
             errors: list[str] = []
             for is_frozen, bound in round_:
                 try:
-                    bound.run(deadline, newcomers if is_frozen and newcomers is not None else only, counted)
+                    bound.run(deadline, joining_engines if is_frozen and joining_engines is not None else only, counted)
                 except RefitError as error:
                     errors.append(str(error))
             if errors:

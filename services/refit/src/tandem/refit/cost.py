@@ -132,11 +132,11 @@ def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
 
 def _mesh_sizes(links: Sequence[Link]) -> dict[str, int]:
     """Return the size of each receiver's transfer group; engines that pass weights on to each other share one."""
-    mesh_of: dict[str, set[str]] = {}
+    transfer_group_of: dict[str, set[str]] = {}
     for link in links:
-        mesh_of.setdefault(link.destination, {link.destination}).add(link.source)
+        transfer_group_of.setdefault(link.destination, {link.destination}).add(link.source)
     for link in links:
-        if link.round and mesh_of[link.destination] is not mesh_of.get(link.source):
-            joined = mesh_of[link.destination] | mesh_of.get(link.source, set())
-            mesh_of.update(dict.fromkeys(joined & mesh_of.keys(), joined))
-    return {receiver: len(members) for receiver, members in mesh_of.items()}
+        if link.round and transfer_group_of[link.destination] is not transfer_group_of.get(link.source):
+            joined = transfer_group_of[link.destination] | transfer_group_of.get(link.source, set())
+            transfer_group_of.update(dict.fromkeys(joined & transfer_group_of.keys(), joined))
+    return {receiver: len(members) for receiver, members in transfer_group_of.items()}

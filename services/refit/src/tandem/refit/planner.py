@@ -28,12 +28,12 @@ from tandem.refit.planning.destination_shards import DestinationShards, classes,
 from tandem.refit.planning.flows import Flows, Link, flows, links
 from tandem.refit.planning.frozen import Part, parts
 from tandem.refit.planning.low_rank import Adapted, adapt
-from tandem.refit.planning.meshes import meshes
 from tandem.refit.planning.names import Tensors, match
 from tandem.refit.planning.sharing import Pattern, ReplicaSets, patterns
 from tandem.refit.planning.source_shards import SourceShards, collect
+from tandem.refit.planning.transfer_groups import transfer_groups
 from tandem.refit.program import Staging, TransferProgram
-from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transfer import Transfer, TransferGroup
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
@@ -50,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Links of each version."""
     frozen_links: tuple[Link, ...]
     """Links of frozen tensors, sent only to engines that do not have them yet."""
-    meshes: tuple[Mesh, ...]
+    transfer_groups: tuple[TransferGroup, ...]
     received: dict[str, Layout]
     """Layout that each engine receives: the one it wants, except for weights that it merges itself."""
 
@@ -119,9 +119,11 @@ def plan(
         for part in parts(sources, received)
     ]
     turns = [found for decided in decisions for found in _turns(decided)]
-    made = meshes([transfer for _, transfer in turns], {**destinations, **sources})
-    mesh_of = {member: mesh for mesh in made for member in mesh.members if member in destinations}
-    turns = [(turn, _over(transfer, mesh_of)) for turn, transfer in turns]
+    made = transfer_groups([transfer for _, transfer in turns], {**destinations, **sources})
+    transfer_group_of = {
+        member: transfer_group for transfer_group in made for member in transfer_group.members if member in destinations
+    }
+    turns = [(turn, _over(transfer, transfer_group_of)) for turn, transfer in turns]
     receives: dict[str, list[Transfer]] = {}
     sends: dict[str, list[tuple[Turn, Transfer]]] = {}
     for turn, transfer in turns:
@@ -141,7 +143,7 @@ def plan(
             sends=tuple(transfer for _, transfer in sorted(sends.get(member, ()), key=lambda item: item[0])),
             quantisations=tuple(each for of in shards for each in of.quantisations),
             staging=(*(own.staging if own else ()), *(each for of in shards for each in of.staging)),
-            meshes=tuple(mesh for mesh in made if member in mesh.members),
+            transfer_groups=tuple(transfer_group for transfer_group in made if member in transfer_group.members),
             verification=verified[member],
             merging=own.merging if own else None,
             received=own.layout if own and own.merging else None,
@@ -155,7 +157,9 @@ def plan(
         )
         for is_frozen in (False, True)
     }
-    return Plan(programs=programs, links=links[False], frozen_links=links[True], meshes=made, received=received)
+    return Plan(
+        programs=programs, links=links[False], frozen_links=links[True], transfer_groups=made, received=received
+    )
 
 
 def survey(
@@ -276,11 +280,11 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -
     return tuple(found)
 
 
-def _over(transfer: Transfer, mesh_of: Mapping[str, Mesh]) -> Transfer:
+def _over(transfer: Transfer, transfer_group_of: Mapping[str, TransferGroup]) -> Transfer:
     """Return a transfer with the name of its transfer group."""
     if not registry.find(transfer.transport).needs_mesh:
         return transfer
-    return msgspec.structs.replace(transfer, mesh=mesh_of[transfer.destination].name)
+    return msgspec.structs.replace(transfer, transfer_group=transfer_group_of[transfer.destination].name)
 
 
 def _totals(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from tandem.common.errors import RefitError
 from tandem.refit import columns
 from tandem.refit.columns import Ints, Table
 from tandem.refit.layout import Layout
-from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transfer import Transfer, TransferGroup
 from tandem.refit.transports import registry
 
 
@@ -162,7 +162,7 @@ class TransferProgram(msgspec.Struct, frozen=True):
     """Outgoing streams; other transports need no work at the source."""
     quantisations: tuple[Quantisation, ...] = ()
     staging: tuple[Staging, ...] = ()
-    meshes: tuple[Mesh, ...] = ()
+    transfer_groups: tuple[TransferGroup, ...] = ()
     """Transfer groups that include this process. All processes connect their groups in order of name."""
     verification: Verification = NOTHING
     merging: Merging | None = None

@@ -13,9 +13,9 @@ from typing import TypeVar, assert_never
 from tandem.common.errors import RefitError
 from tandem.common.messages import (
     CommitVersion,
-    PlannedMesh,
+    PlannedTransferGroup,
     PlanTransfers,
-    RefitOrder,
+    RefitCommand,
     TransfersPlanned,
     VersionCommitted,
 )
@@ -46,15 +46,15 @@ class RefitService:
         self._source_digests: dict[str, Digests] = {}
         """The trainers' digests of `version`."""
 
-    def handle(self, order: RefitOrder, arrays: Arrays) -> None:
+    def handle(self, command: RefitCommand, arrays: Arrays) -> None:
         """Execute one command."""
-        match order:
+        match command:
             case PlanTransfers():
                 with self._member.phase("planning transfers"):
-                    self._plan(order)
+                    self._plan(command)
             case CommitVersion():
-                with self._member.phase(f"committing version {order.version}"):
-                    self._commit(order)
+                with self._member.phase(f"committing version {command.version}"):
+                    self._commit(command)
             case other:
                 assert_never(other)
 
@@ -65,21 +65,24 @@ class RefitService:
     def close(self) -> None:
         """Release nothing: the memory belongs to trainers and engines."""
 
-    def _plan(self, order: PlanTransfers) -> None:
+    def _plan(self, command: PlanTransfers) -> None:
         started = time.perf_counter()
-        self._sources = _read(order.sources, layout.decode)
-        self._destinations = _read(order.destinations, layout.decode)
+        self._sources = _read(command.sources, layout.decode)
+        self._destinations = _read(command.destinations, layout.decode)
         plan = planner.plan(
-            self._sources, self._destinations, allow_alias=order.allow_alias, alias_frozen=order.alias_frozen
+            self._sources, self._destinations, allow_alias=command.allow_alias, alias_frozen=command.alias_frozen
         )
         self._destinations = plan.received  # digests are of this layout
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         reply = TransfersPlanned(
-            command_id=order.command_id,
+            command_id=command.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
             senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
-            meshes=tuple(
-                PlannedMesh(name=mesh.name, members=mesh.members, device_type=mesh.device_type) for mesh in plan.meshes
+            transfer_groups=tuple(
+                PlannedTransferGroup(
+                    name=transfer_group.name, members=transfer_group.members, device_type=transfer_group.device_type
+                )
+                for transfer_group in plan.transfer_groups
             ),
             num_bytes=_by_link(plan.links),
             predicted_s=predicted.seconds,
@@ -87,22 +90,22 @@ class RefitService:
             seconds=time.perf_counter() - started,
             num_bytes_frozen=_by_link(plan.frozen_links),
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
-    def _commit(self, order: CommitVersion) -> None:
+    def _commit(self, command: CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""
-        verdict = self._compare(order) if order.digests else Verdict((), 0)
-        self.version = order.version
+        verdict = self._compare(command) if command.digests else Verdict((), 0)
+        self.version = command.version
         reply = VersionCommitted(
-            command_id=order.command_id,
-            version=order.version,
+            command_id=command.command_id,
+            version=command.version,
             differing=verdict.differing,
             digest=verdict.digest,
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
-    def _compare(self, order: CommitVersion) -> Verdict:
-        digests = _read(order.digests, comparison.from_bytes)
+    def _compare(self, command: CommitVersion) -> Verdict:
+        digests = _read(command.digests, comparison.from_bytes)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
             raise RefitError(f"digests came from {', '.join(unknown)}, which has no plan")
@@ -111,8 +114,8 @@ class RefitService:
             raise RefitError(f"no digests came from {', '.join(missing)}, which has sent the weights")
         sources = {member: digests[member] for member in self._sources}
         # Samples of two versions cover different elements, and always differ.
-        if self._verify == "full" and order.version != self.version:
-            if order.has_update and comparison.unchanged(self._source_digests, sources):
+        if self._verify == "full" and command.version != self.version:
+            if command.has_update and comparison.unchanged(self._source_digests, sources):
                 raise RefitError(
                     f"the optimizer has stepped, but no weight has changed since version {self.version}: engines "
                     "are not given the trained weights, or the learning rate is too small for policy.precision"

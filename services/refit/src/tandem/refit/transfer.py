@@ -55,7 +55,7 @@ class Transfer(msgspec.Struct, frozen=True):
     source_storages: tuple[Storage, ...]
     destination_storages: tuple[str, ...]
     tensors: tuple[str, ...]
-    mesh: str = ""
+    transfer_group: str = ""
     """Name of a stream's transfer group; empty for other transports."""
     is_frozen: bool = False
     """Whether it moves frozen tensors; then it runs only for receivers without them."""
@@ -71,7 +71,7 @@ class Transfer(msgspec.Struct, frozen=True):
         return DTYPES[at.source_dtype_C[row]], DTYPES[at.destination_dtype_C[row]]
 
 
-class Mesh(msgspec.Struct, frozen=True):
+class TransferGroup(msgspec.Struct, frozen=True):
     """A transfer group: some receivers, and all processes that stream to them."""
 
     name: str

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import SamplingParameters
 from tandem.refit.digests.task import Sampling
-from tandem.refit.endpoint import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.process_group import Meeting
+from tandem.refit.weight_client import Digesting, Installed
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,18 +126,22 @@ class Engine(Protocol):
         """
         ...
 
-    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Join a transfer group over which the installed programs stream weights. Raises `RefitError`."""
         ...
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str] = (), newcomers: Collection[str] | None = None
+        self,
+        version: int,
+        deadline_s: float,
+        only: Collection[str] = (),
+        joining_engines: Collection[str] | None = None,
     ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
         `only` names the engines to bring to `version`; empty means all. An engine that is not named only passes its
         weights on. A named one is partial from the first byte to the last: if this raises, `version` is None until a
-        later `apply` succeeds. `newcomers` are joining engines, which also get what never changes; None means all.
+        later `apply` succeeds. `joining_engines` also get what never changes; None means all.
         Raises `RefitError`.
         """
         ...

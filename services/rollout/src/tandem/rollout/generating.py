@@ -49,10 +49,10 @@ _Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
 class Generation:
     """One `Generate` in progress."""
 
-    def __init__(self, order: Generate, first_number: int, experts: RoutedExperts | None) -> None:
-        self.order = order
+    def __init__(self, command: Generate, first_number: int, experts: RoutedExperts | None) -> None:
+        self.command = command
         self.started_at = time.time()
-        samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
+        samples = [(group, sample) for group in command.groups for sample in range(len(group.seeds))]
         self.conversations = {
             number: Conversation(group, sample, experts) for number, (group, sample) in enumerate(samples, first_number)
         }
@@ -83,31 +83,31 @@ class Generating:
         self._answered: list[int] = []
         """Samples that continue after an answer."""
 
-    def start(self, order: Generate) -> None:
+    def start(self, command: Generate) -> None:
         """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
-        if order.command_id in self.generations:
+        if command.command_id in self.generations:
             return  # repeated so late that it is not recognised as a repetition
-        with self._member.phase(f"reading the prompts of step {order.step}"):
-            self._check(order)
+        with self._member.phase(f"reading the prompts of step {command.step}"):
+            self._check(command)
         engine = self._parts.engine
-        self._give_up([command_id for command_id in self.generations if command_id < order.cancel_before])
+        self._give_up([command_id for command_id in self.generations if command_id < command.cancel_before])
         if not self.generations:
             engine.meter.begin()
         engine.wake()
-        generation = Generation(order, self._num_samples, self._experts)
+        generation = Generation(command, self._num_samples, self._experts)
         self._num_samples += generation.num_samples
-        self.generations[order.command_id] = generation
+        self.generations[command.command_id] = generation
         for number, conversation in generation.conversations.items():
             self._generation_of[number] = generation
             if self._parts.agents is not None:
-                self._parts.agents.begin(number, conversation.group, conversation.sample, order)
+                self._parts.agents.begin(number, conversation.group, conversation.sample, command)
             else:
-                engine.add_request(conversation.request(number, order.sampling))
+                engine.add_request(conversation.request(number, command.sampling))
 
-    def _check(self, order: Generate) -> None:
+    def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
         longest = self._config.policy.max_total_sequence_length
-        for index, group in enumerate(order.groups):
+        for index, group in enumerate(command.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
             field = f"Generate.groups[{index}].prompt_ids"
             if highest >= self._vocabulary:
@@ -116,7 +116,7 @@ class Generating:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
             if self._parts.environments is not None and group.environment not in self._parts.environments:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
-        if len({group.group for group in order.groups}) < len(order.groups):
+        if len({group.group for group in command.groups}) < len(command.groups):
             raise WireError("Generate.groups: a group is there twice")
 
     def _give_up(self, command_ids: list[int]) -> None:
@@ -142,7 +142,7 @@ class Generating:
 
     def work(self) -> None:
         """Make a token for each sample, and take what environments have answered; report what fails."""
-        step = next(iter(self.generations.values())).order.step
+        step = next(iter(self.generations.values())).command.step
         begun = [*self.generations]  # a generation at its end may fail while answering
         try:
             with self._member.phase(f"generating step {step}"):
@@ -170,8 +170,8 @@ class Generating:
         """Make one token for each request of an agent; take the episodes that have ended."""
         started = time.perf_counter()
         phase = "generation" if agents.work() else "rewards"
-        if self._parts.guests is not None and not self._parts.num_running:
-            self._parts.guests.work()
+        if self._parts.external_requests is not None and not self._parts.num_running:
+            self._parts.external_requests.work()
         for generation in self.generations.values():
             generation.seconds[phase] += time.perf_counter() - started
         finished: _Finished = {}
@@ -192,7 +192,7 @@ class Generating:
             phase = "generation"
             for completion in parts.step():
                 self._take(completion)
-        elif num_running or parts.guests is None or not parts.guests.work():
+        elif num_running or parts.external_requests is None or not parts.external_requests.work():
             time.sleep(_REWARD_POLL_S)
         for generation in self.generations.values():
             generation.seconds[phase] += time.perf_counter() - started
@@ -200,7 +200,7 @@ class Generating:
         if parts.is_async or not self._awaited:
             for number in sorted(self._answered):
                 generation = self._generation_of[number]
-                request = generation.conversations[number].request(number, generation.order.sampling)
+                request = generation.conversations[number].request(number, generation.command.sampling)
                 parts.engine.add_request(request)
             self._answered.clear()
 
@@ -212,9 +212,9 @@ class Generating:
         conversation.add_response(completion, self._parts.tokenizer.decode(completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
         has_turns_left = conversation.num_turns < self._max_turns
-        if has_turns_left and environments.converses(conversation.group):
+        if has_turns_left and environments.is_multi_turn(conversation.group):
             self._awaited.add(number)
-        environments.submit(number, conversation.group, tuple(conversation.messages), generation.order.step)
+        environments.submit(number, conversation.group, tuple(conversation.messages), generation.command.step)
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Report which samples have ended; let the others go on."""
@@ -243,28 +243,28 @@ class Generating:
         """Note a sample as finished, to be reported with the others of its command."""
         generation = self._generation_of.pop(number)
         group = generation.conversations.pop(number).group
-        finished.setdefault(generation.order.command_id, []).append((group, scored, arrays))
+        finished.setdefault(generation.command.command_id, []).append((group, scored, arrays))
 
     def _send(self, finished: _Finished) -> None:
         """Store the samples that have finished, and report them."""
         for command_id, samples in finished.items():
-            order = self.generations[command_id].order
-            if order.purpose == "train":
+            command = self.generations[command_id].command
+            if command.purpose == "train":
                 for _, scored, arrays in samples:
                     self._parts.store.put((command_id, scored.group, scored.sample), arrays)
             self._record(self.generations[command_id], samples)
             message = SamplesFinished(
                 command_id=command_id,
-                step=order.step,
-                purpose=order.purpose,
-                samples=tuple(_as_sent(scored, order.purpose) for _, scored, _ in samples),
+                step=command.step,
+                purpose=command.purpose,
+                samples=tuple(_as_sent(scored, command.purpose) for _, scored, _ in samples),
             )
             self._member.reply(command_id, message)
 
     def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, Batch]]) -> None:
         if self._parts.recorder is not None:
-            order = generation.order
-            self._parts.recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)
+            command = generation.command
+            self._parts.recorder.add(command.step, command.purpose, command.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
         """Add the environment's reply if another response may follow; else return what ends the sample."""
@@ -281,24 +281,26 @@ class Generating:
         return None
 
     def _finish(self, generation: Generation) -> None:
-        del self.generations[generation.order.command_id]
+        del self.generations[generation.command.command_id]
         if self._parts.agents is not None and not self.generations:
             self._parts.agents.rest()
-        if self._config.takes_turns and not self.generations:
-            if self._parts.guests is not None and not self._parts.is_async:
-                self._parts.guests.work_for(min(_GUEST_SHARE * sum(generation.seconds.values()), _MOST_GUEST_S))
+        if self._config.is_colocated and not self.generations:
+            if self._parts.external_requests is not None and not self._parts.is_async:
+                self._parts.external_requests.work_for(
+                    min(_GUEST_SHARE * sum(generation.seconds.values()), _MOST_GUEST_S)
+                )
             self._parts.sleep()
         reply = Generated(
-            command_id=generation.order.command_id,
-            step=generation.order.step,
-            purpose=generation.order.purpose,
+            command_id=generation.command.command_id,
+            step=generation.command.step,
+            purpose=generation.command.purpose,
             num_samples=generation.num_samples,
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
             memory=self._parts.engine.meter.use(),
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
         )
-        self._member.reply(generation.order.command_id, reply)
+        self._member.reply(generation.command.command_id, reply)
 
 
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:

@@ -15,7 +15,7 @@ from tandem.config.placement import gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import Member
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
-from tandem.refit.endpoint import Endpoint
+from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
@@ -25,7 +25,7 @@ from tandem.samples.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
-    from tandem.rollout.guests import Guests
+    from tandem.rollout.external_requests import ExternalRequests
     from tandem.rollout.sample_recorder import SampleRecorder
 
 
@@ -35,14 +35,14 @@ class Parts:
 
     tokenizer: Tokenizer
     engine: Engine
-    endpoint: Endpoint
+    weight_client: WeightClient
     store: SampleStore = dataclasses.field(init=False)
     environments: Environments | None
     """None where agents play."""
     is_async: bool
     """Whether the engine goes on while environments answer (``async_engine``)."""
     agents: Agents | None = None
-    guests: Guests | None = None
+    external_requests: ExternalRequests | None = None
     """None if external requests are not allowed."""
     recorder: SampleRecorder | None = None
     """None if there is no rollout log."""
@@ -50,7 +50,7 @@ class Parts:
     """None where it computes on the CPU."""
 
     @classmethod
-    def build(cls, order: BuildEngine, member: Member, experts: RoutedExperts | None) -> Parts:
+    def build(cls, command: BuildEngine, member: Member, experts: RoutedExperts | None) -> Parts:
         """Build all that a run's configuration asks for, in the order in which they need each other."""
         config, host = member.config, address_towards(member.coordinator)
         limit_threads(config, "rollouts")
@@ -58,22 +58,22 @@ class Parts:
         with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
             environments = None
             if config.agent is None:
-                environments = Environments(config, _program(order.reward_server, member.coordinator))
+                environments = Environments(config, _program(command.reward_server, member.coordinator))
                 stack.callback(environments.close)
             engine = _make_engine(config)
             stack.callback(engine.close)
             parts = cls(
                 tokenizer=tokenizer,
                 engine=engine,
-                endpoint=Endpoint(member, engine),
+                weight_client=WeightClient(member, engine),
                 environments=environments,
                 is_async=config.policy.generation.is_async,
             )
-            if config.policy.generation.has_guests:
-                parts.guests = _make_guests(member, engine, tokenizer, host)
-                stack.callback(parts.guests.close)
+            if config.policy.generation.takes_external_requests:
+                parts.external_requests = _make_external_requests(member, engine, tokenizer, host)
+                stack.callback(parts.external_requests.close)
             if environments is not None:  # its import has begun beside the engine's
-                environments.await_ready(None if parts.guests is None else parts.guests.address)
+                environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
             else:
                 parts.agents = _make_agents(parts, config, host)
                 stack.callback(parts.agents.close)
@@ -85,8 +85,8 @@ class Parts:
             max_tokens = config.policy.generation.max_stored_tokens
             parts.store = SampleStore(host, member.run_id, max_tokens, member.trainers)
             stack.callback(parts.store.close)
-            if order.samples_folder:
-                parts.recorder = _make_recorder(Path(order.samples_folder), member, parts.store, tokenizer, experts)
+            if command.samples_folder:
+                parts.recorder = _make_recorder(Path(command.samples_folder), member, parts.store, tokenizer, experts)
             stack.pop_all()
             return parts
 
@@ -95,41 +95,43 @@ class Parts:
 
         External requests run beside samples only with ``async_engine``.
         """
-        if self.guests is None:
+        if self.external_requests is None:
             return self.engine.step()
         if not self.is_async:
-            self.guests.pause()
+            self.external_requests.pause()
             return self.engine.step()
-        self.guests.admit()
-        return self.guests.hand_out(self.engine.step())
+        self.external_requests.admit()
+        return self.external_requests.hand_out(self.engine.step())
 
     @property
     def num_running(self) -> int:
         """Requests for samples that the engine has."""
-        return self.engine.num_unfinished - (0 if self.guests is None else self.guests.num_running)
+        return self.engine.num_unfinished - (
+            0 if self.external_requests is None else self.external_requests.num_running
+        )
 
-    def pause_guests(self) -> None:
+    def pause_external_requests(self) -> None:
         """Keep external requests from the engine, if it takes any, until there is room for them again."""
-        if self.guests is not None:
-            self.guests.pause()
+        if self.external_requests is not None:
+            self.external_requests.pause()
 
     def sleep(self) -> None:
         """Release the device to training."""
-        self.pause_guests()
+        self.pause_external_requests()
         if self.engine.weights_sleep:
-            self.endpoint.finish_digest()
+            self.weight_client.finish_digest()
         self.engine.sleep()
 
     def close(self) -> None:
         """Release the engine and the environments."""
         for part in (
-            self.guests,
+            self.external_requests,
             self.gpus,
             self.recorder,
             self.agents,
             self.environments,
             self.store,
-            self.endpoint,
+            self.weight_client,
             self.engine,
         ):
             if part is not None:
@@ -143,12 +145,12 @@ def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
     return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
 
 
-def _make_guests(member: Member, engine: Engine, tokenizer: Tokenizer, host: str) -> Guests:
+def _make_external_requests(member: Member, engine: Engine, tokenizer: Tokenizer, host: str) -> ExternalRequests:
     # Likewise.
-    from tandem.rollout.guests import Guests
+    from tandem.rollout.external_requests import ExternalRequests
 
     tokenizer.encode("")  # as for the recorder
-    return Guests(member.config, engine, tokenizer, host, member.wake)
+    return ExternalRequests(member.config, engine, tokenizer, host, member.wake)
 
 
 def _make_recorder(
@@ -178,7 +180,7 @@ def _make_engine(config: Config) -> Engine:
         from tandem.rollout.engines.vllm.engine import VllmEngine
 
         # External requests are few, and do not wait for all waiting samples.
-        extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
+        extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
         return VllmEngine(
             Path(policy.model_name),
             generation.vllm_cfg,

@@ -1,7 +1,7 @@
 """The recorder of finished samples, and the thread that writes them to the rollout log.
 
 The rollout log's format is in `tandem.samples.sample_record`. The service announces finished samples (`add`) and passes
-on commands that concern the log (`order`); neither waits. The thread handles both in the order of their arrival. It
+on commands that concern the log (`command`); neither waits. The thread handles both in the order of their arrival. It
 writes samples to the unfinished file of their step. `RecordSamples` makes a shard of the samples that a step trained
 on, or was validated by. `RestoreSamples` puts samples that an earlier process had written into the store. The thread
 waits for nothing but the disk, and ends when the recorder is closed.
@@ -130,9 +130,9 @@ class SampleRecorder:
             self._num_added += 1
             self._queue.put(_Finished(step, purpose, command_id, started_at, time.time(), samples))
 
-    def order(self, order: RecordSamples | RestoreSamples) -> None:
+    def command(self, command: RecordSamples | RestoreSamples) -> None:
         """Have a command carried out after everything added before; the answer comes from another thread."""
-        self._queue.put(order)
+        self._queue.put(command)
 
     def begin_anew(self, done: Callable[[], None]) -> None:
         """Close all files after everything before this call; then call `done` from another thread."""
@@ -177,18 +177,18 @@ class SampleRecorder:
             self._close(key)
         self._newest.clear()
 
-    def _carry_out(self, order: RecordSamples | RestoreSamples) -> None:
-        doing = "recording" if isinstance(order, RecordSamples) else "restoring"
+    def _carry_out(self, command: RecordSamples | RestoreSamples) -> None:
+        doing = "recording" if isinstance(command, RecordSamples) else "restoring"
         try:
-            if isinstance(order, RecordSamples):
-                self._record(order)
+            if isinstance(command, RecordSamples):
+                self._record(command)
             else:
-                self._restore(order)
+                self._restore(command)
         except OSError as error:
             why = SamplesError(f"cannot write to {self._folder}: {error.strerror}")
-            self._member.fail(order.command_id, why, aside=f"{doing} samples")
+            self._member.fail(command.command_id, why, aside=f"{doing} samples")
         except Exception as error:
-            self._member.fail(order.command_id, error, aside=f"{doing} samples")
+            self._member.fail(command.command_id, error, aside=f"{doing} samples")
 
     def _append(self, step: int, purpose: Purpose, samples: Iterable[RecordedSample]) -> None:
         """Append samples to those of their step, or report that this fails."""
@@ -206,73 +206,73 @@ class SampleRecorder:
         except Exception as error:
             self._complain(f"{type(error).__name__}: {error}")
 
-    def _record(self, order: RecordSamples) -> None:
+    def _record(self, command: RecordSamples) -> None:
         """Make the shard of a step. Raises `SamplesError` for unreadable files, and `OSError`."""
-        key = order.step, order.purpose
-        self._newest[order.purpose] = max(self._newest.get(order.purpose, -1), order.step)
+        key = command.step, command.purpose
+        self._newest[command.purpose] = max(self._newest.get(command.purpose, -1), command.step)
         own = self._files[key].path if key in self._files else None
         self._close(key)
         of_rollout = [
             file.path
-            for file in files(self._folder / UNFINISHED, STREAM, order.purpose)
-            if (file.step, file.rollout) == (order.step, order.rollout)
+            for file in files(self._folder / UNFINISHED, STREAM, command.purpose)
+            if (file.step, file.rollout) == (command.step, command.rollout)
         ]
         of_rollout.sort(key=lambda path: path != own)  # the others belong to earlier processes of that name
-        shard = shard_path(self._folder, order.step, order.rollout, order.purpose)
+        shard = shard_path(self._folder, command.step, command.rollout, command.purpose)
         tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
         if shard.exists():  # the command has come before
             tables.append(read_shard(shard, self._member.run_id))
         advantages = {
             (group.command_id, group.group, sample): advantage
-            for group in order.groups
+            for group in command.groups
             for sample, advantage in enumerate(group.advantages)
         }
         table = _chosen(tables, advantages)
         run_id = self._member.run_id
-        num_bytes = write_shard(self._folder, run_id, order.step, order.rollout, table, order.purpose)
+        num_bytes = write_shard(self._folder, run_id, command.step, command.rollout, table, command.purpose)
         for path in of_rollout:
             path.unlink(missing_ok=True)
         recorded = SamplesRecorded(
-            command_id=order.command_id,
-            step=order.step,
+            command_id=command.command_id,
+            step=command.step,
             num_samples=table.num_rows,
             num_bytes=num_bytes,
             num_missing=len(advantages) - table.num_rows,
         )
-        self._member.reply(order.command_id, recorded)
+        self._member.reply(command.command_id, recorded)
 
-    def _restore(self, order: RestoreSamples) -> None:
+    def _restore(self, command: RestoreSamples) -> None:
         """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
         samples = [
             msgspec.structs.replace(
-                sample, step=order.step, rollout=self._member.name, command_id=order.command_id, advantage=None
+                sample, step=command.step, rollout=self._member.name, command_id=command.command_id, advantage=None
             )
-            for name, groups in order.files.items()
+            for name, groups in command.files.items()
             for sample in self._kept(name, groups)
         ]
-        wanted = order.num_samples * sum(map(len, order.files.values()))
+        wanted = command.num_samples * sum(map(len, command.files.values()))
         if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != wanted:
-            raise SamplesError(f"{', '.join(order.files)} in {self._folder} no longer have the {wanted} samples")
+            raise SamplesError(f"{', '.join(command.files)} in {self._folder} no longer have the {wanted} samples")
         for sample in samples:
-            self._store.put((order.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
-        self._append(order.step, "train", samples)
+            self._store.put((command.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
+        self._append(command.step, "train", samples)
         finished = SamplesFinished(
-            command_id=order.command_id,
-            step=order.step,
+            command_id=command.command_id,
+            step=command.step,
             purpose="train",
             samples=tuple(msgspec.structs.replace(sample.scored, response="") for sample in samples),
         )
-        self._member.reply(order.command_id, finished)
+        self._member.reply(command.command_id, finished)
         generated = Generated(
-            command_id=order.command_id,
-            step=order.step,
+            command_id=command.command_id,
+            step=command.step,
             purpose="train",
             num_samples=len(samples),
             num_tokens=0,
             seconds={},
             memory=MemoryUse(peak=0, held=0),
         )
-        self._member.reply(order.command_id, generated)
+        self._member.reply(command.command_id, generated)
 
     def _kept(self, name: str, groups: Sequence[tuple[int, int]]) -> list[RecordedSample]:
         """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""

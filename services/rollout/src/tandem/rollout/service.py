@@ -5,8 +5,8 @@ Between two steps of the engine the service looks for commands. It waits only fo
 its answer. If training and generation are colocated, the engine sleeps from the end of a `Generate` until the next
 command.
 
-External requests (`tandem.rollout.guests`) are served while the engine has no samples to make. With ``async_engine``
-they run beside samples, and the run cannot be repeated to the bit.
+External requests (`tandem.rollout.external_requests`) are served while the engine has no samples to make. With
+``async_engine`` they run beside samples, and the run cannot be repeated to the bit.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import assert_never
 
 from tandem.common import gc_tuning
 from tandem.common.messages import (
-    Attest,
     BuildEngine,
-    ConnectMesh,
+    ConnectTransferGroup,
     EngineBuilt,
     Generate,
     InstallProgram,
     RecordSamples,
     Refit,
     ReleaseSamples,
+    ReportDigests,
     RestoreSamples,
-    RolloutOrder,
+    RolloutCommand,
 )
 from tandem.common.wire import Arrays
 from tandem.launch.service import Member
@@ -63,30 +63,30 @@ class RolloutService:
         assert self._generating is not None, "the coordinator sends BuildEngine first"
         return self._generating
 
-    def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
+    def handle(self, command: RolloutCommand, arrays: Arrays) -> None:
         """Carry out one command; `Generate` goes on in `work`."""
-        match order:
+        match command:
             case BuildEngine() if self._parts is None:
                 with self._member.phase("building the engine"):
-                    self._build(order)
+                    self._build(command)
             case BuildEngine():
                 with self._member.phase("beginning anew"):
-                    self._begin_anew(order)
+                    self._begin_anew(command)
             case Refit():
-                self._refit(order)
-            case InstallProgram() | ConnectMesh():
-                self.parts.pause_guests()
-                self.parts.endpoint.handle(order)
-            case Attest():
-                self.parts.endpoint.handle(order)
+                self._refit(command)
+            case InstallProgram() | ConnectTransferGroup():
+                self.parts.pause_external_requests()
+                self.parts.weight_client.handle(command)
+            case ReportDigests():
+                self.parts.weight_client.handle(command)
             case Generate():
-                self.generating.start(order)
+                self.generating.start(command)
             case ReleaseSamples():
-                self.parts.store.release(order.command_ids)
+                self.parts.store.release(command.command_ids)
             case RecordSamples():
-                self._record(order)
+                self._record(command)
             case RestoreSamples():
-                self._restoring.append(order)
+                self._restoring.append(command)
             case other:
                 assert_never(other)
 
@@ -96,13 +96,17 @@ class RolloutService:
         if parts is None or generating is None:
             return False
         if not generating.generations:
-            is_digesting = parts.endpoint.work()
+            is_digesting = parts.weight_client.work()
             if not is_digesting:
                 self._restore()
-            return is_digesting if parts.guests is None else self._serve_guests(parts) or is_digesting
+            return (
+                is_digesting
+                if parts.external_requests is None
+                else self._serve_external_requests(parts) or is_digesting
+            )
         started = time.perf_counter()
         generating.work()
-        is_digesting = parts.endpoint.work(_DIGEST_SHARE * (time.perf_counter() - started))
+        is_digesting = parts.weight_client.work(_DIGEST_SHARE * (time.perf_counter() - started))
         self._restore()
         return bool(generating.generations) or is_digesting
 
@@ -112,24 +116,24 @@ class RolloutService:
             self._parts.close()
 
     @gc_tuning.paused()
-    def _build(self, order: BuildEngine) -> None:
+    def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
-        self._parts = Parts.build(order, self._member, experts)
+        self._parts = Parts.build(command, self._member, experts)
         self._generating = Generating(self._member, self._parts, experts)
-        self._say_built(order)
+        self._say_built(command)
 
-    def _say_built(self, order: BuildEngine) -> None:
+    def _say_built(self, command: BuildEngine) -> None:
         """Answer that the engine is built; from any thread."""
         parts = self.parts
         reply = EngineBuilt(
-            command_id=order.command_id,
+            command_id=command.command_id,
             layouts=tuple(map(layout.encode, parts.engine.layouts())),
             samples_at=parts.store.at,
-            guests=None if parts.guests is None else parts.guests.address,
+            external_requests=None if parts.external_requests is None else parts.external_requests.address,
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
-    def _begin_anew(self, order: BuildEngine) -> None:
+    def _begin_anew(self, command: BuildEngine) -> None:
         """Give up all earlier commands, keep the engine, and answer once nothing of theirs is written any more.
 
         The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
@@ -137,35 +141,35 @@ class RolloutService:
         parts = self.parts
         self.generating.give_up_all()
         self._restoring.clear()
-        parts.pause_guests()
+        parts.pause_external_requests()
         if parts.agents is not None:
             parts.agents.rest()
-        parts.endpoint.close()
-        if self._config.takes_turns:
+        parts.weight_client.close()
+        if self._config.is_colocated:
             parts.engine.sleep()
         parts.store.release_all()
         if parts.recorder is None:
-            self._say_built(order)
+            self._say_built(command)
         else:
-            parts.recorder.begin_anew(partial(self._say_built, order))
+            parts.recorder.begin_anew(partial(self._say_built, command))
 
-    def _refit(self, order: Refit) -> None:
+    def _refit(self, command: Refit) -> None:
         """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.
 
         Commands are carried out between two steps of the engine: that is the token boundary.
         """
         parts, engine, config = self.parts, self.parts.engine, self._config
-        receives = not order.only or self._member.name in order.only
+        receives = not command.only or self._member.name in command.only
         # The same version again repairs an engine: tokens from the first attempt do not count.
-        is_newer = engine.version is not None and order.version > engine.version
+        is_newer = engine.version is not None and command.version > engine.version
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self.generating.give_up_all()
-        parts.pause_guests()
+        parts.pause_external_requests()
         if receives or engine.weights_sleep:  # passing weights on reads them
             engine.wake()
         try:
-            parts.endpoint.handle(order)
+            parts.weight_client.handle(command)
         except Exception:
             if engine.version is None:  # partial: the coordinator sends all of it again
                 self.generating.give_up_all()
@@ -173,23 +177,23 @@ class RolloutService:
         if keeps_requests and config.rollout_section.asynchronous.recompute_kv_cache_after_weight_updates:
             engine.recompute_caches()
 
-    def _serve_guests(self, parts: Parts) -> bool:
+    def _serve_external_requests(self, parts: Parts) -> bool:
         """Make one token for each external request while no sample is made; return whether there is more to do.
 
         Not while training may use the device and the engine's memory.
         """
-        if parts.guests is None or self._config.takes_turns or parts.engine.version is None:
+        if parts.external_requests is None or self._config.is_colocated or parts.engine.version is None:
             return False
-        return parts.guests.work()
+        return parts.external_requests.work()
 
-    def _record(self, order: RecordSamples | RestoreSamples) -> None:
+    def _record(self, command: RecordSamples | RestoreSamples) -> None:
         assert self.parts.recorder is not None, "asked only where BuildEngine named a folder"
-        self.parts.recorder.order(order)
+        self.parts.recorder.command(command)
 
     def _restore(self) -> None:
         """Have samples restored from disk; if training follows on the same device, the engine first releases it."""
-        if self._restoring and self._config.takes_turns and not self.generating.generations:
+        if self._restoring and self._config.is_colocated and not self.generating.generations:
             self.parts.sleep()
-        for order in self._restoring:
-            self._record(order)
+        for command in self._restoring:
+            self._record(command)
         self._restoring.clear()

@@ -49,7 +49,7 @@ class Finished(NamedTuple):
     """Metrics of the whole batch, equal on every rank."""
 
 
-class Finisher(Protocol):
+class AdvantageEstimator(Protocol):
     """The last stage of an advantage estimator, named by an algorithm's declaration."""
 
     def __call__(self, config: Config, scored: Scored) -> Finished:

@@ -4,10 +4,10 @@ Sequences come to the ranks as the policy divides them. A model with other paral
 of its sequences come from the ranks that have them, and its scores go back. Each transfer is a sum over the replicas,
 where one has the values and the others zeros. It is exact, and takes four or eight bytes for each token of the batch.
 
-If some models have processes of their own (`tandem.config.worlds`), one group spans all trainers of the run. Each first
-does what it can by itself, so that all models score at the same time. Then all call the same methods of `BatchExchange`
-in the same order, and wait there for each other, at most for the group's time-out. Numbers are sent unchanged, from the
-one process that speaks for its replica to all others. Each of these keeps what it needs.
+If some models have processes of their own (`tandem.config.model_groups`), one group spans all trainers of the run. Each
+first does what it can by itself, so that all models score at the same time. Then all call the same methods of
+`BatchExchange` in the same order, and wait there for each other, at most for the group's time-out. Numbers are sent
+unchanged, from the one process that speaks for its replica to all others. Each of these keeps what it needs.
 
 Shapes: ``S`` sequences of the whole batch; ``T`` tokens of a process's shard.
 """
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from tandem.config import Config
+from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
 from tandem.config.schema.columns import Column, Model
-from tandem.config.worlds import World, world_at, worlds_of
 from tandem.samples.assignment import NO_RANK, Assignment, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
@@ -47,15 +47,15 @@ def meet(config: Config, index: int, store: Store, address: str, timeout_s: floa
     Returns this trainer's end of the group of all trainers; None if all hold the same models. Collective.
 
     """
-    world, deadlines = world_at(config, index), config.cluster.deadlines
+    model_group, deadlines = model_group_at(config, index), config.cluster.deadlines
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=PrefixStore(world.name, store),
-        rank=index - world.first,
-        world_size=world.size,
+        store=PrefixStore(model_group.name, store),
+        rank=index - model_group.first,
+        world_size=model_group.size,
         timeout=timedelta(seconds=timeout_s),
     )
-    if world.size == config.num_trainers:
+    if model_group.size == config.num_trainers:
         return None
     return Exchange(config, index, store, address, max(deadlines.train_s, deadlines.evaluate_s))
 
@@ -67,8 +67,8 @@ class Exchange:
         """Connect all trainers, over the network interface that has `address`. Collective."""
         self._config = config
         self.index = index
-        self.worlds = worlds_of(config)
-        self.world = world_at(config, index)
+        self.model_groups = model_groups_of(config)
+        self.model_group = model_group_at(config, index)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         options._timeout = timedelta(seconds=timeout_s)
@@ -105,26 +105,26 @@ class BatchExchange:
     def __init__(self, exchange: Exchange, table: Batch, config: Config) -> None:
         """Take the exchange and the configuration; `table` has the policy's division of the batch."""
         self._exchange, self._config, self._table = exchange, config, table
-        self._divisions = {world.name: self._division(world) for world in exchange.worlds}
+        self._divisions = {model_group.name: self._division(model_group) for model_group in exchange.model_groups}
 
     @property
-    def elsewhere(self) -> list[World]:
+    def elsewhere(self) -> list[ModelGroup]:
         """The model groups that do not hold the policy, in the order in which all trainers exchange them."""
-        return [world for world in self._exchange.worlds if not world.has_policy]
+        return [model_group for model_group in self._exchange.model_groups if not model_group.has_policy]
 
     @property
-    def world(self) -> World:
+    def model_group(self) -> ModelGroup:
         """The model group of this process."""
-        return self._exchange.world
+        return self._exchange.model_group
 
     def shard(self, backend: Backend, batch: Batch) -> tuple[Batch, Batch] | None:
         """Return the table and the own sequences of this process's model; None with the policy. Collective.
 
         The policy's own sequences are `batch`.
         """
-        world = self._exchange.world
-        table = self._divisions[world.name].table
-        replicas = None if world.has_policy else backend.replicas(world.name)
+        model_group = self._exchange.model_group
+        table = self._divisions[model_group.name].table
+        replicas = None if model_group.has_policy else backend.replicas(model_group.name)
         own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
         wanted = table.tokens_of(own)
         token_ids_T, loss_mask_T = (
@@ -140,13 +140,13 @@ class BatchExchange:
 
         `own` is this process's shard, which has the columns if the process is in the source's group.
         """
-        is_target = self._exchange.world.name == target
+        is_target = self._exchange.model_group.name == target
         wanted = own.whole.tokens_of(own.rows) if is_target else np.zeros(0, dtype=np.int64)
         found = {}
         for column in names:
             rows = () if column.num_each is None else (column.num_each(self._config),)
             nothing = np.zeros((0, *rows), dtype=column.dtype)
-            values_T = columns[column].astype(column.dtype) if self._exchange.world.name == source else nothing
+            values_T = columns[column].astype(column.dtype) if self._exchange.model_group.name == source else nothing
             found[column] = self._moved(source, values_T, wanted)
         return found if is_target else {}
 
@@ -157,24 +157,24 @@ class BatchExchange:
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
         for rank, speaker in enumerate(division.speakers):
             tokens = division.table.tokens_of(division.table.rows_of(rank))
-            is_own = speaker == self._exchange.index
+            is_custom = speaker == self._exchange.index
             nothing = np.empty((len(tokens), *values_T.shape[1:]), dtype=values_T.dtype)
-            said = self._exchange.tell(values_T if is_own else nothing, speaker)
+            said = self._exchange.tell(values_T if is_custom else nothing, speaker)
             place_of_T[:] = -1
             place_of_T[tokens] = np.arange(len(tokens))
             places = place_of_T[wanted]
             found[places >= 0] = said[places[places >= 0]]
         return found
 
-    def _division(self, world: World) -> Division:
+    def _division(self, model_group: ModelGroup) -> Division:
         config = self._config
-        speakers = [world.first + place for place in scoring_trainers(config, world.name)]
-        if world.has_policy:
+        speakers = [model_group.first + place for place in scoring_trainers(config, model_group.name)]
+        if model_group.has_policy:
             return Division(self._table, speakers)
-        num_ranks, num_of_policy = (len({*data_parallel_ranks(config, name)}) for name in (world.name, "policy"))
+        num_ranks, num_of_policy = (len({*data_parallel_ranks(config, name)}) for name in (model_group.name, "policy"))
         # With as many replicas, each gets the sequences of the policy's replica, as in the policy's own processes.
         is_same = num_ranks == num_of_policy
-        return Division(self._table if is_same else divided(self._table, world.name, num_ranks, config), speakers)
+        return Division(self._table if is_same else divided(self._table, model_group.name, num_ranks, config), speakers)
 
 
 def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:

@@ -28,12 +28,11 @@ from tandem.common import gc_tuning
 from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
-    Attest,
     AwaitCheckpoint,
     BuildTrainer,
     CheckpointCopied,
     CheckpointSaved,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
     Evaluate,
     Evaluated,
@@ -41,24 +40,25 @@ from tandem.common.messages import (
     OpenRendezvous,
     Refit,
     RendezvousOpened,
+    ReportDigests,
     SamplesMissing,
     SaveCheckpoint,
     Train,
     Trained,
     TrainerBuilt,
-    TrainerOrder,
+    TrainerCommand,
     WeightsCopied,
 )
 from tandem.common.network import address_towards, keep_to_interface
 from tandem.common.wire import Arrays
 from tandem.config import Config
+from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.threads import limit_threads
-from tandem.config.worlds import world_at
 from tandem.launch.service import Member
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
-from tandem.refit.endpoint import Endpoint, Weights
+from tandem.refit.weight_client import WeightClient, Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import TABLE, TOKENS, Batch
 from tandem.samples.routed_experts import replayed_experts
@@ -67,7 +67,7 @@ from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher
-from tandem.trainer.losses.own import try_out
+from tandem.trainer.losses.custom import try_out
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
@@ -87,14 +87,14 @@ class TrainerService:
         self._member = member
         self._config = member.config
         self._vocabulary = vocabulary_size(member.config.policy)
-        self._world = world_at(member.config, member.index)
-        self._rank = data_parallel_ranks(member.config)[member.index] if self._world.has_policy else NO_RANK
+        self._model_group = model_group_at(member.config, member.index)
+        self._rank = data_parallel_ranks(member.config)[member.index] if self._model_group.has_policy else NO_RANK
         self._store: TCPStore | None = None
         self._exchange: Exchange | None = None
         """The exchange with trainers of other models; None if all hold the same."""
         self._backend: Backend | None = None
         self._weights: Weights | None = None
-        self._endpoint: Endpoint | None = None
+        self._weight_client: WeightClient | None = None
         self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys, replayed_experts(member.config))
         self._version = 0
         self._memory = MemoryMeter()
@@ -105,39 +105,41 @@ class TrainerService:
         self._recorder: LogprobRecorder | None = None
         """None if no log-probabilities are logged, or another rank of the model-parallel group logs them."""
 
-    def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
+    def handle(self, command: TrainerCommand, arrays: Arrays) -> None:
         """Carry out one command and reply."""
-        match order:
+        match command:
             case OpenRendezvous():
                 with self._member.phase("opening the rendezvous"):
-                    self._open_rendezvous(order)
+                    self._open_rendezvous(command)
             case BuildTrainer():
                 with self._member.phase("building the trainer"):
-                    self._build(order)
+                    self._build(command)
             case Train():
-                with self._member.phase(f"training step {order.step}"):
-                    self._train(order, self._table(order, arrays), arrays)
+                with self._member.phase(f"training step {command.step}"):
+                    self._train(command, self._table(command, arrays), arrays)
             case Evaluate():
-                with self._member.phase(f"evaluating step {order.step}"):
-                    self._evaluate(order, self._table(order, arrays), arrays)
-            case InstallProgram() | ConnectMesh() | Refit() | Attest():
-                assert self._endpoint is not None, "the coordinator orders BuildTrainer first, of who holds the policy"
-                self._endpoint.handle(order)
+                with self._member.phase(f"evaluating step {command.step}"):
+                    self._evaluate(command, self._table(command, arrays), arrays)
+            case InstallProgram() | ConnectTransferGroup() | Refit() | ReportDigests():
+                assert self._weight_client is not None, (
+                    "the coordinator sends BuildTrainer first, to trainers of the policy"
+                )
+                self._weight_client.handle(command)
             case CopyWeights():
-                with self._member.phase(f"copying the weights of version {order.version}"):
-                    self._copy(order)
+                with self._member.phase(f"copying the weights of version {command.version}"):
+                    self._copy(command)
             case SaveCheckpoint():
-                with self._member.phase(f"saving step {order.step}"):
-                    self._save(order)
+                with self._member.phase(f"saving step {command.step}"):
+                    self._save(command)
             case AwaitCheckpoint():
-                assert self._writing is not None, "the coordinator orders SaveCheckpoint first"
-                self._writing.num_bytes.add_done_callback(partial(self._answer_written, order))
+                assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
+                self._writing.num_bytes.add_done_callback(partial(self._answer_written, command))
             case other:
                 assert_never(other)
 
     def work(self) -> bool:
         """Continue to take the digests of a version. The weights do not change until the next `Train`."""
-        return self._endpoint is not None and self._endpoint.work()
+        return self._weight_client is not None and self._weight_client.work()
 
     def close(self) -> None:
         """Leave the transfer groups and the process group."""
@@ -146,8 +148,8 @@ class TrainerService:
         self._fetcher.close()
         if self._recorder is not None:
             self._recorder.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self._weight_client is not None:
+            self._weight_client.close()
         if self._weights is not None:
             self._weights.close()
         if self._backend is not None:
@@ -158,7 +160,7 @@ class TrainerService:
             dist.destroy_process_group()
         self._store = None
 
-    def _table(self, order: Train | Evaluate, arrays: Arrays) -> Batch:
+    def _table(self, command: Train | Evaluate, arrays: Arrays) -> Batch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -166,18 +168,18 @@ class TrainerService:
                 {name: array for name, array in arrays.items() if name.endswith("_S")},
                 TABLE,
                 self._config.table_columns,
-                sources=sorted(order.sources),
+                sources=sorted(command.sources),
             )
             # If truncated samples do not count, a step may have no valid token.
             table.check_table(num_ranks=self._config.data_parallel_size, may_mask_all=_may_mask_all(self._config))
-            num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
+            num_parts = sum(command.parts.values()) if isinstance(command, Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
         except WireError as error:
-            raise WireError(f"{type(order).__name__}.{error}") from error
+            raise WireError(f"{type(command).__name__}.{error}") from error
         return table
 
-    def _given(self, order: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
+    def _given(self, command: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
@@ -185,11 +187,11 @@ class TrainerService:
             given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, TOKENS, may_be_empty=True)
             given.check_tokens(self._vocabulary, own.num_counted_S)
         except WireError as error:
-            raise WireError(f"{type(order).__name__}.{error}") from error
+            raise WireError(f"{type(command).__name__}.{error}") from error
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
     def _built(self) -> Backend:
-        assert self._backend is not None, "the coordinator orders BuildTrainer first"
+        assert self._backend is not None, "the coordinator sends BuildTrainer first"
         return self._backend
 
     @contextmanager
@@ -200,15 +202,15 @@ class TrainerService:
         try:
             yield backend
         finally:
-            if self._takes_turns:
+            if self._is_colocated:
                 backend.offload()
 
     @property
-    def _takes_turns(self) -> bool:
+    def _is_colocated(self) -> bool:
         """Whether this process shares its device with engines, which are where the policy is."""
-        return self._config.takes_turns and self._world.has_policy
+        return self._config.is_colocated and self._model_group.has_policy
 
-    def _open_rendezvous(self, order: OpenRendezvous) -> None:
+    def _open_rendezvous(self, command: OpenRendezvous) -> None:
         host = address_towards(self._member.coordinator)
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -220,85 +222,85 @@ class TrainerService:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
             use_libuv=False,
-            timeout=datetime.timedelta(seconds=order.deadline_s),
+            timeout=datetime.timedelta(seconds=command.deadline_s),
         )
-        self._member.reply(order.command_id, RendezvousOpened(command_id=order.command_id, host=host, port=port))
+        self._member.reply(command.command_id, RendezvousOpened(command_id=command.command_id, host=host, port=port))
 
     @gc_tuning.paused()
-    def _build(self, order: BuildTrainer) -> None:
+    def _build(self, command: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
         try_out(self._config)
         # The ranks meet on the interface of the run, and on no other.
         own = address_towards(self._member.coordinator)
         keep_to_interface(own, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        timeout = datetime.timedelta(seconds=order.deadline_s)
+        timeout = datetime.timedelta(seconds=command.deadline_s)
         if self._store is None:
             self._store = TCPStore(
-                order.rendezvous_host, order.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
+                command.rendezvous_host, command.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
             )
-        assert order.world_size == self._config.num_trainers, "the coordinator has the same configuration"
-        self._exchange = meet(self._config, self._member.index, self._store, own, order.deadline_s)
-        resume_from = Path(order.checkpoint) if order.checkpoint else None
-        self._backend = make_backend(self._config, checkpoint=resume_from, world=self._world)
-        if self._takes_turns:
+        assert command.world_size == self._config.num_trainers, "the coordinator has the same configuration"
+        self._exchange = meet(self._config, self._member.index, self._store, own, command.deadline_s)
+        resume_from = Path(command.checkpoint) if command.checkpoint else None
+        self._backend = make_backend(self._config, checkpoint=resume_from, model_group=self._model_group)
+        if self._is_colocated:
             self._backend.offload()
         encoded = NO_LAYOUT
-        if self._world.has_policy:
+        if self._model_group.has_policy:
             assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
             self._weights = self._backend.weights()
             if self._config.keeps_copy:
                 self._weights = shards.copy_of(self._weights)
-            self._endpoint = Endpoint(self._member, self._weights)
+            self._weight_client = WeightClient(self._member, self._weights)
             encoded = layout.encode(self._weights.layout)
-        self._version = order.version
+        self._version = command.version
         if torch.cuda.is_available():
             self._gpus = GpuMonitor(self._config.logger)
             self._gpus.begin(self._member.index, 1)
-        if order.samples_folder and self._member.index in scoring_trainers(self._config):
+        if command.samples_folder and self._member.index in scoring_trainers(self._config):
             # Arrow starts threads when it is imported, and services are forked by a process that must have none.
             from tandem.trainer.logprob_recorder import LogprobRecorder
 
-            self._recorder = LogprobRecorder(Path(order.samples_folder), self._member.run_id, self._member.name)
+            self._recorder = LogprobRecorder(Path(command.samples_folder), self._member.run_id, self._member.name)
         reply = TrainerBuilt(
-            command_id=order.command_id,
+            command_id=command.command_id,
             version=self._version,
             num_parameters=self._backend.num_parameters,
             shares_prompts=self._backend.shares_prompts,
             layout=encoded,
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
-    def _copy(self, order: CopyWeights) -> None:
-        assert self._weights is not None, "the coordinator orders BuildTrainer first"
-        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
-        assert order.version == self._version, "the coordinator orders a copy of what was trained last"
+    def _copy(self, command: CopyWeights) -> None:
+        assert self._weights is not None, "the coordinator sends BuildTrainer first"
+        assert self._weight_client is not None, "the coordinator sends BuildTrainer first"
+        assert command.version == self._version, "the coordinator asks for a copy of what was trained last"
         self._weights.refresh()
-        digests = self._endpoint.digests(order.version) if order.with_digests else ()
-        reply = WeightsCopied(command_id=order.command_id, version=order.version, digests=digests)
-        self._member.reply(order.command_id, reply)
+        digests = self._weight_client.digests(command.version) if command.with_digests else ()
+        reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
+        self._member.reply(command.command_id, reply)
 
-    def _train(self, order: Train, table: Batch, arrays: Arrays) -> None:
+    def _train(self, command: Train, table: Batch, arrays: Arrays) -> None:
         own: Batch | None
         num_aside, notes = 0, tuple[str, ...]()
-        if order.sources:
+        if command.sources:
             rows = table.rows_of(self._rank)
-            with self._member.phase(f"fetching the samples of step {order.step}"):
-                timeout_s = _FETCH_SHARE * order.deadline_s
-                own, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
+            with self._member.phase(f"fetching the samples of step {command.step}"):
+                timeout_s = _FETCH_SHARE * command.deadline_s
+                own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
             least_S = least_logprobs(own) if own is not None else np.zeros(0, dtype=np.float32)
             num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int((least_S < 0).sum())])).tolist()
             if num_lacking:
-                lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
-                self._member.reply(order.command_id, lack)
+                lack = SamplesMissing(command_id=command.command_id, step=command.step, members=missing)
+                self._member.reply(command.command_id, lack)
                 return
             assert own is not None, "all have theirs, so has this rank"
             if num_wild:
                 aside = set_aside(table, own, rows, least_S, self._sum)
                 table, own, num_aside, notes = aside.table, aside.own, aside.num_groups, (aside.note,)
         else:
-            own = self._given(order, table, arrays)
-        if self._endpoint is not None:
-            self._endpoint.abandon_digest()
+            own = self._given(command, table, arrays)
+        if self._weight_client is not None:
+            self._weight_client.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
             result = step.train(
@@ -306,29 +308,29 @@ class TrainerService:
                 table,
                 own,
                 self._config,
-                trained=None if order.step > self._config.num_steps_without_policy else self._config.trained_early,
+                trained=None if command.step > self._config.num_steps_without_policy else self._config.trained_early,
                 keeps_logprobs=self._recorder is not None,
                 exchange=self._exchange,
             )
         self._fetcher.clear()
-        self._version = order.step
+        self._version = command.step
         if self._recorder is not None and result.logprobs is not None:
             own = table.take(table.rows_of(self._rank))
             keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
-            self._recorder.add(order.step, keys, own.lengths_S, result.logprobs)
+            self._recorder.add(command.step, keys, own.lengths_S, result.logprobs)
         metrics: dict[str, float] = {}
-        if self._member.index == self._world.first:
+        if self._member.index == self._model_group.first:
             metrics, unsaid = finite_metrics(result.metrics)
             notes = (*notes, *result.notes, *unsaid)
-            if num_aside and self._world.has_policy:
+            if num_aside and self._model_group.has_policy:
                 metrics[BY_LOGPROBS] = float(num_aside)
         reply = Trained(
-            command_id=order.command_id,
-            step=order.step,
+            command_id=command.command_id,
+            step=command.step,
             version=self._version,
             metrics=metrics,
             notes=notes if self._member.index == 0 else (),
-            seconds=result.seconds if self._world.has_policy else {},
+            seconds=result.seconds if self._model_group.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,
             queued_s=time.queued_s,
@@ -336,7 +338,7 @@ class TrainerService:
             memory=self._memory.use(),
             gpus={} if self._gpus is None else self._gpus.means(),
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all trainers. Collective: all of them reach this."""
@@ -345,28 +347,28 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, order: Evaluate, table: Batch, arrays: Arrays) -> None:
-        own = self._given(order, table, arrays)
-        found = step.evaluate(self._built(), table, own, self._config, order.parts, self._exchange)
+    def _evaluate(self, command: Evaluate, table: Batch, arrays: Arrays) -> None:
+        own = self._given(command, table, arrays)
+        found = step.evaluate(self._built(), table, own, self._config, command.parts, self._exchange)
         metrics, notes = finite_metrics(found)
-        reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics, notes=notes)
-        self._member.reply(order.command_id, reply)
+        reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
+        self._member.reply(command.command_id, reply)
 
-    def _save(self, order: SaveCheckpoint) -> None:
-        assert self._writing is None or self._writing.num_bytes.done(), "the coordinator orders one at a time"
+    def _save(self, command: SaveCheckpoint) -> None:
+        assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
         with self._training_state() as backend:
-            self._writing = backend.save(Path(order.folder))
-        reply = CheckpointCopied(command_id=order.command_id, why_waited=self._writing.why_waited)
-        self._member.reply(order.command_id, reply)
+            self._writing = backend.save(Path(command.folder))
+        reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
+        self._member.reply(command.command_id, reply)
 
-    def _answer_written(self, order: AwaitCheckpoint, num_bytes: Future[int]) -> None:
+    def _answer_written(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
         """Report that the thread has written all, or could not. Called by the thread, or at once if it is done."""
         error = num_bytes.exception()
         if error is not None:
-            self._member.fail(order.command_id, error, aside=f"writing step {order.step}")
+            self._member.fail(command.command_id, error, aside=f"writing step {command.step}")
             return
-        reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
-        self._member.reply(order.command_id, reply)
+        reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
+        self._member.reply(command.command_id, reply)
 
 
 def _may_mask_all(config: Config) -> bool:

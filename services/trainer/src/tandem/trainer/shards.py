@@ -16,9 +16,9 @@ from tandem.common.errors import ModelError
 from tandem.config.models import lora
 from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.huggingface import as_checkpoint
-from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
 from tandem.refit.transports import cuda_ipc, shm
+from tandem.refit.weight_client import Weights, device_name, host_name
 
 _SHARED_MEMORY = "/dev/shm"
 _COPY = "the copy of the weights that engines read while trainers step"

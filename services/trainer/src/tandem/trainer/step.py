@@ -29,12 +29,12 @@ from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, 
 from tandem.samples.assignment import NO_RANK, batches_of_samples
 from tandem.samples.batch import Batch, Float32s
 from tandem.samples.routed_experts import replayed_experts
-from tandem.trainer.advantages import Finisher, Scored
+from tandem.trainer.advantages import AdvantageEstimator, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
-from tandem.trainer.losses.own import blamed
+from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch, Shard, unpad_into
 from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
@@ -139,7 +139,7 @@ def evaluate(
     """
     if not parts:
         return _evaluated(backend, whole, own, config, exchange)[0]
-    rank = NO_RANK if exchange is not None and not exchange.world.has_policy else backend.data_parallel_rank
+    rank = NO_RANK if exchange is not None and not exchange.model_group.has_policy else backend.data_parallel_rank
     found, first, first_own = {}, 0, 0
     for name, count in parts.items():
         part = whole.take(slice(first, first + count))
@@ -240,7 +240,7 @@ class Step:
         """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
         for model in filter(self.holds, self.config.scored_by(self._num_steps)):
             yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
-        elsewhere = [] if self._exchange is None else [world.name for world in self._exchange.elsewhere]
+        elsewhere = [] if self._exchange is None else [model_group.name for model_group in self._exchange.elsewhere]
         for model in elsewhere:
             said = [column for column in self._read if column.model == model]
             yield SCORING_SECONDS[model], partial(self._exchanged, model, "policy", said)
@@ -258,9 +258,9 @@ class Step:
         """Return the columns made from models' scores, and those that came with the batch."""
         scores = _scores(columns)
         self.policy_logprobs_T = scores.get("policy")
-        path, made, batch = self.config.finisher, Filled(), self._own.own
+        path, made, batch = self.config.advantage_estimator, Filled(), self._own.own
         if path:
-            finish: Finisher = named(path)
+            finish: AdvantageEstimator = named(path)
             made, metrics = finish(
                 self.config, Scored(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
             )
@@ -405,7 +405,7 @@ def _shards(
 
     It is assigned by the table, or by a model's own division of the ranks.
     """
-    models = config.holds if exchange is None else exchange.world.models
+    models = config.holds if exchange is None else exchange.model_group.models
     first = backend.replicas(models[0])
     here = None if exchange is None else exchange.shard(backend, own)
     by_sizes = {first.sizes: (whole, own) if here is None else here}

@@ -92,7 +92,7 @@ class Link(Generic[Incoming]):
             welcome = None
             while welcome is None:
                 if self._keys.is_joining:
-                    self._enrol(hello, deadline, timeout_s, is_waiting)
+                    self._register(hello, deadline, timeout_s, is_waiting)
                     is_waiting = None
                 try:
                     welcome = self._ask(self._dealer, hello, Welcome, deadline, timeout_s, is_waiting)
@@ -107,10 +107,10 @@ class Link(Generic[Incoming]):
         self._start(hello, welcome)
         return welcome
 
-    def _enrol(self, hello: Hello, deadline: float, timeout_s: float, is_waiting: Callable[[], None] | None) -> None:
+    def _register(self, hello: Hello, deadline: float, timeout_s: float, is_waiting: Callable[[], None] | None) -> None:
         """Register the key of this process with the coordinator."""
         with contextlib.closing(self._new_dealer(f"{self._identity}-joins", self._keys.own)) as dealer:
-            said = msgspec.structs.replace(hello, enrols=self.own.public)
+            said = msgspec.structs.replace(hello, registers=self.own.public)
             self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
 
     def _disconnect(self) -> None:

@@ -137,7 +137,7 @@ def environments_are_known(config: Config) -> None:
             _check_agent(name, entry)
         elif entry.judge is not None:
             _check_judge(name, entry, entry.judge, config)
-        elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_own):
+        elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_custom):
             check_reward_model(name, entry)
         elif entry.class_path is None:
             if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
@@ -149,7 +149,7 @@ def environments_are_known(config: Config) -> None:
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
-        if name == PYTHON_REWARDS and entry.is_own:
+        if name == PYTHON_REWARDS and entry.is_custom:
             raise Invalid(f"env.{name}.class", "the name is for functions given to tandem.train: choose another")
         if entry.max_failures is not None and on_error(name, entry) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
@@ -159,7 +159,7 @@ def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
     """Return what happens to a sample if scoring it fails; a failure in the user's own code ends the run by default."""
     if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # the response is not at fault
-    return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
+    return entry.on_error or ("fail" if entry.is_custom or name == PYTHON_REWARDS else "zero")
 
 
 def _check_agent(name: str, entry: Environment) -> None:
@@ -188,7 +188,7 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
     if judge.base_url is None:
         if judge.cache is not None:
             raise Invalid(f"{key}.cache", f"given, but {key}.base_url is null: the run's own weights change every step")
-        if not config.policy.generation.has_guests:
+        if not config.policy.generation.takes_external_requests:
             raise Invalid(
                 key, "without base_url it asks the run's own engine: set policy.generation.expose_http_server"
             )
@@ -235,7 +235,7 @@ def samples_are_scored(config: Config) -> None:
 def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str) -> None:
     if chosen not in config.env:
         raise Invalid(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
-    built_in = not config.env[chosen].is_own
+    built_in = not config.env[chosen].is_custom
     if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
         raise Invalid(key, f"reasoning_gym cannot score {what} {dataset}")
     if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
@@ -267,7 +267,7 @@ def sets_are_drawn_from(config: Config) -> None:
 def conversations_have_turns(config: Config) -> None:
     """Check that there is more than one turn if the environment replies."""
     for chosen in config.environments:
-        if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
+        if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_custom:
             continue
         if config.rollout_section.max_rollout_turns == 1:
             raise Invalid(

@@ -60,7 +60,7 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
 
 def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
     """Check that asynchronous training has engines on devices of their own: colocated engines cannot run beside it."""
-    if config.max_trajectory_age_steps and config.takes_turns:
+    if config.max_trajectory_age_steps and config.is_colocated:
         raise Invalid(
             f"{config.algorithm}.async_grpo.enabled",
             "true needs policy.generation.colocated.enabled: false: engines generate while trainers train",

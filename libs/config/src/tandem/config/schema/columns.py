@@ -39,9 +39,9 @@ in Transformers' token classifiers. score: one number for a sequence, as in its 
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
 """Sources that fill a column. engine: an array of samples (`tandem.samples.batch.SAMPLES`), of tokens. environment: a
 score's component of that name. coordinator: an array of a table (`tandem.samples.batch.TABLE`), of sequences.
-trainer: made by the ranks of the others (`tandem.config.schema.declarations.Algorithm.finisher`). policy, reference:
-log-probabilities of tokens under that model, before the first optimizer step on the batch. value, teacher: that
-model's scores, then."""
+trainer: made by the ranks of the others (`tandem.config.schema.declarations.Algorithm.advantage_estimator`). policy,
+reference: log-probabilities of tokens under that model, before the first optimizer step on the batch. value, teacher:
+that model's scores, then."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -420,9 +420,9 @@ class Environment(RewardModelKeys, frozen=True, kw_only=True):
     @cached_property
     def is_reward_model(self) -> bool:
         """Whether a sequence classifier scores the responses."""
-        return self.model_name is not None and not self.is_own and self.judge is None
+        return self.model_name is not None and not self.is_custom and self.judge is None
 
     @cached_property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether it is custom rather than built in."""
         return self.class_path is not None or self.is_agent

@@ -77,7 +77,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Columns that its loss reads."""
     head: Head = "vocabulary"
     """Head on top of the policy's layers."""
-    finisher: Callable[[Config], str] = lambda config: ""
+    advantage_estimator: Callable[[Config], str] = lambda config: ""
     """Function of `tandem.trainer.advantages` that completes advantages in the trainers, if they need scores or all
     tokens of the batch; empty if the coordinator's are final."""
     running: str
@@ -145,7 +145,7 @@ _POLICY_GRADIENT = (
 )
 """Columns that the policy-gradient loss reads."""
 
-_FINISHERS = {
+_ADVANTAGE_ESTIMATORS = {
     "reinforce_plus_plus": "tandem.trainer.advantages.reinforce_plus_plus",
     "opd": "tandem.trainer.advantages.on_policy_distillation",
 }
@@ -163,7 +163,7 @@ GRPO = Algorithm(
         *_POLICY_GRADIENT,
         read_where(TEACHER_LOGPROBS, lambda config, num_steps: config.learns_from_logprobs),
     ),
-    finisher=lambda config: _FINISHERS.get(config.grpo.adv_estimator.name, ""),
+    advantage_estimator=lambda config: _ADVANTAGE_ESTIMATORS.get(config.grpo.adv_estimator.name, ""),
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",
@@ -184,7 +184,7 @@ PPO = Algorithm(
     metrics=GRPO.metrics,
     curves=GRPO.curves,
     columns=_POLICY_GRADIENT,
-    finisher=lambda config: "tandem.trainer.advantages.generalised",
+    advantage_estimator=lambda config: "tandem.trainer.advantages.generalised",
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",

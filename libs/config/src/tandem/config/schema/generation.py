@@ -198,6 +198,6 @@ class Generation(Section, frozen=True, kw_only=True):
         return self.transformers_cfg.num_slots
 
     @cached_property
-    def has_guests(self) -> bool:
+    def takes_external_requests(self) -> bool:
         """Whether `expose_http_server` is on, at either place."""
         return self.expose_http_server or self.vllm_cfg.expose_http_server

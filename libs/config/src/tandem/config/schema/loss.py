@@ -106,7 +106,7 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     """true: the mean over all tokens of the global batch. false: the mean over sequences of each sequence's mean."""
 
     @cached_property
-    def own_columns(self) -> dict[str, Column]:
+    def custom_columns(self) -> dict[str, Column]:
         """Inputs of a custom loss, by name."""
         return {
             name: BUILT_IN.get(name) or Column(name=name, source=column.source, fill=column.fill)
@@ -116,5 +116,5 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     @cached_property
     def environment_columns(self) -> dict[str, str]:
         """Dtypes of its inputs that travel with the batch table, by their name there."""
-        own = self.own_columns.values()
+        own = self.custom_columns.values()
         return {f"{column.name}_S": column.dtype for column in own if column.source == "environment"}

@@ -140,7 +140,7 @@ class Config(Section, frozen=True, kw_only=True):
         return environment if environment is not None and environment.is_agent else None
 
     @cached_property
-    def takes_turns(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether training and generation are colocated, so that each frees what only it needs while the other
         works."""
         return self.generates and self.policy.generation.colocated.enabled
@@ -162,7 +162,7 @@ class Config(Section, frozen=True, kw_only=True):
             if column.is_read(self, num_steps)
         }
         if model == "policy":
-            read |= self.loss_fn.own_columns
+            read |= self.loss_fn.custom_columns
         return tuple(read.values())
 
     @cached_method
@@ -185,9 +185,9 @@ class Config(Section, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(("policy", *self.scored_by(1), *self.declaration.trains)))
 
     @cached_property
-    def finisher(self) -> str:
+    def advantage_estimator(self) -> str:
         """Function of `tandem.trainer.advantages` that completes advantages in the trainers; empty if none does."""
-        return self.declaration.finisher(self)
+        return self.declaration.advantage_estimator(self)
 
     @cached_property
     def needs_reference(self) -> bool:

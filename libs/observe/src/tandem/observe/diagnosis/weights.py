@@ -15,7 +15,7 @@ NUM_REPAIRS = 3
 NUM_EQUAL = 3
 """Consecutive versions with the same digest from which training changes nothing."""
 _NOT_HELD = re.compile(r"does not hold version (\d+)")
-_OF_REFITS = re.compile(r"failed while (refitting|attesting|copying weights|committing)")
+_OF_REFITS = re.compile(r"failed while (refitting|verifying|attesting|copying weights|committing)")
 _SHOWN = 3
 
 

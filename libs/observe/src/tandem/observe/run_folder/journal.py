@@ -67,7 +67,7 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: dict[str, int]
     """Bytes on each link, named ``trainer-0>rollout-1``; zero if engines read the trainer's memory."""
     seconds: dict[str, float]
-    """Seconds by phase. Wall time of the coordinator: ``transfer``, ``attest`` (beside other work) and ``commit``. Of
+    """Seconds by phase. Wall time of the coordinator: ``transfer``, ``verify`` (beside other work) and ``commit``. Of
     the slowest process: ``copy``, a part of transfer, and ``digest``, a part of attest."""
     predicted_s: float
     """Predicted time of the copy, from the plan."""

@@ -62,7 +62,7 @@ class LiveVersions(msgspec.Struct, frozen=True, kw_only=True):
 
     trained: int
     published: int
-    attested: int
+    verified: int
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):

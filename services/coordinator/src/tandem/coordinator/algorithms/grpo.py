@@ -481,7 +481,7 @@ def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArr
     """Return the columns of a custom loss that come from environments."""
     columns = {}
     for name in config.loss_fn.environment_columns:
-        column = config.loss_fn.own_columns[name.removesuffix("_S")]
+        column = config.loss_fn.custom_columns[name.removesuffix("_S")]
         if not any(column.name in sample.components for sample in samples):
             names = component_names(samples)
             raise RewardError(

@@ -21,31 +21,31 @@ from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.loop.time_limit import TimeLimit
 from tandem.coordinator.members.known_members import KnownMembers, orphan_timeout_s
-from tandem.coordinator.members.members import Listening, Pulse, Registry
+from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
 from tandem.coordinator.members.replies import Replies
 from tandem.coordinator.members.reply_checks import Limits
-from tandem.coordinator.observers.live_file import LiveFile, Said
+from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
 from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.observers.watching import Curves, Dashboards, GuestServers, HealthWarnings, Metrics, Supervised
+from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
 from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.events import KeptGroup, Place
+from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.assignment import scoring_trainers
-from tandem.samples.sample_folder import KeptLimits, SampleFolder
+from tandem.samples.sample_folder import RestoreLimits, SampleFolder
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state that an attempt takes over from those before it."""
 
-    said: Said
+    said: LiveSnapshot
     """State of the observers."""
     next_command_id: int = 1
     """Next command id, above those of all earlier requests."""
@@ -61,7 +61,7 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
     """Make the parts that last through all attempts. No process is started yet."""
     config, listening = invocation.ready.config, opened.listening
     admits = Admits(listening.hub.at, listening.admitted)
-    pulse = Pulse(
+    heartbeat = HeartbeatSettings(
         interval_s=config.cluster.heartbeat_interval_s,
         timeout_s=config.cluster.heartbeat_timeout_s,
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
@@ -69,13 +69,13 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
     logs = opened.journal.folder / "logs"
     must_save_by = config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None
     known = KnownMembers(
-        opened.journal.folder, listening.hub.address, is_kept=pulse.orphan_timeout_s > 0, earlier=opened.earlier
+        opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
     )
     return Lasting(
         known=known,
-        registry=_registry(config, opened, pulse, known),
+        registry=_registry(config, opened, heartbeat, known),
         processes=LocalProcesses(
-            admits, logs, invocation.fork_server, invocation.supervision, are_kept=pulse.orphan_timeout_s > 0
+            admits, logs, invocation.fork_server, invocation.supervision, are_kept=heartbeat.orphan_timeout_s > 0
         ),
         interrupts=Interrupts(),
         limit=None if must_save_by is None else TimeLimit(must_save_by, time.monotonic()),
@@ -86,10 +86,10 @@ def assemble(
     invocation: Invocation,
     opened: Opened,
     members: Lasting,
-    past: Past,
+    snapshot: RunSnapshot,
     checkpoints: CheckpointFolder,
     start: Start,
-    limits: KeptLimits,
+    limits: RestoreLimits,
     stack: contextlib.ExitStack,
 ) -> tuple[Loop, LiveFile]:
     """Make the loop of an attempt that begins at `start`, and its live file; `stack` closes their resources.
@@ -108,10 +108,10 @@ def assemble(
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
     )
-    spec = msgspec.structs.replace(spec, replaced_at=past.replaced_at, departed=past.departed)
+    spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
-    live, observers = _observers(invocation, opened, spec, past)
+    live, observers = _observers(invocation, opened, spec, snapshot)
     stack.callback(observers.close)
     recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
     loop = Loop(
@@ -119,13 +119,13 @@ def assemble(
             spec,
             time.monotonic(),
             is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
-            first_command_id=past.next_command_id,
+            first_command_id=snapshot.next_command_id,
         ),
         members,
         algorithm,
         Batches(config, algorithm, sources),
         recorder,
-        partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
+        partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
 
@@ -135,24 +135,26 @@ def first_command_id(opened: Opened) -> int:
     return 1 + (opened.journal.num_begun - 1) * _ORDERS_OF_A_COORDINATOR
 
 
-def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers) -> Registry:
+def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, known: KnownMembers) -> Registry:
     replies = Replies(Limits.of(config), first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
     most = config.cluster.max_rollouts
-    return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, most, known)
+    return Registry(opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, most, known)
 
 
-def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past) -> tuple[LiveFile, Observers]:
+def _observers(
+    invocation: Invocation, opened: Opened, spec: RunSpec, snapshot: RunSnapshot
+) -> tuple[LiveFile, Observers]:
     """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
-    live = LiveFile(config, folder, spec.last_step, history, past.said)
+    live = LiveFile(config, folder, spec.last_step, history, snapshot.said)
     observers: list[Observer] = [
         *([Dashboards(opened.writers)] if len(opened.writers) else []),
-        Progress(config, spec, history, began_at=past.said.began_at, again=past.said.records),
+        Progress(config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records),
         live,
         Curves(folder, history),
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
-        GuestServers(folder),
+        EngineServers(folder),
         HealthWarnings(config, history),
         *opened.watching,
     ]
@@ -165,9 +167,9 @@ def _observers(invocation: Invocation, opened: Opened, spec: RunSpec, past: Past
     return live, Observers(observers)
 
 
-def _find_kept(
-    invocation: Invocation, samples: SampleFolder, first_step: int, limits: KeptLimits, run_id: str, say: Say
-) -> dict[Place, KeptGroup]:
+def _find_restored(
+    invocation: Invocation, samples: SampleFolder, first_step: int, limits: RestoreLimits, run_id: str, say: Say
+) -> dict[Place, RestoredGroup]:
     """Put the rollout log of the coming steps aside; return the groups that need not be generated again."""
     config = invocation.ready.config
     try:

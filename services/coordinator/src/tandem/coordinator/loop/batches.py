@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.record_orders import Place
+from tandem.coordinator.loop.record_commands import Place
 from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
 from tandem.samples.assignment import Assignment, data_parallel_ranks
 from tandem.samples.batch import TOKENS, Batch
@@ -52,7 +52,7 @@ class Batches:
             case _:
                 pass
 
-    def order(
+    def command(
         self, action: DispatchBatch, records: Callable[[], Sequence[SampleRecord]]
     ) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
         """Return the command for one trainer, its arrays, and the metrics of the samples in the batch.

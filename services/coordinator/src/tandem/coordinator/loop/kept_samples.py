@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from tandem.common.errors import SamplesError
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.scheduler.events import KeptGroup, Place
+from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.observe.run_folder.journal import JournalReader
 from tandem.samples.sample_files import SHARD, files
-from tandem.samples.sample_folder import KeptLimits, SampleFolder, read_limits
+from tandem.samples.sample_folder import RestoreLimits, SampleFolder, read_limits
 
 _COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "newest_version", "rollout")
 
 
-def limits_of(config: Config, journal: JournalReader) -> KeptLimits:
+def limits_of(config: Config, journal: JournalReader) -> RestoreLimits:
     """Return the limits on restored samples, from the journal before it drops the records after the checkpoint."""
     refits = journal.refits()
     quarantined: dict[str, tuple[int, ...]] = {}
@@ -32,7 +32,7 @@ def limits_of(config: Config, journal: JournalReader) -> KeptLimits:
             quarantined[engine] = (*quarantined.get(engine, ()), refit.version)
     is_proven = config.refit.verify != "off"
     newest = max((refit.version for refit in refits), default=-1)
-    return KeptLimits(newest_proven=newest if is_proven else None, quarantined=quarantined)
+    return RestoreLimits(newest_proven=newest if is_proven else None, quarantined=quarantined)
 
 
 class _Found(NamedTuple):
@@ -42,7 +42,7 @@ class _Found(NamedTuple):
     number: int
     problem_id: str
     oldest_version: int
-    kept: KeptGroup
+    kept: RestoredGroup
 
 
 class KeptSamples:
@@ -55,9 +55,9 @@ class KeptSamples:
         self._say = say
         self._size = config.rollout_section.num_generations_per_prompt
 
-    def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, KeptGroup]:
+    def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, RestoredGroup]:
         """Return the groups that need not be generated, from `first_step` on; report their number."""
-        found: dict[Place, KeptGroup] = {}
+        found: dict[Place, RestoredGroup] = {}
         lost: set[int] = set()
         for aside in self._folder.aside():
             # If a newer folder had a step's samples, those of an older one do not belong to the later weights.
@@ -105,7 +105,7 @@ class KeptSamples:
             if limits.below is None or group.kept.newest_version < limits.below:
                 yield group
 
-    def _read(self, path: Path, step: int, limits: KeptLimits | None) -> Iterator[_Found]:
+    def _read(self, path: Path, step: int, limits: RestoreLimits | None) -> Iterator[_Found]:
         """Yield the groups in a file that are complete and, with `limits`, made with verified weights."""
         from tandem.samples.sample_record import read_shard, read_unfinished  # importing Arrow takes a while
 
@@ -122,11 +122,11 @@ class KeptSamples:
             if limits is not None and not _is_proven(limits, first["rollout"], oldest, newest):
                 continue
             file = str(path.relative_to(self._folder.path))
-            kept = KeptGroup(file=file, command_id=command_id, newest_version=newest)
+            kept = RestoredGroup(file=file, command_id=command_id, newest_version=newest)
             yield _Found(step, number, first["problem_id"], oldest, kept)
 
 
-def _is_proven(limits: KeptLimits, engine: str, oldest: int, newest: int) -> bool:
+def _is_proven(limits: RestoreLimits, engine: str, oldest: int, newest: int) -> bool:
     """Return whether an engine was verified to hold all versions from the oldest to the newest."""
     if limits.newest_proven is None:
         return True

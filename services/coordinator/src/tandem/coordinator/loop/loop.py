@@ -17,12 +17,12 @@ from typing import assert_never
 import msgspec
 
 from tandem.common.messages import (
-    Attested,
+    AnyCommand,
     CheckpointCopied,
+    DigestsReported,
     Evaluated,
     Generate,
     Generated,
-    Order,
     Refitted,
     ReleaseSamples,
     RestoreSamples,
@@ -36,7 +36,7 @@ from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.loop.record_orders import RecordOrders
+from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.time_limit import TimeLimit
 from tandem.coordinator.members.known_members import KnownMembers
@@ -52,14 +52,12 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
-    DropKept,
+    DropRestored,
     Erred,
     Event,
-    FindKept,
+    FindRestored,
     Finish,
     Interrupted,
-    KeptFound,
-    KeptGroup,
     LetGo,
     Lost,
     Place,
@@ -68,6 +66,8 @@ from tandem.coordinator.scheduler.events import (
     RecordRefit,
     Replace,
     Replied,
+    RestoredFound,
+    RestoredGroup,
     Say,
     StepRecorded,
     StepValidated,
@@ -145,9 +145,9 @@ class Loop:
         algorithm: RunningAlgorithm,
         batches: Batches,
         recorder: Recorder,
-        find_kept: Callable[[], Mapping[Place, KeptGroup]],
+        find_restored: Callable[[], Mapping[Place, RestoredGroup]],
     ) -> None:
-        """`find_kept` finds restored groups, generated before, to train on."""
+        """`find_restored` finds restored groups, generated before, to train on."""
         self.scheduler = self._scheduler = scheduler
         self.recorder = self._recorder = recorder
         self._observers = recorder.observers
@@ -157,13 +157,13 @@ class Loop:
         self._limit = lasting.limit
         self._algorithm = algorithm
         self._batches = batches
-        self._record_orders = RecordOrders()
+        self._record_commands = RecordCommands()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
         """Requests to generate, with the step that trains on their samples; engines may still keep these."""
-        self._find_kept = find_kept
+        self._find_restored = find_restored
         self._finish: Finish | None = None
         self.lost: dict[str, str] = {}
         """Lost processes that have not been replaced yet, by name, with the reason."""
@@ -172,7 +172,7 @@ class Loop:
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return its outcome."""
-        for joined in self._registry.begin_term():
+        for joined in self._registry.begin_attempt():
             self._handle(joined)
         while self._finish is None:
             for event in self._events():
@@ -263,8 +263,8 @@ class Loop:
             case Refitted() as refitted:
                 self._step_metrics.refitted(event.member, refitted)
                 self._refits.refitted(refitted)
-            case Attested() as attested:
-                self._refits.attested(attested)
+            case DigestsReported() as verified:
+                self._refits.verified(verified)
             case TrainerBuilt() as built:
                 self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
             case CheckpointCopied(why_waited=why) if why and event.member == "trainer-0":
@@ -283,18 +283,18 @@ class Loop:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Dispatch(member=member, order=order):
-                self._send(member, order, None)
+            case Dispatch(member=member, command=command):
+                self._send(member, command, None)
             case DrawPrompts(step=step, purpose=purpose):
                 sizes = group_sizes(self._algorithm, action)
                 self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
-            case FindKept():
-                self._handle(KeptFound(now=time.monotonic(), groups=self._find_kept()))
+            case FindRestored():
+                self._handle(RestoredFound(now=time.monotonic(), groups=self._find_restored()))
             case DispatchPrompts():
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
-            case DispatchRecord() | StepValidated() | StepRecorded() | DropKept():
+            case DispatchRecord() | StepValidated() | StepRecorded() | DropRestored():
                 self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
@@ -314,16 +314,16 @@ class Loop:
             case other:
                 assert_never(other)
 
-    def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
-        if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
-            self._generated.setdefault(member, []).append((order.command_id, order.step))
-        if self._limit is not None and isinstance(order, SaveCheckpoint):
+    def _send(self, member: str, command: AnyCommand, arrays: Arrays | None) -> None:
+        if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
+            self._generated.setdefault(member, []).append((command.command_id, command.step))
+        if self._limit is not None and isinstance(command, SaveCheckpoint):
             self._limit.copied(time.monotonic())
-        frames = encode(order, arrays)
-        resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
-        self._sent[order.command_id] = Sent(member, frames, resend_at)
-        self._observers.sent(member, order, time.monotonic())
-        self._registry.order(member, order, frames)
+        frames = encode(command, arrays)
+        resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
+        self._sent[command.command_id] = Sent(member, frames, resend_at)
+        self._observers.sent(member, command, time.monotonic())
+        self._registry.command(member, command, frames)
 
     def _resend(self, now: float) -> None:
         """Send unanswered requests once more, in case their connection broke on the way."""
@@ -334,7 +334,7 @@ class Loop:
                 self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
 
     def _send_prompts(self, action: DispatchPrompts) -> None:
-        order = Generate(
+        command = Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
             cancel_before=action.cancel_before,
@@ -343,35 +343,35 @@ class Loop:
             sampling=self._algorithm.sampling(action.purpose),
             groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
-        self._send(action.member, order, None)
+        self._send(action.member, command, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
-        order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
+        command, arrays, metrics = self._batches.command(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
         self._note(action.step, self._batches.take_notes())
-        self._send(action.member, order, arrays)
+        self._send(action.member, command, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
-            self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
+            self._record_commands.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
-    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropKept) -> None:
+    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:
         """Carry out an action on the rollout log."""
         match action:
             case DispatchRecord():
-                self._send(action.member, self._record_orders.order(action), None)
+                self._send(action.member, self._record_commands.command(action), None)
             case StepValidated():
-                self._record_orders.keep(action.step, "validate", action.records)
+                self._record_commands.keep(action.step, "validate", action.records)
             case StepRecorded():
-                self._record_orders.forget(action.step, action.purpose)
+                self._record_commands.forget(action.step, action.purpose)
                 self._recorder.take_recorded(action)
-            case DropKept():
-                self._recorder.drop_kept(action)
+            case DropRestored():
+                self._recorder.drop_restored(action)
 
     def _release_samples(self, step: int) -> None:
         """Let engines drop the samples of a finished step, and of those before."""
-        for member, orders in self._generated.items():
-            done = tuple(command_id for command_id, its_step in orders if its_step <= step)
-            self._generated[member] = [order for order in orders if order[1] > step]
+        for member, commands in self._generated.items():
+            done = tuple(command_id for command_id, its_step in commands if its_step <= step)
+            self._generated[member] = [command for command in commands if command[1] > step]
             if done:
                 release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
                 self._registry.send(member, encode(release))

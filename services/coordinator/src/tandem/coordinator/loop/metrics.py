@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from tandem.common.messages import Attested, Evaluated, Generated, MemoryUse, Refitted, Trained
+from tandem.common.messages import DigestsReported, Evaluated, Generated, MemoryUse, Refitted, Trained
 
 Number = TypeVar("Number", int, float)
 
@@ -133,7 +133,7 @@ class RefitMetrics:
         self.num_bytes |= reply.num_bytes
         _keep_maxima(self.seconds, {"copy": reply.seconds})
 
-    def attested(self, reply: Attested) -> None:
+    def verified(self, reply: DigestsReported) -> None:
         """Add a process's computed digests."""
         _keep_maxima(self.seconds, {"digest": reply.seconds})
 

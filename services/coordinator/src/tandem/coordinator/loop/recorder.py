@@ -12,7 +12,7 @@ from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observers
 from tandem.coordinator.preparing.resuming import refuse_other_weights
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropKept, RecordRefit, StepRecorded
+from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropRestored, RecordRefit, StepRecorded
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
 from tandem.samples.sample_folder import SampleFolder
@@ -79,7 +79,7 @@ class Recorder:
         """Keep the rollout log within its limits."""
         self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
-    def drop_kept(self, action: DropKept) -> None:
+    def drop_restored(self, action: DropRestored) -> None:
         """Note that restored groups are generated again after all."""
         self._samples.drop_from(action.version)
         self.note(

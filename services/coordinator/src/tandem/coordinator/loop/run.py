@@ -9,9 +9,9 @@ import msgspec
 
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError, TandemError
 from tandem.config.model_names import fetch_models
+from tandem.coordinator.loop.attempts import Attempts
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.opening import open_run
-from tandem.coordinator.loop.terms import Terms
 from tandem.coordinator.preparing.model_folder import check_model
 from tandem.coordinator.preparing.needed_models import missing_models
 from tandem.coordinator.preparing.prerequisite import Ready, has_begun, how_to_begin, make_model
@@ -41,7 +41,7 @@ def run(invocation: Invocation) -> Finish:
     _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
-        return recorded(opened.journal, Terms(invocation, opened).run)
+        return recorded(opened.journal, Attempts(invocation, opened).run)
 
 
 def _fetch(invocation: Invocation) -> None:

@@ -40,9 +40,9 @@ def run_spec(
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
         # vLLM on a GPU asserts that no process frees memory meanwhile, and takes what others allocate for its own.
-        engines_first=config.takes_turns and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
+        engines_first=config.is_colocated and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
         # If the two are colocated, no engine generates while a trainer steps.
-        allow_alias=config.takes_turns and config.refit.alias == "auto",
+        allow_alias=config.is_colocated and config.refit.alias == "auto",
         alias_frozen=config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
         max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,

@@ -20,7 +20,7 @@ SUPERVISED_S = 300.0
 """Default time that services wait for the next coordinator, if the run is supervised."""
 
 
-class Earlier(msgspec.Struct, frozen=True, kw_only=True):
+class MembersSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of a lost coordinator."""
 
     address: str
@@ -37,7 +37,7 @@ class Earlier(msgspec.Struct, frozen=True, kw_only=True):
         """Keys of all of them."""
         return (*self.staying.values(), *self.leaving)
 
-    def without(self, names: Collection[str]) -> Earlier:
+    def without(self, names: Collection[str]) -> MembersSnapshot:
         """Return the same, with these processes among the leaving, so that others may take their names."""
         staying = {name: key for name, key in self.staying.items() if name not in names}
         gone = (key for name, key in self.staying.items() if name in names)
@@ -52,7 +52,7 @@ def orphan_timeout_s(config: Config, *, is_supervised: bool) -> float:
     return SUPERVISED_S if is_supervised else 0.0
 
 
-def find_earlier(config: Config, *, has_rewards: bool) -> Earlier | None:
+def find_earlier(config: Config, *, has_rewards: bool) -> MembersSnapshot | None:
     """Return the processes of a lost coordinator of the run to resume; None if there are none.
 
     `has_rewards` says whether a Python program scores samples. Raise `ConfigError` if other users can change the list.
@@ -64,13 +64,13 @@ def find_earlier(config: Config, *, has_rewards: bool) -> Earlier | None:
         is_same = journal.config_json == config_to_json(config) and not has_rewards
     staying = {name: key for name, key in admitted.members.items() if is_same and name.rpartition("-")[0] != "trainer"}
     leaving = tuple(key for name, key in admitted.members.items() if name not in staying)
-    return Earlier(address=admitted.address, staying=staying, leaving=leaving, departed=admitted.departed)
+    return MembersSnapshot(address=admitted.address, staying=staying, leaving=leaving, departed=admitted.departed)
 
 
 class KnownMembers:
     """The list of admitted processes on disk, kept only if services wait for another coordinator."""
 
-    def __init__(self, run: Path, address: str, *, is_kept: bool, earlier: Earlier | None = None) -> None:
+    def __init__(self, run: Path, address: str, *, is_kept: bool, earlier: MembersSnapshot | None = None) -> None:
         """Begin with the processes of `earlier` on the list."""
         self._run = run
         self._address = address

@@ -18,6 +18,7 @@ from tandem.common.messages import (
     MAX_NAME,
     MAX_TEXT,
     MAX_TRACEBACK,
+    AnyCommand,
     Enrolled,
     Failed,
     FromRefit,
@@ -28,7 +29,6 @@ from tandem.common.messages import (
     Hello,
     Leaving,
     Message,
-    Order,
     Refused,
     ServiceKind,
     Shutdown,
@@ -50,7 +50,7 @@ _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's settings for heartbeats."""
 
     interval_s: float
@@ -104,7 +104,7 @@ class Registry:
         expected: dict[ServiceKind, int],
         config_json: bytes,
         run_id: str,
-        pulse: Pulse,
+        heartbeat: HeartbeatSettings,
         replies: Replies,
         max_rollouts: int | None = None,
         known: KnownMembers | None = None,
@@ -127,7 +127,7 @@ class Registry:
         self._all_told = True
         self._config_json = config_json
         self._run_id = run_id
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._replies = replies
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
@@ -142,7 +142,7 @@ class Registry:
     @property
     def patience_s(self) -> float:
         """Longest time until a lost process is noticed."""
-        return self._pulse.timeout_s + self._pulse.interval_s
+        return self._heartbeat.timeout_s + self._heartbeat.interval_s
 
     def not_back(self) -> list[str]:
         """Return the processes of an earlier coordinator that have not come back in time; their names are free."""
@@ -166,9 +166,9 @@ class Registry:
         if self._known is not None:
             self._known.forget(name, has_left=is_over and not is_awaited)
 
-    def begin_term(self) -> list[Joined]:
+    def begin_attempt(self) -> list[Joined]:
         """Forget earlier requests; return the processes that are present, as if they had joined now."""
-        self._replies.forget_orders()
+        self._replies.forget_commands()
         now = time.monotonic()
         self.names.wait_until(now + self.patience_s)
         return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
@@ -195,15 +195,15 @@ class Registry:
             if event is not None:
                 yield event, received.arrays
         now = time.monotonic()
-        stall_s = self._stalls.until(now, timeout_s + self._pulse.interval_s)
+        stall_s = self._stalls.until(now, timeout_s + self._heartbeat.interval_s)
         for member in self.members.values():
             member.last_seen = min(now, member.last_seen + stall_s)
         yield from ((event, {}) for event in self._watch(now))
 
-    def order(self, name: str, order: Order, frames: wire.Frames) -> None:
+    def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
         """Send a process a request for the first time; its replies are checked against it."""
         self._tell_trainer_keys()
-        self._replies.ordered(name, order)
+        self._replies.ordered(name, command)
         self.send(name, frames)
 
     def send(self, name: str, frames: wire.Frames) -> bool:
@@ -218,7 +218,7 @@ class Registry:
     def beat(self) -> None:
         """Send a heartbeat to all processes, if it is due."""
         now = time.monotonic()
-        if now - self._last_beat >= self._pulse.interval_s:
+        if now - self._last_beat >= self._heartbeat.interval_s:
             self._last_beat = now
             self.broadcast(Heartbeat())
             self._tell_trainer_keys()
@@ -258,16 +258,16 @@ class Registry:
             return None
         except WireError:
             return None
-        if (peer.key == self._joining_key) != (hello.enrols is not None):
+        if (peer.key == self._joining_key) != (hello.registers is not None):
             return None  # the joining key serves to register, and only that
-        if hello.enrols is None and not self.names.has_place_for(peer.key):
+        if hello.registers is None and not self.names.has_place_for(peer.key):
             return None  # a second connection of an admitted process
         name = self.names.find(hello, peer.key, self.members)
         if name is None:
             self._hub.send(peer, wire.encode(self.names.refusal(hello)))
             return None
-        if hello.enrols is not None:
-            self.names.register(hello.enrols)
+        if hello.registers is not None:
+            self.names.register(hello.registers)
             self._hub.send(peer, wire.encode(Enrolled()))
             return None
         return self._welcome(peer, hello, name, now)
@@ -282,9 +282,9 @@ class Registry:
             member=name,
             index=int(name.rpartition("-")[2]),
             run_id=self._run_id,
-            heartbeat_interval_s=self._pulse.interval_s,
-            heartbeat_timeout_s=self._pulse.timeout_s,
-            orphan_timeout_s=self._pulse.orphan_timeout_s,
+            heartbeat_interval_s=self._heartbeat.interval_s,
+            heartbeat_timeout_s=self._heartbeat.timeout_s,
+            orphan_timeout_s=self._heartbeat.orphan_timeout_s,
             config_json=self._config_json,
         )
         self._hub.send(peer, wire.encode(welcome))
@@ -315,7 +315,7 @@ class Registry:
         self.beat()
         for member in list(self.members.values()):  # the caller may remove the process meanwhile
             silent_s = now - member.last_seen
-            if silent_s > self._pulse.timeout_s:
+            if silent_s > self._heartbeat.timeout_s:
                 yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")
 
 

@@ -14,7 +14,16 @@ from __future__ import annotations
 import bisect
 
 from tandem.common.errors import WireError
-from tandem.common.messages import Attest, BuildEngine, Failed, Generate, Order, Refit, Reply, SamplesFinished
+from tandem.common.messages import (
+    AnyCommand,
+    BuildEngine,
+    Failed,
+    Generate,
+    Refit,
+    Reply,
+    ReportDigests,
+    SamplesFinished,
+)
 from tandem.common.wire import Arrays
 from tandem.coordinator.members.reply_checks import SHOWN, Asked, Limits, Member, must
 from tandem.coordinator.members.reply_rules import RULES
@@ -31,35 +40,35 @@ class Replies:
         self._newest = newest
         """Highest command id so far."""
 
-    def ordered(self, name: str, order: Order) -> None:
+    def ordered(self, name: str, command: AnyCommand) -> None:
         """Note a request that is sent to a process."""
-        self._newest = max(self._newest, order.command_id)
-        if isinstance(order, BuildEngine):  # it begins anew, without any version
+        self._newest = max(self._newest, command.command_id)
+        if isinstance(command, BuildEngine):  # it begins anew, without any version
             self._members[name] = Member()
         member = self._members.setdefault(name, Member())
-        match order:
+        match command:
             case BuildEngine():
                 member.is_engine = True
-            case Refit() if name in order.only or not order.only:
-                if order.version not in member.versions[-1:]:
-                    bisect.insort(member.versions, order.version)
-            case Generate() | Attest():  # the requests that this cancels are never answered
-                oldest = order.cancel_before if isinstance(order, Generate) else order.command_id
+            case Refit() if name in command.only or not command.only:
+                if command.version not in member.versions[-1:]:
+                    bisect.insort(member.versions, command.version)
+            case Generate() | ReportDigests():  # the requests that this cancels are never answered
+                oldest = command.cancel_before if isinstance(command, Generate) else command.command_id
                 self._asked = {
                     i: asked
                     for i, asked in self._asked.items()
-                    if asked.name != name or type(asked.order) is not type(order) or i >= oldest
+                    if asked.name != name or type(asked.command) is not type(command) or i >= oldest
                 }
             case _:
                 pass
-        self._asked[order.command_id] = Asked(name, order, member, self._limits)
+        self._asked[command.command_id] = Asked(name, command, member, self._limits)
 
     def forget(self, name: str) -> None:
         """Expect nothing more of a process; another of its name begins anew."""
         self._asked = {i: asked for i, asked in self._asked.items() if asked.name != name}
         self._members.pop(name, None)
 
-    def forget_orders(self) -> None:
+    def forget_commands(self) -> None:
         """Accept no more answers to earlier requests."""
         self._asked = {}
 
@@ -80,9 +89,9 @@ class Replies:
             return False
         must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
         if not isinstance(reply, Failed):
-            rules, kind = RULES[type(reply)], type(asked.order)
-            names = " or a ".join(rule.order.__name__ for rule in rules)
-            found = [rule for rule in rules if rule.order is kind]
+            rules, kind = RULES[type(reply)], type(asked.command)
+            names = " or a ".join(rule.command.__name__ for rule in rules)
+            found = [rule for rule in rules if rule.command is kind]
             must(bool(found), "command_id", reply.command_id, f"of a {names}, not of a {kind.__name__}")
             if found[0].check is not None:
                 found[0].check(asked, reply)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RefitError, WireError
-from tandem.common.messages import Generate, Order, SampleScored
+from tandem.common.messages import AnyCommand, Generate, SampleScored
 from tandem.config import Config
+from tandem.config.model_groups import model_groups_of
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.worlds import worlds_of
 from tandem.observe.exporters.nvml import MEASURED
 from tandem.refit import layout
 
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=longest,
             max_turns=turns,
             plays=agent is not None,
-            speakers=frozenset(f"trainer-{world.first}" for world in worlds_of(config)),
+            speakers=frozenset(f"trainer-{model_group.first}" for model_group in model_groups_of(config)),
         )
 
 
@@ -68,9 +68,9 @@ class Member:
 class Asked:
     """A request without a complete answer."""
 
-    def __init__(self, name: str, order: Order, member: Member, limits: Limits) -> None:
+    def __init__(self, name: str, command: AnyCommand, member: Member, limits: Limits) -> None:
         self.name = name
-        self.order: Any = order
+        self.command: Any = command
         """Request of the type that the reply's rule names."""
         self.member = member
         self.limits = limits
@@ -87,8 +87,8 @@ class Asked:
 
 def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
     """Compare the sizes of each sample with its request."""
-    order: Generate = asked.order
-    limits, groups = asked.limits, {group.group: group for group in order.groups}
+    command: Generate = asked.command
+    limits, groups = asked.limits, {group.group: group for group in command.groups}
     seen: set[tuple[int, int]] = set()
     for row, sample in enumerate(samples):
         group = groups.get(sample.group)
@@ -105,7 +105,7 @@ def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
         fits(turns >= 1 or limits.plays, row, "num_turns", sample, "at least 1")
         fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
         fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
-        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
+        most = min(turns * command.sampling.max_new_tokens, limits.max_tokens - prompt)
         fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
         length = sample.num_tokens
         fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
@@ -120,7 +120,7 @@ def _check_episode(asked: Asked, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other and with its request; its prompts are its own."""
     limits, turns, made = asked.limits, sample.num_turns, sample.response_length
     fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
-    most = turns * asked.order.sampling.max_new_tokens
+    most = turns * asked.command.sampling.max_new_tokens
     fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
     fits(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
     check_branches(limits, row, sample)
@@ -170,7 +170,7 @@ def must(holds: bool, field: str, value: object, what: str) -> None:
 def same(asked: Asked, reply: object, *fields: str) -> None:
     """Compare fields that a reply repeats from its request."""
     for field in fields:
-        value, wanted = getattr(reply, field), getattr(asked.order, field)
+        value, wanted = getattr(reply, field), getattr(asked.command, field)
         must(value == wanted, field, value, f"{wanted}, as in the command")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tandem.common.messages import (
-    Attest,
-    Attested,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
@@ -17,15 +15,15 @@ from tandem.common.messages import (
     CheckpointSaved,
     Command,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
+    DigestsReported,
     EngineBuilt,
     Evaluate,
     Evaluated,
     Generate,
     Generated,
     InstallProgram,
-    MeshConnected,
     Message,
     OpenRendezvous,
     PlanTransfers,
@@ -34,6 +32,7 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     RendezvousOpened,
+    ReportDigests,
     RestoreSamples,
     SamplesFinished,
     SamplesMissing,
@@ -42,6 +41,7 @@ from tandem.common.messages import (
     Train,
     Trained,
     TrainerBuilt,
+    TransferGroupConnected,
     TransfersPlanned,
     VersionCommitted,
     WeightsCopied,
@@ -69,7 +69,7 @@ _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 class Rule(NamedTuple):
     """The rule by which a reply answers a type of request."""
 
-    order: type[Command]
+    command: type[Command]
     """Type of the request."""
     check: Callable[[Asked, Any], None] | None
     """Comparison of the reply with the request; None if there is nothing to compare."""
@@ -87,7 +87,7 @@ def _trained(asked: Asked, reply: Trained) -> None:
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
     same(asked, reply, "step")
-    must(reply.version == asked.order.step, "version", reply.version, f"the step, {asked.order.step}")
+    must(reply.version == asked.command.step, "version", reply.version, f"the step, {asked.command.step}")
     speakers = asked.limits.speakers
     is_empty = asked.name in speakers or not reply.metrics
     must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
@@ -98,7 +98,7 @@ def _trained(asked: Asked, reply: Trained) -> None:
 def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
     """`step` is that of the command. `members` are sources of the command."""
     same(asked, reply, "step")
-    all_among("members", reply.members, {*asked.order.sources})
+    all_among("members", reply.members, {*asked.command.sources})
 
 
 def _evaluated(asked: Asked, reply: Evaluated) -> None:
@@ -108,18 +108,23 @@ def _evaluated(asked: Asked, reply: Evaluated) -> None:
 
 
 def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `guests.url` ``http://HOST:PORT``."""
+    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `external_requests.url` ``http://HOST:PORT``."""
     address = reply.samples_at.address
     must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
-    guests = "http://h:1" if reply.guests is None else reply.guests.url
-    must(_ADDRESS.fullmatch(guests.replace("http", "tcp", 1)) is not None, "guests.url", guests, "http://HOST:PORT")
+    external_requests = "http://h:1" if reply.external_requests is None else reply.external_requests.url
+    must(
+        _ADDRESS.fullmatch(external_requests.replace("http", "tcp", 1)) is not None,
+        "external_requests.url",
+        external_requests,
+        "http://HOST:PORT",
+    )
     asked.member.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
 def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
     """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
-    order: InstallProgram = asked.order
-    received = map(program.num_received, order.programs)
+    command: InstallProgram = asked.command
+    received = map(program.num_received, command.programs)
     numbers = zip(asked.member.num_tensors, received, strict=False)
     asked.member.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
 
@@ -158,7 +163,7 @@ def _generated(asked: Asked, reply: Generated) -> None:
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
     same(asked, reply, "step", "purpose")
-    _check_whole(asked, reply, sum(len(group.seeds) for group in asked.order.groups))
+    _check_whole(asked, reply, sum(len(group.seeds) for group in asked.command.groups))
     must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
     measured(reply.gpus)
 
@@ -170,11 +175,11 @@ def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
     """
     same(asked, reply, "step")
     must(reply.purpose == "train", "purpose", reply.purpose, "train")
-    groups = {group for keys in asked.order.files.values() for _, group in keys}
+    groups = {group for keys in asked.command.files.values() for _, group in keys}
     seen: set[tuple[int, int]] = set()
     for row, sample in enumerate(reply.samples):
         fits(sample.group in groups, row, "group", sample, "one that was asked for")
-        fits(sample.sample < asked.order.num_samples, row, "sample", sample, "below {}", asked.order.num_samples)
+        fits(sample.sample < asked.command.num_samples, row, "sample", sample, "below {}", asked.command.num_samples)
         fits((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
         most = asked.limits.max_tokens
         if sample.branches:
@@ -193,7 +198,7 @@ def _all_restored(asked: Asked, reply: Generated) -> None:
     """`step` is that of the command. All `num_samples` samples were sent, and no token was generated for them."""
     same(asked, reply, "step")
     must(reply.purpose == "train", "purpose", reply.purpose, "train")
-    _check_whole(asked, reply, asked.order.num_samples * sum(map(len, asked.order.files.values())))
+    _check_whole(asked, reply, asked.command.num_samples * sum(map(len, asked.command.files.values())))
     must(reply.num_tokens == 0, "num_tokens", reply.num_tokens, "0: none was made")
 
 
@@ -206,15 +211,15 @@ def _check_whole(asked: Asked, reply: Generated, wanted: int) -> None:
 def _samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
     """`step` is that of the command. Written and missing samples add up to those asked for."""
     same(asked, reply, "step")
-    wanted = sum(len(group.advantages) for group in asked.order.groups)
+    wanted = sum(len(group.advantages) for group in asked.command.groups)
     must(reply.num_missing <= wanted, "num_missing", reply.num_missing, f"at most {wanted}, as asked for")
     rest = wanted - reply.num_missing
     must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, all but the missing ones")
 
 
-def _mesh_connected(asked: Asked, reply: MeshConnected) -> None:
-    """`mesh` is that of the command."""
-    same(asked, reply, "mesh")
+def _mesh_connected(asked: Asked, reply: TransferGroupConnected) -> None:
+    """`transfer_group` is that of the command."""
+    same(asked, reply, "transfer_group")
 
 
 def _refitted(asked: Asked, reply: Refitted) -> None:
@@ -223,20 +228,20 @@ def _refitted(asked: Asked, reply: Refitted) -> None:
     for link in reply.num_bytes:
         ends = [process_of(end) for end in link.split(">")]
         must(len(ends) == 2 and asked.name in ends, "num_bytes", link, f"a link of {asked.name}")
-    if asked.name in asked.order.only or not asked.order.only:
+    if asked.name in asked.command.only or not asked.command.only:
         asked.member.version = reply.version
 
 
-def _attested(asked: Asked, reply: Attested) -> None:
+def _verified(asked: Asked, reply: DigestsReported) -> None:
     """`version` is that of the command. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
     same(asked, reply, "version")
     check_digests(asked, reply.digests)
 
 
 def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
-    """`version` is that of the command. `digests` are as in an `Attested` if they were asked for, else empty."""
+    """`version` is that of the command. `digests` are as in an `DigestsReported` if they were asked for, else empty."""
     same(asked, reply, "version")
-    if asked.order.with_digests:
+    if asked.command.with_digests:
         check_digests(asked, reply.digests)
     else:
         must(not reply.digests, "digests", len(reply.digests), "none, since they were not asked for")
@@ -245,17 +250,17 @@ def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
 def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
     """There is a program for every worker shard with a layout in the command, and for no other.
 
-    Senders are processes of these shards. Meshes have different names; meshes and links connect these shards.
+    Senders are processes of these shards. Transfer groups have different names; groups and links connect these shards.
     """
-    parts = {*asked.order.sources, *asked.order.destinations}
+    parts = {*asked.command.sources, *asked.command.destinations}
     processes = {process_of(part) for part in parts}
     all_among("programs", reply.programs, parts)
     all_among("programs", parts, {*reply.programs}, "one of those that have a program")
     all_among("senders", reply.senders, processes)
-    names = [mesh.name for mesh in reply.meshes]
-    must(len({*names}) == len(names), "meshes", names, "of different names")
-    for mesh in reply.meshes:
-        all_among(f"meshes[{mesh.name!r}]", mesh.members, parts)
+    names = [transfer_group.name for transfer_group in reply.transfer_groups]
+    must(len({*names}) == len(names), "transfer_groups", names, "of different names")
+    for transfer_group in reply.transfer_groups:
+        all_among(f"transfer_groups[{transfer_group.name!r}]", transfer_group.members, parts)
     for link in reply.num_bytes:
         must(link.count(">") == 1, "num_bytes", link, "a link, such as trainer-0>rollout-0")
         all_among("num_bytes", link.split(">"), parts)
@@ -264,7 +269,7 @@ def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
 def _version_committed(asked: Asked, reply: VersionCommitted) -> None:
     """`version` is that of the command. `differing` are engines with digests in the command."""
     same(asked, reply, "version")
-    engines = {process_of(part) for part in asked.order.digests}
+    engines = {process_of(part) for part in asked.command.digests}
     all_among("differing", reply.differing, {name for name in engines if not name.startswith("trainer-")})
 
 
@@ -282,9 +287,9 @@ RULES: Mapping[type[Message], tuple[Rule, ...]] = {
     Generated: (Rule(Generate, _generated), Rule(RestoreSamples, _all_restored)),
     SamplesRecorded: (Rule(RecordSamples, _samples_recorded),),
     ProgramInstalled: (Rule(InstallProgram, _program_installed),),
-    MeshConnected: (Rule(ConnectMesh, _mesh_connected),),
+    TransferGroupConnected: (Rule(ConnectTransferGroup, _mesh_connected),),
     Refitted: (Rule(Refit, _refitted),),
-    Attested: (Rule(Attest, _attested),),
+    DigestsReported: (Rule(ReportDigests, _verified),),
     TransfersPlanned: (Rule(PlanTransfers, _transfers_planned),),
     VersionCommitted: (Rule(CommitVersion, _version_committed),),
 }
@@ -293,7 +298,7 @@ RULES: Mapping[type[Message], tuple[Rule, ...]] = {
 def rule_of(message: type[Message]) -> str:
     """Return the rules of a message as an answer, for the protocol's page; empty if it is none."""
     said = [
-        f"Answers `{order.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
-        for order, check in RULES.get(message, ())
+        f"Answers `{command.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
+        for command, check in RULES.get(message, ())
     ]
     return " ".join(said)

@@ -39,7 +39,7 @@ _DRIVER = Path("/dev/nvidiactl")
 """Device file of machines with NVIDIA GPUs."""
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The snapshot of earlier attempts, from which the file goes on."""
 
     began_at: float
@@ -61,10 +61,10 @@ class LiveFile(Observer):
         folder: Path,
         num_steps: int,
         history: Sequence[StepRecord],
-        said: Said | None = None,
+        said: LiveSnapshot | None = None,
     ) -> None:
         """Begin anew, or from the snapshot of earlier attempts; `history` are the finished steps."""
-        self._before = said = said or Said(began_at=time.monotonic())
+        self._before = said = said or LiveSnapshot(began_at=time.monotonic())
         self._config = config
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
@@ -81,9 +81,9 @@ class LiveFile(Observer):
             self._path.unlink()
 
     @property
-    def said(self) -> Said:
+    def said(self) -> LiveSnapshot:
         """Snapshot for the next attempt."""
-        return Said(
+        return LiveSnapshot(
             began_at=self._before.began_at,
             notes=tuple(self._notes),
             num_dropped=self._num_dropped,
@@ -137,7 +137,7 @@ class LiveFile(Observer):
                 ages[max(0, version - group.oldest_version)] += 1
         trained = progress.number if progress.is_trained else progress.number - 1
         engines = [scheduler.engines[name] for name in scheduler.engines]
-        arrivals = scheduler.tables.joining.stages()
+        joining_engines = scheduler.tables.joining.stages()
         return Live(
             at=time.time(),
             step=scheduler.step,
@@ -165,12 +165,12 @@ class LiveFile(Observer):
                 )
                 for engine in engines
             )
-            + tuple(self._arrival(registry, name, stage) for name, stage in arrivals.items()),
+            + tuple(self._arrival(registry, name, stage) for name, stage in joining_engines.items()),
             trainers=tuple(self._trainer(scheduler, registry, name, trained) for name in _trainers(registry)),
             versions=LiveVersions(
                 trained=trained,
                 published=version,
-                attested=max((engine.version for engine in engines if engine.is_attested), default=-1),
+                verified=max((engine.version for engine in engines if engine.is_verified), default=-1),
             ),
             failures=self._num_failures,
             notes=tuple(self._notes),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.common.messages import Failed, Order, Reply
+from tandem.common.messages import AnyCommand, Failed, Reply
 from tandem.coordinator.members.members import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
@@ -19,7 +19,7 @@ from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 class Observer:
     """Base of observers, with a method for each kind of event; only those that are overridden are called."""
 
-    def sent(self, process: str, order: Order, now: float) -> None:
+    def sent(self, process: str, command: AnyCommand, now: float) -> None:
         """Handle a request to a process; `now` is by the monotonic clock."""
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
@@ -80,9 +80,9 @@ class Observers(Observer):
             getattr(each, name) for each in self._observers if getattr(type(each), name) is not vars(Observer)[name]
         ]
 
-    def sent(self, process: str, order: Order, now: float) -> None:  # noqa: D102 (as Observer's, and so are those below)
+    def sent(self, process: str, command: AnyCommand, now: float) -> None:  # noqa: D102 (as Observer's, and so are those below)
         for tell in self._sent:
-            tell(process, order, now)
+            tell(process, command, now)
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:  # noqa: D102
         for tell in self._answered:

@@ -61,7 +61,7 @@ class Exporter:
         """Set the name of the run."""
         self._told.run_id = run_id
 
-    def begin_term(self, newest: StepRecord | None) -> None:
+    def begin_attempt(self, newest: StepRecord | None) -> None:
         """Set the step that the run continues after; later steps are invalidated."""
         self._told.step = newest
 

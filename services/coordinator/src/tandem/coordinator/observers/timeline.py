@@ -17,23 +17,23 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.messages import (
-    Attest,
+    AnyCommand,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
     Evaluate,
     Failed,
     Generate,
     InstallProgram,
     OpenRendezvous,
-    Order,
     PlanTransfers,
     RecordSamples,
     Refit,
     Reply,
+    ReportDigests,
     RestoreSamples,
     SaveCheckpoint,
     Train,
@@ -63,7 +63,7 @@ _WHAT: dict[type[msgspec.Struct], What] = {
     BuildEngine: "starting",
     PlanTransfers: "starting",
     InstallProgram: "starting",
-    ConnectMesh: "starting",
+    ConnectTransferGroup: "starting",
     Generate: "generating",
     RestoreSamples: "generating",
     Train: "training",
@@ -71,7 +71,7 @@ _WHAT: dict[type[msgspec.Struct], What] = {
     CopyWeights: "refitting",
     Refit: "refitting",
     CommitVersion: "refitting",
-    Attest: "verifying",
+    ReportDigests: "verifying",
     SaveCheckpoint: "saving",
     AwaitCheckpoint: "saving",
     RecordSamples: "recording",
@@ -84,7 +84,7 @@ _PHASES: dict[Phase, What] = {
     Phase.CONNECTING: "starting",
     Phase.COPYING: "refitting",
     Phase.REFITTING: "refitting",
-    Phase.ATTESTING: "verifying",
+    Phase.VERIFYING: "verifying",
     Phase.GENERATING: "generating",
     Phase.TRAINING: "training",
     Phase.VALIDATING: "validating",
@@ -129,15 +129,15 @@ class Timeline(Observer):
         with self._watching():
             self._file = open_timeline(folder / TIMELINE_NAME, first_step)
 
-    def sent(self, process: str, order: Order, now: float) -> None:
+    def sent(self, process: str, command: AnyCommand, now: float) -> None:
         """Note a request to a process."""
-        what = _WHAT.get(type(order))
-        if what is None or (isinstance(order, Generate) and not order.groups):
+        what = _WHAT.get(type(command))
+        if what is None or (isinstance(command, Generate) and not command.groups):
             return
-        if isinstance(order, Generate | Evaluate) and getattr(order, "purpose", "validate") == "validate":
+        if isinstance(command, Generate | Evaluate) and getattr(command, "purpose", "validate") == "validate":
             what = "validating"
-        step = getattr(order, "step", getattr(order, "version", None))
-        self._asked[order.command_id] = _Asked(process, what, step, now, _detail(order))
+        step = getattr(command, "step", getattr(command, "version", None))
+        self._asked[command.command_id] = _Asked(process, what, step, now, _detail(command))
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note that a request was carried out, or failed."""
@@ -243,16 +243,16 @@ class Timeline(Observer):
             self._news.append(f"the timeline is not recorded any further: {error}")
 
 
-def _detail(order: Order) -> str:
-    match order:
+def _detail(command: AnyCommand) -> str:
+    match command:
         case Generate(groups=groups):
             return f"{len(groups)} group{'s' * (len(groups) != 1)}"
         case RestoreSamples():
             return "from before the run was resumed"
-        case Refit(version=version) | CopyWeights(version=version) | Attest(version=version):
+        case Refit(version=version) | CopyWeights(version=version) | ReportDigests(version=version):
             return f"version {version}"
         case _:
-            return " ".join(_words(type(order).__name__))
+            return " ".join(_words(type(command).__name__))
 
 
 def _words(name: str) -> Iterable[str]:

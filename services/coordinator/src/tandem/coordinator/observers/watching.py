@@ -21,7 +21,7 @@ from tandem.observe.exporters.telemetry import MetricWriters
 from tandem.observe.health import Health
 from tandem.observe.held_out_accuracy import LowStart
 from tandem.observe.run_folder.curves_file import CurvesFile
-from tandem.observe.run_folder.guest_servers import GuestServersFile
+from tandem.observe.run_folder.engine_servers import EngineServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.timeline import StepSpans
 
@@ -47,7 +47,7 @@ class Metrics(Observer):
     def __init__(self, exporter: Exporter, live: LiveFile, newest: StepRecord | None) -> None:
         """`live` has the state of the run; `newest` is the step that it continues after, None at its beginning."""
         self._exporter, self._live = exporter, live
-        exporter.begin_term(newest)
+        exporter.begin_attempt(newest)
 
     def refitted(self, record: RefitRecord) -> None:
         """Count a version that has reached engines."""
@@ -186,18 +186,18 @@ class Curves(Observer):
             self._news.append(f"curves are read from the journal, which takes longer: {error}")
 
 
-class GuestServers(Observer):
+class EngineServers(Observer):
     """The addresses at which the run's engines answer OpenAI's API."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = GuestServersFile(folder)
+        self._file = EngineServersFile(folder)
         self._news: list[str] = []
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note the address of an engine that was just built."""
-        if isinstance(reply, EngineBuilt) and reply.guests is not None:
-            self._file.open(process, reply.guests)
-            self._news.append(f"{process} answers OpenAI's API at {reply.guests.url}/v1")
+        if isinstance(reply, EngineBuilt) and reply.external_requests is not None:
+            self._file.open(process, reply.external_requests)
+            self._news.append(f"{process} answers OpenAI's API at {reply.external_requests.url}/v1")
 
     def lost(self, process: str) -> None:
         """Note that the engine answers no more."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import ValidPart, load_config, valid_part
+from tandem.coordinator.preparing.custom_code import imported_apart
 from tandem.coordinator.preparing.hub_data import missing_data
 from tandem.coordinator.preparing.hub_models import missing_models
-from tandem.coordinator.preparing.own_code import imported_apart
 from tandem.coordinator.preparing.prerequisite import Mode
 from tandem.launch.launch import make_importable
 

@@ -28,11 +28,11 @@ from tandem.config.models.model_sizes import model_config
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.observers.watching import serve_prometheus
+from tandem.coordinator.preparing.custom_code import imported_apart
 from tandem.coordinator.preparing.hub_data import find_data
 from tandem.coordinator.preparing.hub_models import find_on_hub
 from tandem.coordinator.preparing.model_folder import check_model
 from tandem.coordinator.preparing.needed_models import missing_models
-from tandem.coordinator.preparing.own_code import imported_apart
 from tandem.coordinator.preparing.prerequisite import (
     Mode,
     Ready,
@@ -267,7 +267,7 @@ def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | 
 def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
     """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
     policy = config.policy
-    folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    folder, is_custom = Path(policy.model_name), policy.tokenizer.name == policy.model_name
     if policy.new_model is not None:  # even if its folder exists
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
@@ -277,5 +277,5 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
         write_new_model(made := scratch / "model", policy.new_model)
     else:
-        made, is_own = folder, False
-    return load_tokenizer(config, made if is_own else None)
+        made, is_custom = folder, False
+    return load_tokenizer(config, made if is_custom else None)

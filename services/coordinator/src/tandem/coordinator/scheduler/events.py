@@ -8,12 +8,11 @@ import msgspec
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import (
-    Attest,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
-    ConnectMesh,
+    ConnectTransferGroup,
     CopyWeights,
     Failed,
     InstallProgram,
@@ -22,6 +21,7 @@ from tandem.common.messages import (
     Purpose,
     Refit,
     Reply,
+    ReportDigests,
     RestoreSamples,
     SampleScored,
     SaveCheckpoint,
@@ -51,7 +51,7 @@ Place = tuple[int, int]
 """A group's place in the data: the step that trains on it, and its number there."""
 
 
-class KeptGroup(msgspec.Struct, frozen=True):
+class RestoredGroup(msgspec.Struct, frozen=True):
     """The location of a restored group."""
 
     file: str
@@ -121,11 +121,11 @@ class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
     """The demand of each group on an engine, in order."""
 
 
-class KeptFound(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `FindKept`: groups that were generated before and are yet to be trained on."""
+class RestoredFound(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `FindRestored`: groups that were generated before and are yet to be trained on."""
 
     now: float
-    groups: Mapping[Place, KeptGroup]
+    groups: Mapping[Place, RestoredGroup]
 
 
 class Ticked(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +140,14 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | AwaitedByHand | ToldToLeave | PromptsDrawn | KeptFound | Ticked | Interrupted
+Event = (
+    Joined | Replied | Erred | Lost | AwaitedByHand | ToldToLeave | PromptsDrawn | RestoredFound | Ticked | Interrupted
+)
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
 
-PlainOrder = (
+PlainCommand = (
     OpenRendezvous
     | BuildTrainer
     | SaveCheckpoint
@@ -154,9 +156,9 @@ PlainOrder = (
     | BuildEngine
     | PlanTransfers
     | InstallProgram
-    | ConnectMesh
+    | ConnectTransferGroup
     | Refit
-    | Attest
+    | ReportDigests
     | CommitVersion
     | RestoreSamples
 )
@@ -167,7 +169,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     """Send this command."""
 
     member: str
-    order: PlainOrder
+    command: PlainCommand
 
 
 class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +180,8 @@ class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
     groups: range
 
 
-class FindKept(msgspec.Struct, frozen=True, kw_only=True):
-    """Find the groups generated before that no engine is still writing, and answer with `KeptFound`."""
+class FindRestored(msgspec.Struct, frozen=True, kw_only=True):
+    """Find the groups generated before that no engine is still writing, and answer with `RestoredFound`."""
 
 
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +235,7 @@ class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class DropKept(msgspec.Struct, frozen=True, kw_only=True):
+class DropRestored(msgspec.Struct, frozen=True, kw_only=True):
     """Drop the restored groups that were made with this version or a later one."""
 
     version: int
@@ -271,7 +273,7 @@ class RecordRefit(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     engines: tuple[str, ...]
     seconds: dict[str, float]
-    """Wall seconds by phase: ``transfer``, ``attest`` (beside other work), ``commit``."""
+    """Wall seconds by phase: ``transfer``, ``verify`` (beside other work), ``commit``."""
     digest: int
     """Digest of the whole version; zero if it was not verified."""
     predicted_s: float
@@ -317,13 +319,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 Action = (
     Dispatch
     | DrawPrompts
-    | FindKept
+    | FindRestored
     | DispatchPrompts
     | DispatchBatch
     | DispatchRecord
     | StepValidated
     | StepRecorded
-    | DropKept
+    | DropRestored
     | DiscardSamples
     | Replace
     | LetGo

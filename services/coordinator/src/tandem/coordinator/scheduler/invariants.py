@@ -62,11 +62,11 @@ def _validate_engines(scheduler: Scheduler) -> None:
     engines, tables = scheduler.engines, scheduler.tables
     both = tables.trainers_use_devices and tables.engines_use_devices
     assert not both, "engines measure the memory of a GPU while trainers work on it"
-    assert engines.num_attested == sum(engines[name].is_attested for name in engines), "attested engines are counted"
+    assert engines.num_verified == sum(engines[name].is_verified for name in engines), "verified engines are counted"
     for name in engines:
         engine = engines[name]
         assert engine.version <= scheduler.weights.version, f"{name} holds what no trainer has made"
-        assert engine.status is Status.HOLDING or not engine.is_attested, f"{name}: attested is what is held"
+        assert engine.status is Status.HOLDING or not engine.is_verified, f"{name}: verified is what is held"
         in_flight = scheduler.groups.of_engine(name, GroupState.IN_FLIGHT)
         assert scheduler.groups.num_in_flight(name) == len(in_flight), f"{name}: what is in flight is counted"
         if in_flight:

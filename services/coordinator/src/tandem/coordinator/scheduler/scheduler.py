@@ -36,10 +36,10 @@ from tandem.coordinator.scheduler.events import (
     Event,
     Interrupted,
     Joined,
-    KeptFound,
     Lost,
     PromptsDrawn,
     Replied,
+    RestoredFound,
     Ticked,
     ToldToLeave,
 )
@@ -140,7 +140,7 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
         case PromptsDrawn():
             generation.take_prompts(tables, event)
             return []
-        case KeptFound(groups=groups):
+        case RestoredFound(groups=groups):
             tables.restored = RestoredGroups(groups)
             return []
         case Ticked() if tables.is_all_in_time:

@@ -216,7 +216,7 @@ class Tables:
         if saving.is_copied or (progress.is_trained and not progress.is_committed and self.must_save):
             return Phase.SAVING
         if progress.is_committed:
-            return Phase.WRITING if saving.is_out else Phase.ATTESTING
+            return Phase.WRITING if saving.is_out else Phase.VERIFYING
         return Phase.GENERATING
 
     def is_free(self, engine: str) -> bool:

@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | None, console: Console) -> None:
     """Print the costs and gains of each age; `predicted_refit_s` stands in where no refit was measured."""
     said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
-    if config.takes_turns and not {*said} >= _NEEDED:
+    if config.is_colocated and not {*said} >= _NEEDED:
         console.print(
             "  synchronous: generation and training take turns on their devices "
             "(policy.generation.colocated.enabled: true)"

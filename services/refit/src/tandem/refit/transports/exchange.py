@@ -24,7 +24,7 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transfer import Transfer, TransferGroup
 from tandem.refit.transports.buckets import divide
 from tandem.refit.transports.copying import Copier
 from tandem.refit.transports.memory import Memory, destination_side, source_side, torch_dtype
@@ -56,7 +56,7 @@ class MeshEnd(NamedTuple):
     """One process's end of a transfer group, to which its messages are bound."""
 
     member: str
-    mesh: Mesh
+    transfer_group: TransferGroup
     memory: Memory
     device: torch.device
     """Device of the messages: the parameters' own, unless the group connects CPUs."""
@@ -75,7 +75,7 @@ class Channel:
         self.messages = list(self._messages(end))
 
     def _messages(self, end: MeshEnd) -> Iterator[_BoundMessage]:
-        limit = bucket_bytes(len(end.mesh.members), self.transfer.num_bytes)
+        limit = bucket_bytes(len(end.transfer_group.members), self.transfer.num_bytes)
         buckets = divide(self.transfer.copies, limit)
         copies = buckets.copies
         side = (
@@ -91,7 +91,7 @@ class Channel:
             (num for num, is_there in zip(buckets.num_bytes_B, in_place_B, strict=True) if not is_there), default=0
         )
         slots = [torch.empty(largest, dtype=torch.uint8, device=end.device) for _ in range(DEPTH if largest else 0)]
-        places, rank = buckets.place_K.tolist(), end.mesh.members.index(self.peer)
+        places, rank = buckets.place_K.tolist(), end.transfer_group.members.index(self.peer)
         for wave, rows in enumerate(rows_B):
             own, copier = [views[row] for row in rows], None
             if in_place_B[wave]:
@@ -143,10 +143,11 @@ class Exchange:
     def group(self) -> Group:
         """Return the group in use now. Raises `RefitError` if it is not connected."""
         end = self._end
-        found = self._groups.get(end.mesh.name)
-        if found is None or found.mesh.members != end.mesh.members:
+        found = self._groups.get(end.transfer_group.name)
+        if found is None or found.transfer_group.members != end.transfer_group.members:
             raise RefitError(
-                f"{end.member} is not connected to mesh {end.mesh.name!r} of {', '.join(end.mesh.members)}"
+                f"{end.member} is not connected to transfer group {end.transfer_group.name!r} of "
+                f"{', '.join(end.transfer_group.members)}"
             )
         if found.device != end.device:  # parameters on a GPU, group on CPUs: messages go where the group is
             self._end = end._replace(device=found.device)
@@ -240,7 +241,7 @@ def run_all(
             except RefitError as error:
                 errors.append(error)
     on_cpu = [[pair] for pair in found if pair[1].queue is None]
-    on_gpu = sorted((pair for pair in found if pair[1].queue is not None), key=lambda pair: pair[1].mesh.name)
+    on_gpu = sorted((pair for pair in found if pair[1].queue is not None), key=lambda pair: pair[1].transfer_group.name)
     teams = [*on_cpu, on_gpu] if on_gpu else on_cpu
     # One thread per group, so that a slow or stuck one does not delay the others.
     threads = [threading.Thread(target=_run_team, args=(team, deadline, only, counted, errors)) for team in teams[1:]]

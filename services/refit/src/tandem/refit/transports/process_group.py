@@ -24,7 +24,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 
 _POLL_S = 0.0002
 """Interval between checks of a GPU's progress."""
@@ -85,8 +85,8 @@ class _Guarded(NamedTuple):
 class Group:
     """One process's end of a connected transfer group. Not thread-safe."""
 
-    def __init__(self, mesh: Mesh, member: str, device: torch.device, backend: Any) -> None:
-        self.mesh = mesh
+    def __init__(self, transfer_group: TransferGroup, member: str, device: torch.device, backend: Any) -> None:
+        self.transfer_group = transfer_group
         self.member = member
         self.device = device
         self.closed_because = ""
@@ -102,7 +102,7 @@ class Group:
         meet the k-th call of each of its peers.
         """
         if self._backend is None:
-            return f"mesh {self.mesh.name!r} was closed before: {self.closed_because}"
+            return f"transfer group {self.transfer_group.name!r} was closed before: {self.closed_because}"
         try:
             if self.device.type == "cpu":
                 for message in messages:
@@ -171,27 +171,29 @@ class Group:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
 
 
-def announce(mesh: Mesh, member: str, store: Store) -> None:
+def announce(transfer_group: TransferGroup, member: str, store: Store) -> None:
     """Announce `member` to the others, as `connect` does too; the arguments are the same. Raises `RefitError`.
 
     A process that announces itself, and does other work until none is `absent`, waits for no other in `connect`.
     """
-    if member not in mesh.members:
-        raise RefitError(f"{member} is not in mesh {mesh.name!r}")
-    PrefixStore(mesh.name, store).set(f"{mesh.members.index(member)} is there", "")
+    if member not in transfer_group.members:
+        raise RefitError(f"{member} is not in transfer group {transfer_group.name!r}")
+    PrefixStore(transfer_group.name, store).set(f"{transfer_group.members.index(member)} is there", "")
 
 
-def absent(mesh: Mesh, store: Store) -> list[str]:
+def absent(transfer_group: TransferGroup, store: Store) -> list[str]:
     """Return the processes of a transfer group that have not announced themselves."""
-    prefixed = PrefixStore(mesh.name, store)
-    return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"{rank} is there"])]
+    prefixed = PrefixStore(transfer_group.name, store)
+    return [name for rank, name in enumerate(transfer_group.members) if not prefixed.check([f"{rank} is there"])]
 
 
-def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout_s: float, address: str = "") -> Group:
+def connect(
+    transfer_group: TransferGroup, member: str, store: Store, device: torch.device, timeout_s: float, address: str = ""
+) -> Group:
     """Join a transfer group, and return when every process has.
 
     Args:
-        mesh: the group.
+        transfer_group: the group.
         member: this process.
         store: the same for all, prefixed by the caller with a string that is new for each attempt.
         device: where this process has its memory. NCCL connects groups on GPUs. In a group on CPUs, connected by gloo,
@@ -204,20 +206,24 @@ def connect(mesh: Mesh, member: str, store: Store, device: torch.device, timeout
 
     """
     deadline = time.monotonic() + timeout_s
-    announce(mesh, member, store)
-    own, rank = device if mesh.device_type == "cuda" else torch.device("cpu"), mesh.members.index(member)
-    prefixed = PrefixStore(mesh.name, store)
+    announce(transfer_group, member, store)
+    own, rank = (
+        device if transfer_group.device_type == "cuda" else torch.device("cpu"),
+        transfer_group.members.index(member),
+    )
+    prefixed = PrefixStore(transfer_group.name, store)
     try:
-        _await_members(mesh, member, prefixed, timeout_s)
+        _await_members(transfer_group, member, prefixed, timeout_s)
         left = _left(deadline)
         backend: Any
         if own.type == "cpu":
-            backend = _gloo(prefixed, rank, mesh, left, address)
+            backend = _gloo(prefixed, rank, transfer_group, left, address)
         else:
-            backend = _nccl(prefixed, rank, mesh, left, own)
+            backend = _nccl(prefixed, rank, transfer_group, left, own)
     except RuntimeError as error:
-        raise RefitError(f"{member} could not connect mesh {mesh.name!r}: {_reason(str(error))}") from error
-    return Group(mesh, member, own, backend)
+        what = f"could not connect transfer group {transfer_group.name!r}"
+        raise RefitError(f"{member} {what}: {_reason(str(error))}") from error
+    return Group(transfer_group, member, own, backend)
 
 
 def poll(is_done: Any, deadline: float) -> bool:
@@ -234,28 +240,31 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _await_members(mesh: Mesh, member: str, store: Store, timeout_s: float) -> None:
-    keys = [f"{rank} is there" for rank in range(len(mesh.members))]
+def _await_members(transfer_group: TransferGroup, member: str, store: Store, timeout_s: float) -> None:
+    keys = [f"{rank} is there" for rank in range(len(transfer_group.members))]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        if not (missing := [name for name, key in zip(mesh.members, keys, strict=True) if not store.check([key])]):
+        if not (
+            missing := [name for name, key in zip(transfer_group.members, keys, strict=True) if not store.check([key])]
+        ):
             raise
         raise RefitError(
-            f"{member} waited {timeout_s:g} s for {', '.join(missing)} to connect mesh {mesh.name!r}"
+            f"{member} waited {timeout_s:g} s for {', '.join(missing)} to connect transfer group "
+            f"{transfer_group.name!r}"
         ) from error
 
 
-def _gloo(store: Store, rank: int, mesh: Mesh, timeout: timedelta, address: str) -> Any:
+def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timedelta, address: str) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
     # to fall silent; after a peer died in the middle of a message they never do.
     options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=False)]
     options._timeout = min(timeout, _PAIR_TIMEOUT)
-    return ProcessGroupGloo(store, rank, len(mesh.members), options)
+    return ProcessGroupGloo(store, rank, len(transfer_group.members), options)
 
 
-def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch.device) -> Any:
+def _nccl(store: Store, rank: int, transfer_group: TransferGroup, timeout: timedelta, device: torch.device) -> Any:
     from torch.distributed import ProcessGroupNCCL  # not in builds for the CPU
 
     options = ProcessGroupNCCL.Options()
@@ -263,13 +272,16 @@ def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch
     options.config.blocking = 0  # else it would wait forever for a process that dies while it connects
     settings = {**_OWN_ERROR_HANDLING, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout.total_seconds()))}
     with _environment(settings):
-        backend: Any = ProcessGroupNCCL(store, rank, len(mesh.members), options)
+        backend: Any = ProcessGroupNCCL(store, rank, len(transfer_group.members), options)
         # The first collective creates the communicator of all processes; later messages may involve only some.
         with torch.cuda.device(device):
             met = backend.allreduce([torch.ones(1, device=device)])
     if not poll(met.is_completed, time.monotonic() + timeout.total_seconds()):
         backend.abort()
-        raise RefitError(f"{mesh.members[rank]}: mesh {mesh.name!r} was not connected by NCCL before the deadline")
+        raise RefitError(
+            f"{transfer_group.members[rank]}: transfer group {transfer_group.name!r} was not connected by NCCL before "
+            "the deadline"
+        )
     return backend
 
 

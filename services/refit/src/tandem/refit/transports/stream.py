@@ -48,10 +48,10 @@ class Stream(Transport):
 
         by_mesh: dict[str, list[Transfer]] = {}
         for transfer in transfers:
-            by_mesh.setdefault(transfer.mesh, []).append(transfer)
+            by_mesh.setdefault(transfer.transfer_group, []).append(transfer)
         return Streams(
             [
-                Exchange(of_mesh, MeshEnd(end.member, end.meshes[name], end.memory, end.device), end.groups)
+                Exchange(of_mesh, MeshEnd(end.member, end.transfer_groups[name], end.memory, end.device), end.groups)
                 for name, of_mesh in by_mesh.items()
             ]
         )

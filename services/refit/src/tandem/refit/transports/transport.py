@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tandem.common.worker_shards import process_of
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Address, Layout, Storage
-from tandem.refit.transfer import Copies, Mesh, Transfer
+from tandem.refit.transfer import Copies, Transfer, TransferGroup
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
@@ -59,7 +59,7 @@ class End(NamedTuple):
     memory: Memory
     device: torch.device
     """Device of the parameters."""
-    meshes: Mapping[str, Mesh]
+    transfer_groups: Mapping[str, TransferGroup]
     """The program's transfer groups, by name."""
     groups: Mapping[str, Group]
     """Connected transfer groups by name, looked up at each run."""

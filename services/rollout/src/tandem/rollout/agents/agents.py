@@ -94,10 +94,10 @@ class Agents:
 
     # --- called by the thread that drives the engine -----------------------------------------------------------------
 
-    def begin(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
+    def begin(self, number: int, group: PromptGroup, sample: int, command: Generate) -> None:
         """Have an episode played as soon as there is room."""
         self._wanted.add(number)
-        self._loop.call_soon_threadsafe(self._start, number, group, sample, order)
+        self._loop.call_soon_threadsafe(self._start, number, group, sample, command)
 
     def work(self) -> bool:
         """Have one token made for each request, or wait a moment for a request; return whether there was any."""
@@ -154,9 +154,9 @@ class Agents:
 
     # --- the event loop ----------------------------------------------------------------------------------------------
 
-    def _start(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
+    def _start(self, number: int, group: PromptGroup, sample: int, command: Generate) -> None:
         def begin() -> Episode:
-            return Episode(number, group, sample, order, self._config, self._driver, self._tokenizer)
+            return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer)
 
         self._playing[number] = task = asyncio.create_task(self._play(begin))
         task.add_done_callback(lambda _: self._playing.pop(number, None))

@@ -50,7 +50,7 @@ class Episode(ServedModel):
         number: int,
         group: PromptGroup,
         sample: int,
-        order: Generate,
+        command: Generate,
         config: Config,
         driver: EngineDriver,
         tokenizer: Tokenizer,
@@ -62,12 +62,12 @@ class Episode(ServedModel):
             self,
             max_length=config.policy.max_total_sequence_length,
             vocabulary=vocabulary_size(config.policy),
-            stop_token_ids=order.sampling.stop_token_ids,
+            stop_token_ids=command.sampling.stop_token_ids,
             aliases=[config.policy.model_name],
             tool_call_parser=config.policy.generation.tool_call_parser,
         )
         self.number = number
-        self.order = order
+        self.command = command
         self.session = Session(group, sample, tokenizer, replayed_experts(config))
         self.secret = secrets.token_urlsafe(24)
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
@@ -89,8 +89,8 @@ class Episode(ServedModel):
             "base_url": f"{url}/v1",
             "api_key": self.secret,
             "model": self.name,
-            "purpose": self.order.purpose,
-            "step": self.order.step,
+            "purpose": self.command.purpose,
+            "step": self.command.step,
             "sample": self.session.sample,
             "seed": group.seeds[self.session.sample],
             "problem": msgspec.to_builtins(group.problem),
@@ -141,7 +141,7 @@ class Episode(ServedModel):
 
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
         """Return sampling parameters as training assumes them. Raises `Refused` for any that would change that."""
-        own = self.order.sampling
+        own = self.command.sampling
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
             said, wanted = getattr(asked, name), getattr(own, name)
             if said not in (neutral, wanted):
@@ -214,10 +214,10 @@ def read_reward(body: bytes) -> Score:
     if "reward" not in said or unknown:
         what = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
         raise RewardError(f"the reward posted {what}; it may have 'reward', 'correct' and 'components'")
-    reward = checked(Score(said["reward"], correct=False), converses=False)
+    reward = checked(Score(said["reward"], correct=False), is_multi_turn=False)
     assert isinstance(reward, Score), "nothing else was made"
     correct = reward.reward > 0 if said.get("correct") is None else said["correct"]
-    score = checked(Score(reward.reward, correct, said.get("components") or {}), converses=False)
+    score = checked(Score(reward.reward, correct, said.get("components") or {}), is_multi_turn=False)
     assert isinstance(score, Score), "nothing else was made"
     return score
 

@@ -44,7 +44,7 @@ class Launcher:
             descriptors = [far.fileno(), *streams, order]
             for _ in range(_MOST_STARTS):
                 try:
-                    socket.send_fds(self._process.orders, [b"."], descriptors)
+                    socket.send_fds(self._process.commands, [b"."], descriptors)
                     return lifeline
                 except ConnectionError:
                     how = how_it_ended(self._process.lifeline)

@@ -12,11 +12,11 @@ from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
-from tandem.refit.endpoint import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.process_group import Meeting
+from tandem.refit.weight_client import Digesting, Holder, Installed
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
@@ -45,12 +45,12 @@ class NoRefits:
         """Refuse to install programs."""
         raise RefitError(_NO_REFITS)
 
-    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Refuse to connect."""
         raise RefitError(_NO_REFITS)
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Refuse to apply a version."""
         raise RefitError(_NO_REFITS)
@@ -118,23 +118,27 @@ class RefittedEngine:
         self._member = process_of(programs[0].member)
         return self._weights.install(programs)
 
-    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Join a transfer group over which weights stream. Raises `RefitError`."""
-        self._weights.connect(mesh, meeting, timeout_s)
+        self._weights.connect(transfer_group, meeting, timeout_s)
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str] = (), newcomers: Collection[str] | None = None
+        self,
+        version: int,
+        deadline_s: float,
+        only: Collection[str] = (),
+        joining_engines: Collection[str] | None = None,
     ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
         Running requests go on; their tokens carry the new version from here on. If this raises `RefitError`, `version`
         is None until a later `apply` succeeds. An engine that is not among `only` only passes its weights on.
-        `newcomers` are the joining engines, which also get what never changes; None means all.
+        `joining_engines` are the joining engines, which also get what never changes; None means all.
         """
         if only and self._member not in only:
-            return self._weights.apply(version, deadline_s, only, newcomers)
+            return self._weights.apply(version, deadline_s, only, joining_engines)
         self._version = None
-        num_bytes = self._weights.apply(version, deadline_s, only, newcomers)
+        num_bytes = self._weights.apply(version, deadline_s, only, joining_engines)
         self._take_weights()
         self._version = version
         return num_bytes

@@ -15,8 +15,8 @@ from tandem.common.errors import ModelError
 from tandem.common.segments import unstable_rotation
 from tandem.config.models.hf_config import load_config
 from tandem.refit.adapters.huggingface import as_checkpoint
-from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import LayoutBuilder, whole
+from tandem.refit.weight_client import Weights, device_name, host_name
 from tandem.rollout.engines.attention import ATTENTION_NAME
 
 

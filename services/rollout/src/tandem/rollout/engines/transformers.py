@@ -284,7 +284,7 @@ class TransformersEngine(RefittedEngine):
         if not len(slot_F):
             return []
         slots = self._slots
-        arrivals = [slots.sequences[slot].arrival for slot in slot_F.tolist()]
+        joining_engines = [slots.sequences[slot].arrival for slot in slot_F.tolist()]
         completions = [slots.completion(slot, why) for slot, why in zip(slot_F.tolist(), finish_reasons, strict=True)]
         if self._served is not None:
             completions = [self._served.finish(completion) for completion in completions]
@@ -292,7 +292,7 @@ class TransformersEngine(RefittedEngine):
         if len(source_M):
             with torch.inference_mode():
                 self._cache.move(source_M, destination_M, int(slots.length_S[destination_M].max()))
-        return [completions[index] for index in np.argsort(arrivals).tolist()]
+        return [completions[index] for index in np.argsort(joining_engines).tolist()]
 
     def _probe(self) -> None:
         """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused at once."""

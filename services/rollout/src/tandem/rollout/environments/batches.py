@@ -71,6 +71,6 @@ def _outcomes(environment: BatchEnvironment, batch: Sequence[_Waiting]) -> list[
     except Exception as error:  # for example out of memory
         return [failure_of(error, "") for _ in batch]
     return [
-        outcome_of(each.call, lambda *_, score=score: score, converses=False, module="")
+        outcome_of(each.call, lambda *_, score=score: score, is_multi_turn=False, module="")
         for each, score in zip(batch, scores, strict=True)
     ]

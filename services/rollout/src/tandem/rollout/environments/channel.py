@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 from tandem.rollout.environments.environment import RunsIn
 from tandem.rollout.environments.outcomes import Outcome
 
@@ -30,14 +30,14 @@ class Imported(msgspec.Struct, frozen=True):
 class Begin(msgspec.Struct, frozen=True):
     """The first message to a worker."""
 
-    engine: GuestServer | None = None
+    engine: EngineServer | None = None
     """Address of the rollout's own engine."""
 
 
 class Ready(msgspec.Struct, frozen=True):
     """The report that a worker has its environment."""
 
-    converses: bool = False
+    is_multi_turn: bool = False
     is_async: bool = False
     batch_size: int = 0
     """Calls that it scores at once; 0 if it scores each by itself."""

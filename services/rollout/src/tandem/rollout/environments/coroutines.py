@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from tandem.rollout.environments.channel import Answer, Reader, packed
-from tandem.rollout.environments.environment import converses, step_of
+from tandem.rollout.environments.environment import is_multi_turn, step_of
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
 from tandem.rollout.environments.printing import bounded
 
@@ -26,7 +26,7 @@ class _Async:
 
     def __init__(self, environment: object, module: str, timeout_s: float) -> None:
         self._step = step_of(environment)  # type: ignore[arg-type]
-        self._converses = converses(environment)  # type: ignore[arg-type]
+        self._is_multi_turn = is_multi_turn(environment)  # type: ignore[arg-type]
         self._module = module
         self._timeout_s = timeout_s
 
@@ -48,7 +48,7 @@ class _Async:
                     result = await result
         except BaseException as error:
             return failure_of(error, self._module)
-        return outcome_of(call, lambda *_: result, converses=self._converses, module=self._module)
+        return outcome_of(call, lambda *_: result, is_multi_turn=self._is_multi_turn, module=self._module)
 
 
 async def _answer(calls: socket.socket, environment: _Async) -> None:

@@ -100,7 +100,7 @@ def step_of(environment: Environment | ConversingEnvironment) -> Step:
     return lambda problem, conversation: score(problem, conversation[-1]["content"])
 
 
-def converses(environment: Environment | ConversingEnvironment) -> bool:
+def is_multi_turn(environment: Environment | ConversingEnvironment) -> bool:
     """Return whether an environment is multi-turn."""
     return callable(getattr(environment, "step", None))
 

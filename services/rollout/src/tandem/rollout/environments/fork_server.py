@@ -30,7 +30,7 @@ from tandem.common.returned import line
 from tandem.config import Config, config_from_json
 from tandem.rollout.environments.batches import answer_in_batches
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
-from tandem.rollout.environments.environment import converses, is_async, step_of
+from tandem.rollout.environments.environment import is_async, is_multi_turn, step_of
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
 from tandem.rollout.environments.printing import bounded, say_left_out
@@ -47,24 +47,24 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     setproctitle("rollout: forks reward workers")  # first: it finds the process's original command line by
     os.environ.update({**_ONE_THREAD, **os.environ})  # the variables' place in memory, which this line changes
     fork_guarded(lifeline_fd, owner)
-    orders = socket.socket(fileno=orders_fd)
+    commands = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)
-    if (settings := receive(orders)) is None:
+    if (settings := receive(commands)) is None:
         return
     config = config_from_json(settings)
     try:
-        orders.sendall(packed(Imported(runs_in=runs_in(config))))
+        commands.sendall(packed(Imported(runs_in=runs_in(config))))
     except Exception as error:  # a built-in environment may lack a package
         what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-        orders.sendall(packed(Imported(error=line(what))))
-    calls = _fork_workers(orders)
+        commands.sendall(packed(Imported(error=line(what))))
+    calls = _fork_workers(commands)
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
             _work(calls, config)
         say_left_out()
 
 
-def _fork_workers(orders: socket.socket) -> socket.socket | None:
+def _fork_workers(commands: socket.socket) -> socket.socket | None:
     """Fork on each command; return in each worker with its calls, and at the end with none."""
     server = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guardian needs to be collected
@@ -72,12 +72,12 @@ def _fork_workers(orders: socket.socket) -> socket.socket | None:
     for stream in (sys.stdout, sys.stderr):  # or each worker would write the buffer again
         stream.flush()
     while True:
-        word, descriptors, *_ = socket.recv_fds(orders, 1, 2)
+        word, descriptors, *_ = socket.recv_fds(commands, 1, 2)
         if not word:
             return None
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            orders.close()
+            commands.close()
             calls, lifeline = descriptors
             fork_guarded(lifeline, server)
             os.setsid()  # a worker that kills its own process group must not kill the run
@@ -105,14 +105,14 @@ def _work(calls: socket.socket, config: Config) -> None:
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
-    calls.sendall(packed(Ready(converses=converses(environment), is_async=is_async(environment))))
+    calls.sendall(packed(Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
         coroutines = importlib.import_module("tandem.rollout.environments.coroutines")  # asyncio takes a while
         coroutines.answer_at_once(calls, environment, module, settings.longest_call_s)
     else:
-        step, may_answer = step_of(environment), converses(environment)
-        _answer_in_turn(calls, lambda call: outcome_of(call, step, converses=may_answer, module=module))
+        step, may_answer = step_of(environment), is_multi_turn(environment)
+        _answer_in_turn(calls, lambda call: outcome_of(call, step, is_multi_turn=may_answer, module=module))
 
 
 def _work_in_batches(calls: socket.socket, config: Config) -> None:

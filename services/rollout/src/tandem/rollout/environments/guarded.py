@@ -18,7 +18,7 @@ class GuardedProcess:
     """
 
     def __init__(self, module: str) -> None:
-        self.orders, theirs = socket.socketpair()
+        self.commands, theirs = socket.socketpair()
         self.lifeline, far = socket.socketpair()
         with theirs, far:
             descriptors = (theirs.fileno(), far.fileno())
@@ -28,7 +28,7 @@ class GuardedProcess:
 
     def close(self) -> None:
         """End the process and everything below it."""
-        self.orders.close()
+        self.commands.close()
         self.lifeline.close()
         try:
             self._process.wait(_GUARDIAN_S)

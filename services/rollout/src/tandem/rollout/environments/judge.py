@@ -20,7 +20,7 @@ import msgspec
 import openai
 
 from tandem.common.errors import ConfigError
-from tandem.common.messages import GuestServer, Problem
+from tandem.common.messages import EngineServer, Problem
 from tandem.common.templates import fill_template
 from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
@@ -47,7 +47,7 @@ class Judgement(msgspec.Struct, frozen=True):
 class Judge:
     """An environment that asks a model for a score and uses it as the reward."""
 
-    def __init__(self, name: str, settings: Settings, engine: GuestServer | None) -> None:
+    def __init__(self, name: str, settings: Settings, engine: EngineServer | None) -> None:
         """Prepare requests; `engine` is the rollout's own. Raises `ConfigError` if the key or the cache is missing."""
         self._key = f"env.{name}.judge"
         self._settings = settings

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.config.schema import Environment as Settings
@@ -37,7 +37,7 @@ def runs_in(config: Config) -> RunsIn:
     return known
 
 
-def make_environment(config: Config, engine: GuestServer | None = None) -> Environment | ConversingEnvironment:
+def make_environment(config: Config, engine: EngineServer | None = None) -> Environment | ConversingEnvironment:
     """Build the environment that ``data.environment`` names. Raises `ConfigError` if that fails.
 
     `engine` is the rollout's own, for a judge.

@@ -69,7 +69,7 @@ class Job(msgspec.Struct, eq=False):
     started: float | None = None
 
 
-def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, converses: bool, module: str) -> Outcome:
+def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, is_multi_turn: bool, module: str) -> Outcome:
     """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
     try:
         with bounded(call.step):
@@ -77,19 +77,19 @@ def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, conve
     except BaseException as error:  # sys.exit(), for example
         return failure_of(error, module)
     try:
-        return checked(result, converses=converses)
+        return checked(result, is_multi_turn=is_multi_turn)
     except RewardError as error:
         return Failure(line(str(error)))
     except Exception as error:  # the result may have methods of its own
         return failure_of(error, module)
 
 
-def checked(result: object, *, converses: bool) -> Score | Turn:
+def checked(result: object, *, is_multi_turn: bool) -> Score | Turn:
     """Return an environment's result as plain numbers and text; it may come from anyone.
 
     Raises `RewardError`.
     """
-    if converses and isinstance(result, Turn):
+    if is_multi_turn and isinstance(result, Turn):
         return Turn(_messages(result.messages), finite_number(result.reward, "the reward"))
     if isinstance(result, Score):
         return Score(
@@ -102,7 +102,7 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
     returned = type(result).__name__
     raise RewardError(
         f"step() returned {returned}, not a Score or a Turn"
-        if converses
+        if is_multi_turn
         else f"score() returned {returned}, not a Score"
     )
 

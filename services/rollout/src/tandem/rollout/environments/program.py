@@ -50,7 +50,7 @@ class Program(NamedTuple):
 class ProgramPool:
     """A pool that asks a program to score responses."""
 
-    converses = False
+    is_multi_turn = False
 
     def __init__(self, program: Program, config: Config) -> None:
         """Begin to connect."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.common.messages import GuestServer, PromptGroup
+from tandem.common.messages import EngineServer, PromptGroup
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import Score, Turn
@@ -30,14 +30,14 @@ class Environments:
         """Return whether a prompt may name this environment."""
         return environment in self._scorers or (not environment and len(self._scorers) == 1)
 
-    def await_ready(self, engine: GuestServer | None = None) -> None:
+    def await_ready(self, engine: EngineServer | None = None) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if an environment cannot be made."""
         for scorer in self._scorers.values():
             scorer.await_ready(engine)
 
-    def converses(self, group: PromptGroup) -> bool:
+    def is_multi_turn(self, group: PromptGroup) -> bool:
         """Return whether a response to this prompt may be answered."""
-        return self._of(group).converses
+        return self._of(group).is_multi_turn
 
     def submit(self, key: int, group: PromptGroup, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from tandem.common.errors import RewardError
-from tandem.common.messages import GuestServer, Problem
+from tandem.common.messages import EngineServer, Problem
 from tandem.common.returned import sayable
 from tandem.common.texts import visible
 from tandem.config import Config
@@ -84,15 +84,15 @@ class Scorer:
         self._name = str(config.data.environment)
         settings = config.env[self._name]
         self._faults = FaultPolicy(config)
-        self.converses = False
+        self.is_multi_turn = False
         """Whether a response may be answered; otherwise each is scored."""
-        is_apart = settings.is_own or settings.judge or settings.is_reward_model or self._name in HEAVY
+        is_apart = settings.is_custom or settings.judge or settings.is_reward_model or self._name in HEAVY
         self._server = ForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
         self._wanted: dict[int, Job] = {}
         self._num_calls = 0
 
-    def await_ready(self, engine: GuestServer | None = None) -> None:
+    def await_ready(self, engine: EngineServer | None = None) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made.
 
         `engine` is the rollout's own, for a judge.
@@ -109,11 +109,11 @@ class Scorer:
             if self._server is not None:
                 self._server.watch()
             self._pool = ThreadPool(self._config)
-            self.converses = self._pool.converses
+            self.is_multi_turn = self._pool.is_multi_turn
         else:
             assert self._server is not None
             self._pool = WorkerPool(self._server, self._config, engine)
-            self.converses = self._pool.await_ready()
+            self.is_multi_turn = self._pool.await_ready()
 
     def submit(self, key: int, problem: Problem, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""

@@ -13,7 +13,7 @@ import time
 
 from tandem.common.messages import Problem
 from tandem.config import Config
-from tandem.rollout.environments.environment import converses, step_of
+from tandem.rollout.environments.environment import is_multi_turn, step_of
 from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
 from tandem.rollout.environments.printing import bounded, say_left_out
@@ -28,7 +28,7 @@ class ThreadPool:
         settings = config.env[str(config.data.environment)]
         with bounded():
             environment = make_environment(config)
-        self.converses = converses(environment)
+        self.is_multi_turn = is_multi_turn(environment)
         self._timeout_s = settings.timeout_s
         self._module = (settings.class_path or "").rpartition(".")[0]
         self._step = step_of(environment)
@@ -72,7 +72,7 @@ class ThreadPool:
                 continue
             job.started = time.monotonic()
             self._at_work[me] = job
-            outcome = outcome_of(job.call, self._call, converses=self.converses, module=self._module)
+            outcome = outcome_of(job.call, self._call, is_multi_turn=self.is_multi_turn, module=self._module)
             if self._at_work.get(me) is not job:
                 return  # its call was given up
             self._at_work[me] = None

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.errors import ConfigError, HelperLost, RewardError
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
 from tandem.config import Config, config_to_json
@@ -72,9 +72,9 @@ class ForkServer:
 
     def _start(self) -> None:
         self._process = GuardedProcess(f"{__package__}.fork_server")
-        self._orders, self._lifeline = self._process.orders, self._process.lifeline
+        self._commands, self._lifeline = self._process.commands, self._process.lifeline
         with contextlib.suppress(ConnectionError):  # if it ended at once, that is noticed when it is waited for
-            self._orders.sendall(framed(config_to_json(self._config)))
+            self._commands.sendall(framed(config_to_json(self._config)))
             if self._watches:
                 self._lifeline.sendall(WATCH)
 
@@ -105,15 +105,15 @@ class ForkServer:
         reader = Reader()
         try:
             while True:
-                self._orders.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (data := self._orders.recv(1 << 16)):
+                self._commands.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (data := self._commands.recv(1 << 16)):
                     return None
                 for message in reader.messages(data):
                     return _imported.decode(message)
         except ConnectionError:  # it ended before it read what to import
             return None
         finally:
-            self._orders.settimeout(None)
+            self._commands.settimeout(None)
 
     def fork(self) -> tuple[socket.socket, socket.socket]:
         """Fork a worker; return the socket for its calls, and its lifeline.
@@ -139,7 +139,7 @@ class ForkServer:
                 self._start_again(how)
                 self.imported(self._config.cluster.deadlines.build_s)
             try:
-                socket.send_fds(self._orders, [b"."], descriptors)
+                socket.send_fds(self._commands, [b"."], descriptors)
                 return
             except ConnectionError:
                 how = how_it_ended(self._lifeline)
@@ -262,7 +262,7 @@ class _Vacancy(NamedTuple):
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
-    def __init__(self, server: ForkServer, config: Config, engine: GuestServer | None) -> None:
+    def __init__(self, server: ForkServer, config: Config, engine: EngineServer | None) -> None:
         """Fork the workers; `engine` is the rollout's own, for them to ask."""
         self._server = server
         self._begin = packed(Begin(engine))
@@ -297,7 +297,7 @@ class WorkerPool:
         ready = self._first.get()  # it comes, or the error, within `build_s`
         self.check()
         assert ready is not None
-        return ready.converses
+        return ready.is_multi_turn
 
     def submit(self, job: Job) -> None:
         """Queue a job."""

@@ -49,7 +49,7 @@ class EngineDriver:
         step: Callable[[], list[Completion]] | None = None,
         notify: Callable[[], None] | None = None,
         most_at_once: int = _MAX_UNFINISHED,
-        for_guests: bool = False,
+        for_external_requests: bool = False,
     ) -> None:
         """Own the engine, or share it.
 
@@ -58,15 +58,15 @@ class EngineDriver:
             step: makes the next tokens if others share the engine: calls `Engine.step`, and `hand_out` of each.
             notify: called by the event loop when there is something to do.
             most_at_once: responses that the engine has at the same time; others wait here.
-            for_guests: whether requests are external. Their numbers are negative, and no others are.
+            for_external_requests: whether requests are external. Their numbers are negative, and no others are.
 
         """
         self._engine = engine
         self._step = step or (lambda: engine.step())
         self._notify = notify or (lambda: None)
         self._most_at_once = most_at_once
-        self._for_guests = for_guests
-        self._numbers = itertools.count(-1, -1) if for_guests else itertools.count()
+        self._for_guests = for_external_requests
+        self._numbers = itertools.count(-1, -1) if for_external_requests else itertools.count()
         self._changed = threading.Condition()
         self._arrived: deque[_Stream] = deque()
         self._left: set[_Stream] = set()

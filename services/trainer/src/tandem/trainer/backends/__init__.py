@@ -7,22 +7,22 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tandem.config import Config
-from tandem.config.worlds import World
+from tandem.config.model_groups import ModelGroup
 from tandem.trainer.backend import Backend
 
 
-def make_backend(config: Config, *, checkpoint: Path | None, world: World | None = None) -> Backend:
+def make_backend(config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> Backend:
     """Return this rank's backend: Megatron-Core if it is enabled, even beside FSDP2, and otherwise FSDP2.
 
-    `world` is the model group of the default process group; None if it holds all models. Raises the backend's errors.
+    `model_group` is that of the default process group; None if it holds all models. Raises the backend's errors.
     """
-    name = "policy" if world is None else world.name
+    name = "policy" if model_group is None else model_group.name
     section = config.settings_of(name)
     # Imported on use: each takes seconds, and Megatron-Core need not be installed.
     if not section.megatron_cfg.enabled:
         from tandem.trainer.backends.dtensor import DTensorBackend
 
-        return DTensorBackend(config, checkpoint=checkpoint, world=world)
+        return DTensorBackend(config, checkpoint=checkpoint, model_group=model_group)
     from tandem.trainer.backends.megatron import preparing
 
     preparing.prepare()
@@ -32,4 +32,4 @@ def make_backend(config: Config, *, checkpoint: Path | None, world: World | None
         print(
             "Megatron-Core trains: policy.megatron_cfg wins over policy.dtensor_cfg, which is enabled too", flush=True
         )
-    return MegatronBackend(config, checkpoint=checkpoint, world=world)
+    return MegatronBackend(config, checkpoint=checkpoint, model_group=model_group)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from tandem.config import Config
+from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.config.worlds import World
-from tandem.refit.endpoint import Weights
+from tandem.refit.weight_client import Weights
 from tandem.trainer import shards
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
@@ -30,22 +30,22 @@ class DTensorBackend(HoldingBackend[HeldModel]):
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
 
-    def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
-        """Build the models of a model group; `world` None: of all."""
-        super().__init__(config, world)
-        self._ranks = _arranged(config, self._world.models, self.device)
-        ranks = self._ranks[self._world.name]
+    def __init__(self, config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> None:
+        """Build the models of a model group; `model_group` None: of all."""
+        super().__init__(config, model_group)
+        self._ranks = _arranged(config, self._model_group.models, self.device)
+        ranks = self._ranks[self._model_group.name]
         self.data_parallel_rank = ranks.data.get_local_rank()
         self.data_parallel_size = ranks.data.size()
         self.sequence_divisor = ranks.sequence_divisor
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._world.models))
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
         for name, number in self._to_hold():
             held = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
             if name == "policy":
                 shards.share(held.parameters | held.buffers)
             self._held[name, number] = held
         self.shares_prompts = all(model.shares_prompts for model in self._held.values())
-        first = self._held[self._world.name, 0]
+        first = self._held[self._model_group.name, 0]
         self.num_parameters = sum(parameter.numel() for parameter in first.parameters.values())
         for model in self._trained():
             model.start(checkpoint)
@@ -57,7 +57,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""
-        return self._ranks[self._world.name].sum_over_replicas(values)
+        return self._ranks[self._model_group.name].sum_over_replicas(values)
 
     def weights(self) -> Weights:
         """Return the shards of the policy that this rank holds, in the memory that it trains in."""

@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 import torch.distributed as dist
 
 from tandem.config import Config
+from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.config.worlds import World
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.files import checkpoints
@@ -63,18 +63,18 @@ class HoldingBackend(Generic[AnyHeld]):
     adapters are trained, the reference is the policy with its adapters switched off, and needs no model of its own.
     """
 
-    def __init__(self, config: Config, world: World | None) -> None:
-        """Begin without models. `world` is the model group of the process group; None if it holds all models."""
+    def __init__(self, config: Config, model_group: ModelGroup | None) -> None:
+        """Begin without models. `model_group` is the model group of the process group; None if it holds all models."""
         self._config = config
-        self._world = world or World(models=config.holds, first=0, size=dist.get_world_size())
-        self.device = device_of(self._world.first + dist.get_rank())
+        self._model_group = model_group or ModelGroup(models=config.holds, first=0, size=dist.get_world_size())
+        self.device = device_of(self._model_group.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
 
     def _to_hold(self) -> Iterator[tuple[Model, int]]:
         """Yield the models to hold here, by name and number."""
         adapts = self._config.policy.adapters is not None
-        for name in self._world.models:
+        for name in self._model_group.models:
             if name != "reference" or not adapts:
                 yield from ((name, number) for number in range(self._config.num_of(name)))
 
@@ -98,7 +98,7 @@ class HoldingBackend(Generic[AnyHeld]):
 
         Raises `CheckpointError` if an optimizer's state cannot be saved.
         """
-        return checkpoints.save(folder, self._states(), self._config, first_writer=self._world.first)
+        return checkpoints.save(folder, self._states(), self._config, first_writer=self._model_group.first)
 
     def offload(self) -> None:
         """Free what only training needs: gradients, optimizer states, and parameters that no engine reads."""

@@ -104,13 +104,13 @@ class Joining:
         """Build the engines that have joined, and plan transfers for those that are built."""
         joined = self._having(Stage.WAITING) if may_build else []
         self._stages |= dict.fromkeys(joined, Stage.BUILDING)
-        actions: list[Action] = [self._transfers.order_build(name) for name in joined]
+        actions: list[Action] = [self._transfers.request_build(name) for name in joined]
         built = self._having(Stage.BUILT)
         if built and is_service_able:
-            order = self._transfers.order_plan(trainers, [*engines, *self.planned(), *built])
-            self._plan_request = order.order.command_id
+            command = self._transfers.request_plan(trainers, [*engines, *self.planned(), *built])
+            self._plan_request = command.command.command_id
             self._stages |= dict.fromkeys(built, Stage.PLANNING)
-            actions.append(order)
+            actions.append(command)
         return actions
 
     def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
@@ -155,7 +155,7 @@ class Joining:
         for name in self._having(Stage.PLANNING):
             if self._transfers.extend(name, plan):
                 self._stages[name] = Stage.INSTALLING
-                actions += self._transfers.order_install([name])
+                actions += self._transfers.request_install([name])
             else:
                 self.refused[name] = _STREAMED
         return actions
@@ -219,7 +219,7 @@ class Recovery:
         actions: list[Action] = []
         for name in self._engines.having(Status.JOINED):
             self._engines.move(self._engines[name], Status.BUILDING)
-            actions += self._await(self._engines[name], [self._transfers.order_build(name)])
+            actions += self._await(self._engines[name], [self._transfers.request_build(name)])
         return actions
 
     def go_on(self, engine: Engine) -> list[Action]:
@@ -227,7 +227,7 @@ class Recovery:
         match engine.status:
             case Status.BUILDING:
                 self._engines.move(engine, Status.INSTALLING)
-                return self._await(engine, self._transfers.order_install([engine.name]))
+                return self._await(engine, self._transfers.request_install([engine.name]))
             case Status.INSTALLING:
                 self._engines.move(engine, Status.CONNECTING)
                 return []
@@ -248,5 +248,5 @@ class Recovery:
 
     def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
         """Make an engine wait for the answers to these commands."""
-        engine.awaited = {action.order.command_id for action in actions if isinstance(action, Dispatch)}
+        engine.awaited = {action.command.command_id for action in actions if isinstance(action, Dispatch)}
         return actions

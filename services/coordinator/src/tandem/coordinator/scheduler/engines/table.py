@@ -21,7 +21,7 @@ class Status(enum.Enum):
     JOINED = "waiting to be built"
     BUILDING = "building"
     INSTALLING = "installing its transfer program"
-    CONNECTING = "waiting for its mesh to be connected"
+    CONNECTING = "waiting for its transfer group to be connected"
     READY = "ready for a version"
     REFITTING = "refitting"
     HOLDING = "holding a version"
@@ -41,7 +41,7 @@ class Engine:
         self.status = Status.READY
         self.version = -1
         """The version it holds, or is being refitted to; -1 if it holds no whole version."""
-        self.is_attested = False
+        self.is_verified = False
         """Whether the version is verified: its digests were equal to the trainers'."""
         self.has_frozen = False
         """Whether it has the weights that never change, which came with an earlier version."""
@@ -74,7 +74,7 @@ class EngineTable:
         self._leaving: dict[str, None] = {}
         self.departed = {*departed}
         """The engines that have left and were not replaced."""
-        self.num_attested = 0
+        self.num_verified = 0
         """The number of engines with a verified version."""
 
     def __iter__(self) -> Iterator[str]:
@@ -100,7 +100,7 @@ class EngineTable:
         self._by_status = {status: {} for status in Status}
         self._by_status[Status.READY] = dict.fromkeys(self._engines)
         self._leaving = {}
-        self.num_attested = 0
+        self.num_verified = 0
         self._changed()
         self._changed_leaving()
 
@@ -120,7 +120,7 @@ class EngineTable:
         """Remove an engine that has left."""
         engine = self._engines.pop(name)
         self.departed.add(name)
-        self.attest(engine, is_attested=False)
+        self.verify(engine, is_verified=False)
         del self._by_status[engine.status][name]
         self._leaving.pop(name, None)
         self._changed()
@@ -200,10 +200,10 @@ class EngineTable:
         self._by_status[status][engine.name] = None
         if version is not None:
             engine.version = version
-        self.attest(engine, is_attested=False)
+        self.verify(engine, is_verified=False)
 
-    def attest(self, engine: Engine, *, is_attested: bool) -> None:
+    def verify(self, engine: Engine, *, is_verified: bool) -> None:
         """Note whether the version that an engine holds is verified."""
-        self.num_attested += is_attested - engine.is_attested
-        engine.is_attested = is_attested
+        self.num_verified += is_verified - engine.is_verified
+        engine.is_verified = is_verified
         self._changed()

@@ -1,6 +1,6 @@
 """Planned transfers: the commands that set engines up with layouts, programs and transfer groups.
 
-Weights are streamed over a transfer group (called a mesh in the protocol). Engines that pass weights on to each other
+Weights are streamed over a transfer group. Engines that pass weights on to each other
 share one. Engines that come back to it wait for each other. Then the group is connected anew and they are refitted
 together, so that no engine passes on partial weights.
 """
@@ -14,10 +14,10 @@ import msgspec
 from tandem.common.errors import CommandFailed
 from tandem.common.messages import (
     BuildEngine,
-    ConnectMesh,
+    ConnectTransferGroup,
     EngineBuilt,
     InstallProgram,
-    PlannedMesh,
+    PlannedTransferGroup,
     PlanTransfers,
     Refitted,
     RendezvousOpened,
@@ -51,7 +51,7 @@ class Transfers:
         """The layouts that the plan's programs are for."""
         self._epochs: dict[str, int] = {}
         """How often each transfer group was connected."""
-        self._newcomers: dict[int, tuple[str, ...]] = {}
+        self._joining_engines: dict[int, tuple[str, ...]] = {}
         """The engines that also get the weights that never change, by the id of the pending refit command."""
 
     @property
@@ -78,34 +78,34 @@ class Transfers:
             case _:
                 pass
 
-    def note_refit(self, command_id: int, newcomers: tuple[str, ...]) -> None:
+    def note_refit(self, command_id: int, joining_engines: tuple[str, ...]) -> None:
         """Note the engines that also get the weights that never change with this refit."""
-        self._newcomers[command_id] = newcomers
+        self._joining_engines[command_id] = joining_engines
 
-    def order_build(self, engine: str) -> Dispatch:
+    def request_build(self, engine: str) -> Dispatch:
         """Build an engine, which answers with its layout."""
-        order = BuildEngine(
+        command = BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
             **self._requests.open(engine, Phase.BUILDING, self._build_s),
         )
-        return Dispatch(member=engine, order=order)
+        return Dispatch(member=engine, command=command)
 
     @property
     def is_planning(self) -> bool:
         """Whether the refit service has yet to answer that it knows all layouts."""
         return self._requests.num_for(Phase.PLANNING) > 0
 
-    def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
+    def request_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
         """Plan all transfers from the layouts of trainers and engines."""
-        order = PlanTransfers(
+        command = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._spec.allow_alias,
             alias_frozen=self._spec.alias_frozen,
             **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
-        return Dispatch(member=SERVICE, order=order)
+        return Dispatch(member=SERVICE, command=command)
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
@@ -121,7 +121,7 @@ class Transfers:
         parts = self._layouts[engine]
         if self._programmed.get(engine) == parts:
             return True
-        if any(engine in processes_in(mesh) for mesh in plan.meshes):
+        if any(engine in processes_in(transfer_group) for transfer_group in plan.transfer_groups):
             return False
         self._programmed[engine] = parts
         links, frozen = (
@@ -138,14 +138,14 @@ class Transfers:
         )
         return True
 
-    def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
+    def request_install(self, members: Iterable[str] | None = None) -> list[Action]:
         """Install the programs of all processes, or of the given ones."""
         programs = self.plan.programs
         every_process = dict.fromkeys(map(process_of, programs))
         return [
             Dispatch(
                 member=member,
-                order=InstallProgram(
+                command=InstallProgram(
                     programs=tuple(programs[part] for part in self._layouts[member]),
                     **self._requests.open(member, Phase.INSTALLING, self._build_s),
                 ),
@@ -153,29 +153,32 @@ class Transfers:
             for member in (every_process if members is None else members)
         ]
 
-    def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
+    def request_connect(self, transfer_group: PlannedTransferGroup) -> list[Dispatch]:
         """Connect a transfer group, anew if it was connected before."""
-        epoch = self._epochs[mesh.name] = self._epochs.get(mesh.name, -1) + 1
+        epoch = self._epochs[transfer_group.name] = self._epochs.get(transfer_group.name, -1) + 1
         host, port = self._rendezvous
         return [
             Dispatch(
                 member=member,
-                order=ConnectMesh(
-                    mesh=mesh.name,
-                    members=mesh.members,
-                    device_type=mesh.device_type,
+                command=ConnectTransferGroup(
+                    transfer_group=transfer_group.name,
+                    members=transfer_group.members,
+                    device_type=transfer_group.device_type,
                     epoch=epoch,
                     rendezvous_host=host,
                     rendezvous_port=port,
                     **self._requests.open(member, Phase.CONNECTING, self._build_s),
                 ),
             )
-            for member in processes_in(mesh)
+            for member in processes_in(transfer_group)
         ]
 
-    def mesh_of(self, engine: str) -> PlannedMesh | None:
+    def transfer_group_of(self, engine: str) -> PlannedTransferGroup | None:
         """Return the transfer group that streams weights to an engine, if there is one."""
-        return next((mesh for mesh in self.plan.meshes if engine in processes_in(mesh)), None)
+        return next(
+            (transfer_group for transfer_group in self.plan.transfer_groups if engine in processes_in(transfer_group)),
+            None,
+        )
 
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
         if self._planned is not None and self._layouts[engine] != layouts:
@@ -185,25 +188,25 @@ class Transfers:
 
     def _check_bytes(self, member: str, reply: Refitted) -> None:
         """Raise `CommandFailed` if a link carried more or fewer bytes than planned."""
-        newcomers = self._newcomers.pop(reply.command_id, ())
+        joining_engines = self._joining_engines.pop(reply.command_id, ())
         for link, counted in reply.num_bytes.items():
-            planned = self._planned_bytes(link, newcomers)
+            planned = self._planned_bytes(link, joining_engines)
             if counted != planned:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
                 raise CommandFailed(member, Phase.REFITTING.value, what)
 
-    def _planned_bytes(self, link: str, newcomers: tuple[str, ...]) -> int | None:
+    def _planned_bytes(self, link: str, joining_engines: tuple[str, ...]) -> int | None:
         """Return the bytes of one refit on a link; None if nothing was planned there."""
         changing = self.plan.num_bytes.get(link)
-        if process_of(link.rpartition(">")[2]) not in newcomers:
+        if process_of(link.rpartition(">")[2]) not in joining_engines:
             return changing
         frozen = self.plan.num_bytes_frozen.get(link)
         return None if changing is None and frozen is None else (changing or 0) + (frozen or 0)
 
 
-def processes_in(mesh: PlannedMesh) -> list[str]:
+def processes_in(transfer_group: PlannedTransferGroup) -> list[str]:
     """Return the processes that have parts in a transfer group."""
-    return list(dict.fromkeys(map(process_of, mesh.members)))
+    return list(dict.fromkeys(map(process_of, transfer_group.members)))
 
 
 def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
@@ -233,16 +236,16 @@ class TransferGroups:
         """
         actions: list[Action] = []
         for name in self._engines.having(Status.CONNECTING):
-            mesh = self._transfers.mesh_of(name)
-            if mesh is None:
+            transfer_group = self._transfers.transfer_group_of(name)
+            if transfer_group is None:
                 self._engines.move(self._engines[name], Status.READY)
                 continue
-            if mesh.name in self._connecting or not may_join:
+            if transfer_group.name in self._connecting or not may_join:
                 continue
-            if not {self._engines[other].status for other in self._engines_in(mesh)} & _NOT_TO_BE_CONNECTED:
-                orders = self._transfers.order_connect(mesh)
-                self._connecting[mesh.name] = {action.order.command_id for action in orders}
-                actions += orders
+            if not {self._engines[other].status for other in self._engines_in(transfer_group)} & _NOT_TO_BE_CONNECTED:
+                commands = self._transfers.request_connect(transfer_group)
+                self._connecting[transfer_group.name] = {action.command.command_id for action in commands}
+                actions += commands
         return actions
 
     def take_reply(self, command_id: int) -> bool:
@@ -257,28 +260,28 @@ class TransferGroups:
 
     def stop_connecting(self, engine: str) -> None:
         """Stop waiting for the transfer group of a lost engine. It is connected when a replacement is there."""
-        mesh = self._transfers.mesh_of(engine)
-        if mesh is not None:
-            self._stop_connecting(mesh.name)
+        transfer_group = self._transfers.transfer_group_of(engine)
+        if transfer_group is not None:
+            self._stop_connecting(transfer_group.name)
 
     def stop(self) -> None:
         """Stop waiting for all transfer groups."""
-        for mesh in [*self._connecting]:
-            self._stop_connecting(mesh)
+        for transfer_group in [*self._connecting]:
+            self._stop_connecting(transfer_group)
 
     def has_others(self, engine: str) -> bool:
         """Tell whether an engine shares a transfer group with others, which fixes the sender of its weights."""
-        mesh = self._transfers.mesh_of(engine)
-        return mesh is not None and len(self._engines_in(mesh)) > 1
+        transfer_group = self._transfers.transfer_group_of(engine)
+        return transfer_group is not None and len(self._engines_in(transfer_group)) > 1
 
     def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
         """Leave out engines that would get older or partial weights, or none, from another engine of their group."""
-        if not self._transfers.plan.meshes:
+        if not self._transfers.plan.transfer_groups:
             return able
         takers, chosen = [], set(able)
         for name in able:
-            mesh = self._transfers.mesh_of(name)
-            others = self._engines_in(mesh) if mesh is not None else []
+            transfer_group = self._transfers.transfer_group_of(name)
+            others = self._engines_in(transfer_group) if transfer_group is not None else []
             if all(other in chosen or _holds(self._engines[other], version) for other in others):
                 takers.append(name)
         return takers
@@ -286,19 +289,21 @@ class TransferGroups:
     def _connected(self, name: str) -> None:
         del self._connecting[name]
         self._changed()
-        mesh = next(mesh for mesh in self._transfers.plan.meshes if mesh.name == name)
-        for engine in self._engines_in(mesh):
+        transfer_group = next(
+            transfer_group for transfer_group in self._transfers.plan.transfer_groups if transfer_group.name == name
+        )
+        for engine in self._engines_in(transfer_group):
             if self._engines[engine].status is Status.CONNECTING:
                 self._engines.move(self._engines[engine], Status.READY)
 
-    def _stop_connecting(self, mesh: str) -> None:
+    def _stop_connecting(self, transfer_group: str) -> None:
         """Stop waiting for a transfer group. Its processes wait in vain until the next attempt."""
-        for command_id in self._connecting.pop(mesh, ()):
+        for command_id in self._connecting.pop(transfer_group, ()):
             self._requests.close(command_id)
         self._changed()
 
-    def _engines_in(self, mesh: PlannedMesh) -> list[str]:
-        return [name for name in processes_in(mesh) if name in self._engines]
+    def _engines_in(self, transfer_group: PlannedTransferGroup) -> list[str]:
+        return [name for name in processes_in(transfer_group) if name in self._engines]
 
 
 def _holds(engine: Engine, version: int) -> bool:

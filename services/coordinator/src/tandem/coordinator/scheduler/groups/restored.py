@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem.coordinator.scheduler.events import KeptGroup, Place
+from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.coordinator.scheduler.groups.table import Group
 
 
 class RestoredGroups:
     """The restored groups, until their step has trained."""
 
-    def __init__(self, groups: Mapping[Place, KeptGroup]) -> None:
+    def __init__(self, groups: Mapping[Place, RestoredGroup]) -> None:
         self.groups = dict(groups)
         self._restored: set[int] = set()
         """The ids of the commands that restored groups from disk."""

@@ -55,7 +55,7 @@ def assign(tables: Tables) -> list[Action] | None:
     if not chosen_groups:
         return actions or None
     assigned = [group for groups in chosen_groups.values() for group in groups]
-    dropped = regeneration.drop_kept(tables, assigned) if tables.restored.groups else []
+    dropped = regeneration.drop_restored(tables, assigned) if tables.restored.groups else []
     for engine, groups in chosen_groups.items():
         while groups:
             first = groups[0]
@@ -155,14 +155,14 @@ def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> li
     actions = [_dispatch_prompts(tables, engine, made)] if made else []
     if kept:
         fields = tables.open(engine, Phase.GENERATING)
-        order = RestoreSamples(
+        command = RestoreSamples(
             step=kept[0].step,
             files=tables.restored.files(kept, fields["command_id"]),
             num_samples=kept[0].size.num_samples,
             **fields,
         )
-        tables.groups.assign(kept, engine, order.command_id)
-        actions.append(Dispatch(member=engine, order=order))
+        tables.groups.assign(kept, engine, command.command_id)
+        actions.append(Dispatch(member=engine, command=command))
     return actions
 
 

@@ -15,7 +15,7 @@ could not use its samples several times in a row. It is shut out, and another ta
 in the same way, the run ends, since all others would, too.
 
 At most `max_replacements` processes are replaced. What follows the end of an attempt is decided in
-`tandem.coordinator.loop.terms`: trainers are started again, and a new attempt begins.
+`tandem.coordinator.loop.attempts`: trainers are started again, and a new attempt begins.
 
 What follows from a failed command depends on its phase (`take_failure`). An error that is raised here ends the run
 (`ending.fail`).
@@ -109,7 +109,7 @@ def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
     if tables.restored.is_restored(failed.command_id):
         return regeneration.make_instead(tables, member, failed)
     is_engine = tables.members.kind(member) == "rollout"
-    if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
+    if request.phase is Phase.REFITTING or (request.phase is Phase.VERIFYING and is_engine):
         recovery.take_failure(tables, member, failed, request.phase)
         return []
     if request.phase is Phase.WRITING:

@@ -1,6 +1,6 @@
 """Weight sync: bring the version that trainers hold to engines that may take it, and verify it.
 
-`publish` is one rule (`rules.order`). It does whatever is possible now, in this order: connect transfer groups anew,
+`publish` is one rule (`rules.command`). It does whatever is possible now, in this order: connect transfer groups anew,
 record what is verified, refit engines, ask for digests, compare them.
 """
 
@@ -26,7 +26,7 @@ def publish(tables: Tables) -> list[Action] | None:
         *weights.transfer_groups.connect(may_join=weights.is_readable),
         *_finish_record(weights),
         *_refit_engines(weights, tables.is_free),
-        *_begin_attesting(weights),
+        *_begin_verifying(weights),
         *_compare(weights, is_service_able=tables.service.is_able),
     ]
     return actions or None
@@ -63,7 +63,7 @@ def _may_take(weights: Weights, name: str, is_free: Callable[[str], bool]) -> bo
     engine = weights.engines[name]
     if engine.status is Status.READY:
         return True
-    return engine.version < weights.version and engine.is_attested and is_free(name)
+    return engine.version < weights.version and engine.is_verified and is_free(name)
 
 
 def _is_for_all(weights: Weights, takers: list[str]) -> bool:
@@ -77,11 +77,17 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
         return []
     senders = weights.transfers.plan.senders
     if not everybody:
-        meshes = [mesh for mesh in map(weights.transfers.mesh_of, takers) if mesh is not None]
-        senders = tuple(member for member in senders if any(member in mesh.members for mesh in meshes))
-    newcomers: tuple[str, ...] = ()
+        transfer_groups = [
+            transfer_group
+            for transfer_group in map(weights.transfers.transfer_group_of, takers)
+            if transfer_group is not None
+        ]
+        senders = tuple(
+            member for member in senders if any(member in transfer_group.members for transfer_group in transfer_groups)
+        )
+    joining_engines: tuple[str, ...] = ()
     if weights.transfers.plan.num_bytes_frozen:
-        newcomers = tuple(name for name in takers if not weights.engines[name].has_frozen)
+        joining_engines = tuple(name for name in takers if not weights.engines[name].has_frozen)
     actions: list[Action] = []
     for member in dict.fromkeys([*senders, *takers]):
         fields = weights.requests.open(member, Phase.REFITTING, weights.remaining_s())
@@ -91,13 +97,13 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
             weights.engines[member].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
-        weights.transfers.note_refit(fields["command_id"], newcomers)
-        order = Refit(version=weights.version, only=only, newcomers=newcomers, **fields)
-        actions.append(Dispatch(member=member, order=order))
+        weights.transfers.note_refit(fields["command_id"], joining_engines)
+        command = Refit(version=weights.version, only=only, joining_engines=joining_engines, **fields)
+        actions.append(Dispatch(member=member, command=command))
     return actions
 
 
-def _begin_attesting(weights: Weights) -> list[Action]:
+def _begin_verifying(weights: Weights) -> list[Action]:
     """Take digests of a version that has reached every engine it was begun with, while the run goes on."""
     if not weights.is_begun or weights.is_transferred or weights.engines.num_having(Status.REFITTING):
         return []
@@ -108,14 +114,14 @@ def _begin_attesting(weights: Weights) -> list[Action]:
     holders = [
         name for name in weights.engines.having(Status.HOLDING) if weights.engines[name].version == weights.version
     ]
-    return weights.attest(holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
+    return weights.verify(holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
 
 
 def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
     """Compare the digests of engines once they are all here, unless others are still computing theirs."""
     if not weights.is_transferred or not weights.verification.may_compare or not is_service_able:
         return []
-    weights.record.attested(weights.requests.now)
+    weights.record.verified(weights.requests.now)
     return weights.verification.compare(
         weights.trainers, weights.version, weights.remaining_s(), has_update=weights.has_update
     )
@@ -124,7 +130,7 @@ def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
 def _finish_record(weights: Weights) -> list[Action]:
     """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
     is_known = weights.record.digest is not None and weights.record.engines
-    if not is_known or weights.is_attesting or not weights.is_everything_attested():
+    if not is_known or weights.is_verifying or not weights.is_everything_verified():
         return []
     done = weights.record
     weights.begin_record(done.deadline)

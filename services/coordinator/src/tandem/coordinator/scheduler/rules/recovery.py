@@ -8,7 +8,7 @@ program, and is brought to the current version while trainers and other engines 
 from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded
-from tandem.common.messages import Attested, Failed, Reply, TransfersPlanned, VersionCommitted, WeightsCopied
+from tandem.common.messages import DigestsReported, Failed, Reply, TransfersPlanned, VersionCommitted, WeightsCopied
 from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
 from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
@@ -29,7 +29,7 @@ def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
     weights = tables.weights
     tables.transfers.take(member, reply)
     match reply:
-        case Attested(digests=digests):
+        case DigestsReported(digests=digests):
             weights.verification.take_digests(member, digests)
         case WeightsCopied(digests=digests):
             weights.take_copied(member, digests)
@@ -52,7 +52,7 @@ def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> N
         return
     engine = engines.get(member)
     # In a refit, an engine that only passes weights on fails like any sender.
-    if engine is not None and (phase is Phase.ATTESTING or failed.command_id in engine.awaited):
+    if engine is not None and (phase is Phase.VERIFYING or failed.command_id in engine.awaited):
         quarantine(tables, engine, failed.phase, failed.account)
         return
     # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
@@ -75,17 +75,17 @@ def _take_answer(tables: Tables, member: str, reply: Reply) -> list[Action]:
         return tables.recovery.go_on(engine)
     tables.engines.move(engine, Status.HOLDING)
     engine.has_frozen = True
-    return tables.weights.attest([engine.name]) if tables.weights.is_transferred else []
+    return tables.weights.verify([engine.name]) if tables.weights.is_transferred else []
 
 
 def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
     """Take the result of the refit service: the engines that are verified, and those that differ."""
     record = tables.weights.record
-    attested, differing = tables.weights.verification.take_compared(reply)
-    record.engines += [engine.name for engine in attested]
+    verified, differing = tables.weights.verification.take_compared(reply)
+    record.engines += [engine.name for engine in verified]
     for engine in differing:
         what = f"it does not hold version {reply.version}: {reply.differing[engine.name]}"
-        quarantine(tables, engine, Phase.ATTESTING.value, what)
+        quarantine(tables, engine, Phase.VERIFYING.value, what)
     record.digest = reply.digest
 
 
@@ -135,7 +135,7 @@ def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
     """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
     tables.recovery.count_failure(engine, doing, why)
     tables.weights.record.quarantined[engine.name] = why
-    tables.requests.drop(engine.name, Phase.REFITTING, Phase.ATTESTING)
+    tables.requests.drop(engine.name, Phase.REFITTING, Phase.VERIFYING)
     tables.weights.forget(engine)
     tables.recovery.refit_again(engine)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tandem.common.messages import Failed, Purpose
 from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropKept, Say
+from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, Say
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import GENERATION
 from tandem.coordinator.scheduler.tables import Tables
@@ -39,7 +39,7 @@ def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     return put_back(tables, old)
 
 
-def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+def drop_restored(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     """Drop restored groups made with the weights of steps that are generated again, which may differ."""
     kept = tables.restored
     made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
@@ -53,7 +53,7 @@ def drop_kept(tables: Tables, groups: Sequence[Group]) -> list[Action]:
         and group.state in (GroupState.IN_FLIGHT, GroupState.READY)
         and kept.is_restored(group.request)
     ]
-    return [DropKept(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
+    return [DropRestored(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
 
 
 def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
-from tandem.coordinator.scheduler.events import Action, Dispatch, FindKept
+from tandem.coordinator.scheduler.events import Action, Dispatch, FindRestored
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import leaving
 from tandem.coordinator.scheduler.tables import Tables
@@ -20,19 +20,23 @@ def set_up(tables: Tables) -> list[Action] | None:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
             engines = tables.engines_to_begin = tables.members.all("rollout")
-            builds: list[Action] = [transfers.order_build(engine) for engine in engines]
+            builds: list[Action] = [transfers.request_build(engine) for engine in engines]
             return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
         case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
             return [_have_trainers_meet(tables)]
         case Phase.BUILDING if tables.spec.has_engines:
             tables.stage = Phase.PLANNING
-            return [FindKept(), transfers.order_plan(trainers, engines)]
+            return [FindRestored(), transfers.request_plan(trainers, engines)]
         case Phase.PLANNING:
             tables.stage = Phase.INSTALLING
-            return transfers.order_install()
+            return transfers.request_install()
         case Phase.INSTALLING:
             tables.stage = Phase.CONNECTING
-            return [order for mesh in transfers.plan.meshes for order in transfers.order_connect(mesh)]
+            return [
+                command
+                for transfer_group in transfers.plan.transfer_groups
+                for command in transfers.request_connect(transfer_group)
+            ]
         case _:
             tables.stage = None
             said = tables.weights.begin(trainers, engines)
@@ -44,7 +48,7 @@ def set_up(tables: Tables) -> list[Action] | None:
 def _have_trainers_meet(tables: Tables) -> Action:
     """Begin to build trainers, which are told where they meet once that is known."""
     tables.trainers_meet = True
-    return Dispatch(member="trainer-0", order=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
+    return Dispatch(member="trainer-0", command=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
 
 
 def start(tables: Tables) -> list[Action] | None:
@@ -64,7 +68,7 @@ def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
     return [
         Dispatch(
             member=rank,
-            order=BuildTrainer(
+            command=BuildTrainer(
                 rendezvous_host=opened.host,
                 rendezvous_port=opened.port,
                 world_size=len(ranks),

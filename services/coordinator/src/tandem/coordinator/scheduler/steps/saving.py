@@ -46,7 +46,7 @@ class Saving(Tracked):
         self._copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
-            Dispatch(member=rank, order=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
+            Dispatch(member=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
             for rank in trainers
         ]
 
@@ -56,7 +56,7 @@ class Saving(Tracked):
         step, self._copied = self._copied, None
         self._written, self._awaited = step, set(trainers)
         return [
-            Dispatch(member=rank, order=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
+            Dispatch(member=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
             for rank in trainers
         ]
 

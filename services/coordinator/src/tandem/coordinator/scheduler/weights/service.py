@@ -57,7 +57,7 @@ class RefitService(Tracked):
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell the replacement which layouts the processes hold and want."""
         self._replace_by = None
-        return [self._transfers.order_plan(trainers, engines)]
+        return [self._transfers.request_plan(trainers, engines)]
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error for an overdue replacement."""

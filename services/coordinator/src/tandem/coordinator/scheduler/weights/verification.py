@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.messages import Attest, CommitVersion, TransfersPlanned, VersionCommitted
+from tandem.common.messages import CommitVersion, ReportDigests, TransfersPlanned, VersionCommitted
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, by_part
@@ -29,9 +29,9 @@ class Verification:
         self._engines = engines
         self._digests: dict[str, dict[str, bytes]] = {}
         """Digests of the weights that each process holds, by slice."""
-        self._unattested: set[str] = set()
+        self._unverified: set[str] = set()
         """Processes that were asked for digests and have not sent them."""
-        self._unattested_trainers: set[str] = set()
+        self._unverified_trainers: set[str] = set()
         """The trainers among them. Their weights must not change before."""
         self._comparing: list[str] | None = None
         """Engines with digests that the refit service is comparing; None if it compares none."""
@@ -41,37 +41,37 @@ class Verification:
         """Whether an engine has yet to be verified."""
         if not len(self._engines):
             return False
-        is_asked = bool(self._unattested) or self._comparing is not None
-        return is_asked or self._engines.num_attested != self._engines.num_having(Status.HOLDING)
+        is_asked = bool(self._unverified) or self._comparing is not None
+        return is_asked or self._engines.num_verified != self._engines.num_having(Status.HOLDING)
 
     @property
     def needs_trainers(self) -> bool:
         """Whether trainers have yet to take digests of weights that must not change before."""
-        return bool(self._unattested_trainers)
+        return bool(self._unverified_trainers)
 
     @property
     def may_compare(self) -> bool:
         """Whether all requested digests are there, and those of some engine were not compared."""
-        if self._unattested or self._comparing is not None:
+        if self._unverified or self._comparing is not None:
             return False
-        return self._engines.num_attested != self._engines.num_having(Status.HOLDING)
+        return self._engines.num_verified != self._engines.num_having(Status.HOLDING)
 
     def begin_version(self) -> None:
         """Forget the digests of the version before."""
         self._digests = {}
         self._changed()
 
-    def order(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
+    def command(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
         """Take digests of the weights that these processes hold, unless the run does not verify."""
         if not self._is_verified:
             return []
-        self._unattested.update(members)
-        self._unattested_trainers.update(member for member in members if member not in self._engines)
+        self._unverified.update(members)
+        self._unverified_trainers.update(member for member in members if member not in self._engines)
         self._changed()
         return [
             Dispatch(
                 member=member,
-                order=Attest(version=version, **self._requests.open(member, Phase.ATTESTING, allowed_s)),
+                command=ReportDigests(version=version, **self._requests.open(member, Phase.VERIFYING, allowed_s)),
             )
             for member in members
         ]
@@ -79,33 +79,33 @@ class Verification:
     def take_digests(self, member: str, digests: tuple[bytes, ...]) -> None:
         """Note the digests of the weights that a process holds, or that a trainer has copied."""
         self._digests[member] = by_part(member, digests)
-        self._unattested.discard(member)
-        self._unattested_trainers.discard(member)
+        self._unverified.discard(member)
+        self._unverified_trainers.discard(member)
         self._changed()
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
         """Compare the digests of unverified engines with those of trainers, on the refit service."""
-        waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_attested]
+        waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_verified]
         self._comparing = waiting
         self._changed()
         known = [self._digests[name] for name in [*trainers, *waiting]] if self._is_verified else []
-        order = CommitVersion(
+        command = CommitVersion(
             version=version,
             digests={part: digests for process in known for part, digests in process.items()},
             has_update=has_update,
-            **self._requests.open(SERVICE, Phase.ATTESTING, allowed_s),
+            **self._requests.open(SERVICE, Phase.VERIFYING, allowed_s),
         )
-        return [Dispatch(member=SERVICE, order=order)]
+        return [Dispatch(member=SERVICE, command=command)]
 
     def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
         """Take the result of the refit service; return the engines that are now verified, and those that differ."""
         compared, self._comparing = self._comparing or [], None
         self._changed()
         engines = [self._engines[name] for name in compared if name in self._engines]
-        attested = [engine for engine in engines if engine.name not in reply.differing]
-        for engine in attested:
-            self._engines.attest(engine, is_attested=True)
-        return attested, [engine for engine in engines if engine.name in reply.differing]
+        verified = [engine for engine in engines if engine.name not in reply.differing]
+        for engine in verified:
+            self._engines.verify(engine, is_verified=True)
+        return verified, [engine for engine in engines if engine.name in reply.differing]
 
     def forget_comparison(self) -> None:
         """Note that the refit service is lost, and its comparison with it."""
@@ -117,12 +117,12 @@ class Verification:
         for name in self._engines.having(Status.HOLDING):
             engine = self._engines[name]
             if engine.version == version and (name in self._digests or not self._is_verified):
-                self._engines.attest(engine, is_attested=False)
+                self._engines.verify(engine, is_verified=False)
 
     def forget(self, engine: str) -> None:
         """Forget the digests of an engine that is lost or invalidated."""
         self._digests.pop(engine, None)
-        self._unattested.discard(engine)
+        self._unverified.discard(engine)
         if self._comparing is not None and engine in self._comparing:
             self._comparing.remove(engine)
         self._changed()
@@ -146,7 +146,7 @@ class RefitProgress(Tracked):
         """Note that every engine holds the version."""
         self._note("transfer", now)
 
-    def attested(self, now: float) -> None:
+    def verified(self, now: float) -> None:
         """Note that all digests are here."""
         self._note("attest" if "transfer" in self.seconds else "transfer", now)
 

@@ -79,17 +79,17 @@ class Weights(Tracked):
         if not len(self.engines):
             return True
         is_read = self.is_transferred and not self.engines.num_having(Status.REFITTING)
-        return is_read and not self.is_attesting and self.is_everything_attested()
+        return is_read and not self.is_verifying and self.is_everything_verified()
 
     @property
-    def is_attesting(self) -> bool:
+    def is_verifying(self) -> bool:
         """Whether an engine has yet to be verified."""
         return self.verification.is_going_on
 
     @property
     def may_offer(self) -> bool:
         """Whether no engine reads the version before, and what was read is verified."""
-        return not self.is_attesting and not self.engines.num_having(Status.REFITTING)
+        return not self.is_verifying and not self.engines.num_having(Status.REFITTING)
 
     @property
     def may_step(self) -> bool:
@@ -109,7 +109,7 @@ class Weights(Tracked):
         """Tell whether the samples that an engine made with a version, and before, were made with verified weights."""
         engine = self.engines.get(name)
         # No engine takes a version before its present one is verified.
-        return engine is None or version < engine.version or engine.is_attested
+        return engine is None or version < engine.version or engine.is_verified
 
     def can_generate(self, engine: str, oldest_version: int, newest_version: int) -> bool:
         """Tell whether an engine holds weights within these bounds, and need not finish its samples to take others."""
@@ -142,20 +142,20 @@ class Weights(Tracked):
         if not len(self.engines):
             return True
         is_read = self.is_transferred and not self.num_behind
-        return is_read and self.engines.num_attested == len(self.engines) and not self.record.engines
+        return is_read and self.engines.num_verified == len(self.engines) and not self.record.engines
 
-    def is_everything_attested(self) -> bool:
+    def is_everything_verified(self) -> bool:
         """Tell whether every engine is verified; in synchronous training, also whether all hold the version."""
         expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)
-        return self.engines.num_attested == expected
+        return self.engines.num_verified == expected
 
     def is_behind(self, engine: Engine) -> bool:
         """Tell whether an engine can be brought to a newer version than its own."""
         return self.is_readable and engine.status is Status.HOLDING and engine.version < self.version
 
-    def attest(self, members: list[str]) -> list[Action]:
+    def verify(self, members: list[str]) -> list[Action]:
         """Take digests of the version on these processes."""
-        return self.verification.order(members, self.version, self.remaining_s())
+        return self.verification.command(members, self.version, self.remaining_s())
 
     def begin_record(self, deadline: float) -> None:
         """Begin a new record of the version; `deadline` is that of its refit."""
@@ -200,7 +200,7 @@ class Weights(Tracked):
         return [
             Dispatch(
                 member=rank,
-                order=CopyWeights(
+                command=CopyWeights(
                     version=version,
                     with_digests=self.spec.is_verified,
                     **self.requests.open(rank, Phase.COPYING, self.spec.deadlines.refit),

@@ -27,9 +27,9 @@ from tandem.rollout.engines.vllm.routing import ASKED, Routes
 from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
-    from tandem.refit.endpoint import Weights
-    from tandem.refit.transfer import Mesh
+    from tandem.refit.transfer import TransferGroup
     from tandem.refit.transports.process_group import Meeting
+    from tandem.refit.weight_client import Weights
 
 
 class PackedExperts(msgspec.Struct, frozen=True, eq=False):
@@ -115,15 +115,15 @@ class Part:
         bound = self._described().install([program.decode(programs[self._rank])])
         return bound.num_copies, bound.num_bytes
 
-    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Join a transfer group if its program includes it. Raises `RefitError`."""
-        self._described().connect(mesh, meeting, timeout_s)
+        self._described().connect(transfer_group, meeting, timeout_s)
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Run its program; return the bytes on each link. Raises `RefitError`."""
-        return self._described().apply(version, deadline_s, only, newcomers)
+        return self._described().apply(version, deadline_s, only, joining_engines)
 
     def pack(self) -> None:
         """Have kernels compute with the current weights."""

@@ -12,8 +12,8 @@ from tandem.config.models.families import VLLM
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Layout, PrivateMemory, Storage
+from tandem.refit.weight_client import Weights, device_name, host_name
 
 
 def weights_of(

@@ -14,7 +14,7 @@ from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
 from tandem.refit.digests.task import Sampling
 from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.process_group import Meeting
 from tandem.rollout.engines.vllm.insides import Llm
 
@@ -75,15 +75,15 @@ class Workers:
         done = self._llm.ask("install", [program.encode(each) for each in programs])
         return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
 
-    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Have each worker in the transfer group join it."""
-        self._llm.ask("connect", mesh, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
+        self._llm.ask("connect", transfer_group, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Run all programs."""
-        counted = self._llm.ask("apply", version, deadline_s, only, newcomers, timeout_s=deadline_s + _SAY_SO_S)
+        counted = self._llm.ask("apply", version, deadline_s, only, joining_engines, timeout_s=deadline_s + _SAY_SO_S)
         return {link: num_bytes for each in counted for link, num_bytes in each.items()}
 
     def pack(self) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tandem.config import Config
+from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.config.worlds import World
-from tandem.refit.endpoint import Weights
+from tandem.refit.weight_client import Weights
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.held import Described, HeldModel, sum_over_replicas
 from tandem.trainer.backends.megatron.model import make_groups
@@ -33,10 +33,10 @@ class MegatronBackend(HoldingBackend[HeldModel]):
 
     shares_prompts = False
 
-    def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
-        """Build the models of a model group; `world` None: of all."""
-        super().__init__(config, world)
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._world.models))
+    def __init__(self, config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> None:
+        """Build the models of a model group; `model_group` None: of all."""
+        super().__init__(config, model_group)
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
         described = [Described(name, config, number) for name, number in self._to_hold()]
         first = described[0]
         self.num_parameters = first.shape.num_parameters

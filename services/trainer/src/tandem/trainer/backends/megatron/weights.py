@@ -21,8 +21,8 @@ from tandem.config.models import lora
 from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
-from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
+from tandem.refit.weight_client import Weights, device_name, host_name
 from tandem.trainer import shards
 
 BATCH_BYTES = 2**28

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the configuration's own checks may import this module
     from tandem.config.schema import Config
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class ModelGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A model group: the processes that hold the same models, which no other process holds."""
 
     models: tuple[Model, ...]
@@ -44,17 +44,17 @@ class World(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.name == "policy"
 
 
-def worlds_of(config: Config) -> tuple[World, ...]:
+def model_groups_of(config: Config) -> tuple[ModelGroup, ...]:
     """Return the model groups of a run, the policy's first."""
     sizes = config.processes_of
     ends = itertools.accumulate(sizes.values())
     rest = tuple(model for model in config.holds if model == "policy" or model not in sizes)
     return tuple(
-        World(models=rest if model == "policy" else (model,), first=end - size, size=size)
+        ModelGroup(models=rest if model == "policy" else (model,), first=end - size, size=size)
         for (model, size), end in zip(sizes.items(), ends, strict=True)
     )
 
 
-def world_at(config: Config, index: int) -> World:
+def model_group_at(config: Config, index: int) -> ModelGroup:
     """Return the model group of a trainer."""
-    return next(world for world in worlds_of(config) if index in world.trainers)
+    return next(model_group for model_group in model_groups_of(config) if index in model_group.trainers)

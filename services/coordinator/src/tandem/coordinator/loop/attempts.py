@@ -24,13 +24,13 @@ from tandem.common import signals
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, DeadlineExceeded, ServiceError, ServiceLost
 from tandem.common.messages import Shutdown
 from tandem.config import Config
-from tandem.coordinator.loop.assembling import Past, assemble, first_command_id, lasting, who_runs_where
+from tandem.coordinator.loop.assembling import RunSnapshot, assemble, first_command_id, lasting, who_runs_where
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.kept_samples import limits_of
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.loop.opening import Opened
-from tandem.coordinator.members.known_members import Earlier
-from tandem.coordinator.observers.live_file import LiveFile, Said
+from tandem.coordinator.members.known_members import MembersSnapshot
+from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.scheduler.engines.members import Failures
 from tandem.coordinator.scheduler.engines.table import Status
@@ -40,7 +40,7 @@ from tandem.launch.restarts import within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.ending import Outcome
-from tandem.samples.sample_folder import KeptLimits
+from tandem.samples.sample_folder import RestoreLimits
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0
@@ -49,7 +49,7 @@ _POLL_S = 0.1
 _AGAIN = "a trainer is lost, and all of them are started again"
 
 
-class Terms:
+class Attempts:
     """The attempts of a run, one after the other, and the processes that outlive them."""
 
     def __init__(self, invocation: Invocation, opened: Opened) -> None:
@@ -64,12 +64,12 @@ class Terms:
         """Function that prints a line, and records it while an attempt is in progress."""
         self._live: LiveFile | None = None
         """Live file of the last attempt."""
-        self._limits = KeptLimits(newest_proven=None)
+        self._limits = RestoreLimits(newest_proven=None)
         """Limits on restored samples, from the journal before it dropped later records."""
         self._failures = Failures()
         supervision = invocation.supervision
-        self._past = Past(
-            said=Said(began_at=time.monotonic()),
+        self._snapshot = RunSnapshot(
+            said=LiveSnapshot(began_at=time.monotonic()),
             replaced_at=() if supervision is None else supervision.begun.replaced_at,
             next_command_id=first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
@@ -113,7 +113,7 @@ class Terms:
         """
         supervision, launched = self._invocation.supervision, _launched_here(self._config)
         kept = {} if supervision is None else supervision.begun.kept
-        earlier = self._opened.earlier or Earlier(address="")
+        earlier = self._opened.earlier or MembersSnapshot(address="")
         earlier = earlier.without([name for name in launched if name not in kept])
         there = [name for name in launched if name in earlier.staying]
         if supervision is not None:
@@ -137,7 +137,7 @@ class Terms:
         """Start what is launched here, and carry out one attempt after another; return how the last one ended."""
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
-            absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._past.departed}]
+            absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._snapshot.departed}]
             self._registry.names.reserve(*(self._members.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
@@ -180,7 +180,7 @@ class Terms:
         checkpoints = self._checkpoints()
         with contextlib.ExitStack() as stack:
             loop, self._live = assemble(
-                self._invocation, self._opened, self._members, self._past, checkpoints, start, self._limits, stack
+                self._invocation, self._opened, self._members, self._snapshot, checkpoints, start, self._limits, stack
             )
             self._note = loop.recorder.note
             resuming = self._resuming(checkpoints)
@@ -205,15 +205,15 @@ class Terms:
     def _to_be_replaced(self, finish: Finish, loop: Loop) -> dict[str, str]:
         """Return the lost processes, with the reasons, if the run can go on without them; empty if not."""
         tables = loop.scheduler.tables
-        self._past = msgspec.structs.replace(
-            self._past,
+        self._snapshot = msgspec.structs.replace(
+            self._snapshot,
             next_command_id=tables.requests.next_command_id,
-            replaced_at=(*self._past.replaced_at, *loop.replaced_at),
-            has_started=self._past.has_started or tables.steps.has_started,
+            replaced_at=(*self._snapshot.replaced_at, *loop.replaced_at),
+            has_started=self._snapshot.has_started or tables.steps.has_started,
             departed=tuple(sorted(tables.engines.departed)),
         )
         # A process that does not reach the first step would not reach it the next time.
-        if finish.error is None or not self._past.has_started or tables.steps.is_interrupted:
+        if finish.error is None or not self._snapshot.has_started or tables.steps.is_interrupted:
             return {}
         lost = self._lost_with(finish.error, tables.step)
         if not lost:
@@ -221,11 +221,11 @@ class Terms:
         lost |= loop.lost
         num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
         cluster, now = self._config.cluster, time.monotonic()
-        recent = within(cluster.replacement_window_s, now, self._past.replaced_at)
+        recent = within(cluster.replacement_window_s, now, self._snapshot.replaced_at)
         if len(recent) + num_lost > cluster.max_replacements:
             return {}
         loop.recorder.observers.replaced(num_lost)
-        self._past = msgspec.structs.replace(self._past, replaced_at=(*recent, *[now] * num_lost))
+        self._snapshot = msgspec.structs.replace(self._snapshot, replaced_at=(*recent, *[now] * num_lost))
         return lost
 
     def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
@@ -280,7 +280,7 @@ class Terms:
             f"{told}; all trainers are started again{by_hand}; the run goes on at step {start.first_step} from {where}"
         )
         if self._live is not None:
-            self._past = msgspec.structs.replace(self._past, said=self._live.said)
+            self._snapshot = msgspec.structs.replace(self._snapshot, said=self._live.said)
         return start
 
     def _stop(self, outcome: Outcome) -> None:

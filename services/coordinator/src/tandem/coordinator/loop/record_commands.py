@@ -11,7 +11,7 @@ Place = tuple[str, int, int, int]
 """Place of a sample: its engine, its request, its group, and its index there."""
 
 
-class RecordOrders:
+class RecordCommands:
     """The samples that steps were trained on and validated on, until they are recorded."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RecordOrders:
                 for (command_id, group), of_group in groups.items()
             )
 
-    def order(self, action: DispatchRecord) -> RecordSamples:
+    def command(self, action: DispatchRecord) -> RecordSamples:
         """Return the request for a step's samples of one engine."""
         return RecordSamples(
             command_id=action.command_id,

@@ -22,7 +22,7 @@ from tandem.trainer.scoring import Scores, StudentScores, TokenScores, TokenValu
 _KEY = "loss_fn.class"
 
 
-class OwnLoss:
+class CustomLoss:
     """The loss that ``loss_fn.class`` names, as a `tandem.trainer.losses.Loss`. Raises `ConfigError`."""
 
     report: Report
@@ -68,7 +68,7 @@ def try_out(config: Config) -> None:
     batch, scores_BT = _trial(config)
     counted = batch.loss_mask_BT
     counts = Counts(tokens=int(counted.sum()), sequences=len(counted), positive_tokens=int(counted.sum()))
-    loss = OwnLoss(config, counts, torch.device("cpu"))
+    loss = CustomLoss(config, counts, torch.device("cpu"))
     try:
         value = loss(batch, scores_BT)
         value.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """External requests, which get what training leaves of the engine.
 
 Two threads meet here, as in `tandem.rollout.openai_api.driver`: one answers HTTP, and the engine's thread calls all
-other methods of `Guests`. In a run that can be repeated to the bit, external requests and samples never share the
+other methods of `ExternalRequests`. In a run that can be repeated to the bit, they and samples never share the
 engine. External requests have it while there are no samples to make (`work`). They are taken out before there are
 (`pause`), and later continue from what they have. In an asynchronous run, a few external requests run beside samples
 (`admit`, `hand_out`).
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 from tandem.common.network import is_loopback
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
@@ -36,7 +36,7 @@ _DEADLINE_S = 600.0
 """Seconds for a request, including the time in which the engine does other things."""
 
 
-class Guests:
+class ExternalRequests:
     """The endpoint of one rollout process for external requests."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Guests:
         generation = config.policy.generation
         is_beside = generation.is_async
         self._driver = EngineDriver(
-            engine, notify=notify, most_at_once=_BESIDE_SAMPLES if is_beside else _AT_ONCE, for_guests=True
+            engine, notify=notify, most_at_once=_BESIDE_SAMPLES if is_beside else _AT_ONCE, for_external_requests=True
         )
         run = config.logger.log_dir
         model = ServedModel(
@@ -62,7 +62,7 @@ class Guests:
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(only_with(token or None, model), deadline_s=_DEADLINE_S)
         self._server = HttpServer(app, listen(host, 0), asks_for_token=bool(token))
-        self.address = GuestServer(url=self._server.url, token=token)
+        self.address = EngineServer(url=self._server.url, token=token)
 
     @property
     def num_running(self) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Layout
-from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transfer import Transfer, TransferGroup
 from tandem.refit.transports import registry
 
 
-def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tuple[Mesh, ...]:
+def transfer_groups(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tuple[TransferGroup, ...]:
     """Return a transfer group for each cluster of receivers that pass bytes on, with all their senders.
 
     The workers of a process are in one cluster, because they are connected, lost and restored together.
@@ -39,7 +39,7 @@ def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tupl
             senders.setdefault(receiver, set()).add(transfer.source)
         else:
             join(receiver, transfer.source)
-    made: list[Mesh] = []
+    made: list[TransferGroup] = []
     done: set[str] = set()
     for receiver in layouts:
         receivers = cluster.get(receiver, set()) - done
@@ -48,5 +48,5 @@ def meshes(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tupl
             sending = set().union(*(senders.get(member, ()) for member in receivers)) - receivers
             ranks = [m for m in layouts if m in receivers] + [m for m in layouts if m in sending]
             is_on_cpu = any(layouts[member].device == "cpu" for member in ranks)
-            made.append(Mesh(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
+            made.append(TransferGroup(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
     return tuple(made)

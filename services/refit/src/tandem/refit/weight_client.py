@@ -1,6 +1,6 @@
 """A process's weight client, the same for trainers and engines.
 
-It consumes `PlaneOrder`s and produces their replies. A refit runs when its command arrives. `work` computes digests in
+It consumes each `PlaneCommand` and replies. A refit runs when its command arrives. `work` computes digests in
 short slices of time, so that they delay nothing, and connects transfer groups once all their processes are there. It
 waits only for the peers of streams, within the command's deadline.
 """
@@ -22,15 +22,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
-    Attest,
-    Attested,
-    ConnectMesh,
+    ConnectTransferGroup,
+    DigestsReported,
     InstallProgram,
-    MeshConnected,
-    PlaneOrder,
+    PlaneCommand,
     ProgramInstalled,
     Refit,
     Refitted,
+    ReportDigests,
+    TransferGroupConnected,
 )
 from tandem.common.worker_shards import process_of
 from tandem.launch.service import Member
@@ -42,7 +42,7 @@ from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.digests.version import FrozenDigests, VersionDigest
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram, Verification
-from tandem.refit.transfer import Mesh
+from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import cuda_ipc, process_group, registry
 
 Verify = Literal["off", "sampled", "full"]
@@ -116,16 +116,16 @@ class Holder(Protocol):
         """Bind the program of each worker, replacing the previous one. Raises `RefitError`."""
         ...
 
-    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: process_group.Meeting, timeout_s: float) -> None:
         """Connect a transfer group for each worker in it, replacing an earlier connection. Raises `RefitError`."""
         ...
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Run the program: receive or send `version`; return the bytes on each link. Raises `RefitError`.
 
-        `only` are the destinations to serve; empty for all. `newcomers` are those among them that also get frozen
+        `only` are the destinations to serve; empty for all. `joining_engines` are those among them that also get frozen
         tensors; None for all.
         """
         ...
@@ -192,27 +192,29 @@ class Weights:
         self._program = program
         return self._bound
 
-    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: process_group.Meeting, timeout_s: float) -> None:
         """Connect a transfer group if the program uses it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
-        if self._program.member not in mesh.members:
+        if self._program.member not in transfer_group.members:
             return
-        if former := self._groups.pop(mesh.name, None):
+        if former := self._groups.pop(transfer_group.name, None):
             former.close()
         device = next((tensor.device for tensor in self.storages.values()), torch.device("cpu"))
         store = meeting.store(timeout_s)
-        self._groups[mesh.name] = process_group.connect(mesh, self._program.member, store, device, timeout_s)
+        self._groups[transfer_group.name] = process_group.connect(
+            transfer_group, self._program.member, store, device, timeout_s
+        )
 
     def apply(
-        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
     ) -> dict[str, int]:
         """Run the program."""
         if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
-        if self._program.receives and (newcomers is None or process_of(self._program.member) in newcomers):
+        if self._program.receives and (joining_engines is None or process_of(self._program.member) in joining_engines):
             self._frozen_digests = None
-        return self._bound.run(deadline_s, only or None, newcomers)
+        return self._bound.run(deadline_s, only or None, joining_engines)
 
     def digest_task(self, sampling: Sampling | None) -> DigestTask | VersionDigest:
         """Return a task for the slices that the program assigns to this process."""
@@ -266,14 +268,14 @@ class Weights:
 class _Joining(NamedTuple):
     """A transfer group that waits for some of its processes."""
 
-    order: ConnectMesh
-    mesh: Mesh
+    command: ConnectTransferGroup
+    transfer_group: TransferGroup
     meeting: process_group.Meeting
     store: Store
     deadline: float
 
 
-class Endpoint:
+class WeightClient:
     """The weight plane's command handler in one process."""
 
     def __init__(self, member: Member, holder: Holder) -> None:
@@ -281,7 +283,7 @@ class Endpoint:
         self._holder = holder
         self._verify: Verify = member.config.refit.verify
         self._joining: dict[str, _Joining] = {}
-        self._order: Attest | None = None
+        self._command: ReportDigests | None = None
         self._digest: Digesting | None = None
         self._quantises = False
         """Whether this process quantises what it receives."""
@@ -289,21 +291,21 @@ class Endpoint:
         self._digest_from = 0.0
         """When to start the digest, on the monotonic clock."""
 
-    def handle(self, order: PlaneOrder) -> None:
+    def handle(self, command: PlaneCommand) -> None:
         """Execute one command."""
-        match order:
+        match command:
             case InstallProgram():
                 with self._member.phase("installing the transfer program"):
-                    self._install(order)
-            case ConnectMesh():
-                with self._member.phase(f"connecting mesh {order.mesh}"):
-                    self._connect(order)
+                    self._install(command)
+            case ConnectTransferGroup():
+                with self._member.phase(f"connecting transfer group {command.transfer_group}"):
+                    self._connect(command)
             case Refit():
-                with self._member.phase(f"refitting to version {order.version}"):
-                    self._refit(order)
-            case Attest():
-                with self._member.phase(f"verifying version {order.version}"):
-                    self._begin_digest(order)
+                with self._member.phase(f"refitting to version {command.version}"):
+                    self._refit(command)
+            case ReportDigests():
+                with self._member.phase(f"verifying version {command.version}"):
+                    self._begin_digest(command)
             case other:
                 assert_never(other)
 
@@ -314,8 +316,8 @@ class Endpoint:
         """
         for joining in [*self._joining.values()]:
             self._go_on_joining(joining)
-        order, digest = self._order, self._digest
-        if order is None or digest is None:
+        command, digest = self._command, self._digest
+        if command is None or digest is None:
             return bool(self._joining)
         early_s = self._digest_from - time.monotonic()
         if early_s > 0:
@@ -323,19 +325,19 @@ class Endpoint:
                 time.sleep(min(early_s, _POLL_S))
             return True
         try:
-            with self._member.phase(f"verifying version {order.version}"), _one_thread():
+            with self._member.phase(f"verifying version {command.version}"), _one_thread():
                 started = time.perf_counter()
                 is_done = digest.advance(_SLICE_S if seconds is None else seconds)
                 self._digest_s += time.perf_counter() - started
                 if is_done:
-                    self._report_digest(order, digest)
+                    self._report_digest(command, digest)
         except Exception as error:
             self.abandon_digest()
-            self._member.fail(order.command_id, error)
+            self._member.fail(command.command_id, error)
         return self._digest is not None or bool(self._joining)
 
     def digests(self, version: int) -> tuple[bytes, ...]:
-        """Return the digests for an `Attest` reply, computed at once. Raises `RefitError`."""
+        """Return the digests for an `ReportDigests` reply, computed at once. Raises `RefitError`."""
         digest = self._holder.digest_task(self._sampling(version))
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))
@@ -348,81 +350,86 @@ class Endpoint:
 
     def abandon_digest(self) -> None:
         """Drop the digest in progress, because the weights are about to change."""
-        self._order = self._digest = None
+        self._command = self._digest = None
 
     def close(self) -> None:
         """Stop joining and digesting. The holder closes its transfer groups itself."""
         self.abandon_digest()
         self._joining.clear()
 
-    def _install(self, order: InstallProgram) -> None:
+    def _install(self, command: InstallProgram) -> None:
         self.abandon_digest()
-        programs = [program.decode(encoded) for encoded in order.programs]
+        programs = [program.decode(encoded) for encoded in command.programs]
         self._quantises = any(each.quantisations for each in programs)
         bound = self._holder.install(programs)
-        reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
-        self._member.reply(order.command_id, reply)
+        reply = ProgramInstalled(command_id=command.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
+        self._member.reply(command.command_id, reply)
 
-    def _connect(self, order: ConnectMesh) -> None:
-        mesh = Mesh(order.mesh, order.members, order.device_type)
-        prefix = f"refit/{order.mesh}/{order.epoch}"
-        meeting = process_group.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
-        store = meeting.store(order.deadline_s)
-        for shard in order.members:
+    def _connect(self, command: ConnectTransferGroup) -> None:
+        transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
+        prefix = f"refit/{command.transfer_group}/{command.epoch}"
+        meeting = process_group.Meeting(command.rendezvous_host, command.rendezvous_port, prefix)
+        store = meeting.store(command.deadline_s)
+        for shard in command.members:
             if process_of(shard) == self._member.name:
-                process_group.announce(mesh, shard, store)
+                process_group.announce(transfer_group, shard, store)
         # A process that it waits for may be dead and need replacing, so this must not block anything else.
-        self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
+        self._joining[command.transfer_group] = _Joining(
+            command, transfer_group, meeting, store, time.monotonic() + command.deadline_s
+        )
 
     def _go_on_joining(self, joining: _Joining) -> None:
         """Connect a transfer group if all its processes are there."""
-        order = joining.order
+        command = joining.command
         try:
             left_s = joining.deadline - time.monotonic()
-            if left_s > 0 and process_group.absent(joining.mesh, joining.store):
+            if left_s > 0 and process_group.absent(joining.transfer_group, joining.store):
                 time.sleep(_POLL_S)
                 return
-            del self._joining[order.mesh]
-            with self._member.phase(f"connecting mesh {order.mesh}"):
-                self._holder.connect(joining.mesh, joining.meeting, max(left_s, _POLL_S))
-            self._member.reply(order.command_id, MeshConnected(command_id=order.command_id, mesh=order.mesh))
+            del self._joining[command.transfer_group]
+            with self._member.phase(f"connecting transfer group {command.transfer_group}"):
+                self._holder.connect(joining.transfer_group, joining.meeting, max(left_s, _POLL_S))
+            self._member.reply(
+                command.command_id,
+                TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
+            )
         except Exception as error:
-            self._joining.pop(order.mesh, None)
-            self._member.fail(order.command_id, error)
+            self._joining.pop(command.transfer_group, None)
+            self._member.fail(command.command_id, error)
 
-    def _refit(self, order: Refit) -> None:
-        if not order.only or self._member.name in order.only:  # a process that only sends continues its digest
+    def _refit(self, command: Refit) -> None:
+        if not command.only or self._member.name in command.only:  # a process that only sends continues its digest
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
         started = time.perf_counter()
-        num_bytes = self._holder.apply(order.version, order.deadline_s, order.only, order.newcomers)
+        num_bytes = self._holder.apply(command.version, command.deadline_s, command.only, command.joining_engines)
         reply = Refitted(
-            command_id=order.command_id,
-            version=order.version,
+            command_id=command.command_id,
+            version=command.version,
             num_bytes=num_bytes,
             seconds=time.perf_counter() - started,
             memory=memory.use(),
         )
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)
 
-    def _begin_digest(self, order: Attest) -> None:
-        self._order, self._digest_s = order, 0.0
-        self._digest = self._holder.digest_task(self._sampling(order.version))
+    def _begin_digest(self, command: ReportDigests) -> None:
+        self._command, self._digest_s = command, 0.0
+        self._digest = self._holder.digest_task(self._sampling(command.version))
         self._digest_from = time.monotonic() + _PATIENCE * self._digest.expected_s
 
     def _sampling(self, version: int) -> Sampling | None:
         return Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
 
-    def _report_digest(self, order: Attest, digest: Digesting) -> None:
+    def _report_digest(self, command: ReportDigests, digest: Digesting) -> None:
         wrong = self._holder.misquantised() if self._quantises else ()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")
-        reply = Attested(
-            command_id=order.command_id,
-            version=order.version,
+        reply = DigestsReported(
+            command_id=command.command_id,
+            version=command.version,
             digests=tuple(map(comparison.to_bytes, digest.results())),
             seconds=self._digest_s,
         )
         self.abandon_digest()
-        self._member.reply(order.command_id, reply)
+        self._member.reply(command.command_id, reply)

@@ -1,4 +1,4 @@
-"""``guests.json``: addresses at which the rollouts of a live run answer OpenAI's API."""
+"""``external_requests.json``: addresses at which the rollouts of a live run answer OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.messages import GuestServer
+from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.journal_file import is_taken
 
 GUESTS_NAME = "guests.json"
 
 
-class GuestServersFile:
+class EngineServersFile:
     """The writer of the file, which exists while a rollout answers. It has secrets, so only its user may read it."""
 
     def __init__(self, folder: Path) -> None:
         """Discard earlier content."""
         self._path = folder / GUESTS_NAME
-        self._servers: dict[str, GuestServer] = {}
+        self._servers: dict[str, EngineServer] = {}
         self._write()
 
-    def open(self, member: str, server: GuestServer) -> None:
+    def open(self, member: str, server: EngineServer) -> None:
         """Add a rollout that answers."""
         self._servers[member] = server
         self._write()
@@ -52,11 +52,11 @@ class GuestServersFile:
             temporary.rename(self._path)
 
 
-def read_guest_servers(folder: Path) -> dict[str, GuestServer] | None:
+def read_engine_servers(folder: Path) -> dict[str, EngineServer] | None:
     """Return the servers of the rollouts of the run in a folder, by name; None if no run is live there."""
     if not is_taken(folder):
         return None
     try:
-        return msgspec.json.decode((folder / GUESTS_NAME).read_bytes(), type=dict[str, GuestServer])
+        return msgspec.json.decode((folder / GUESTS_NAME).read_bytes(), type=dict[str, EngineServer])
     except (OSError, msgspec.MsgspecError):
         return {}
