@@ -235,7 +235,8 @@ def follow_experts() -> None:
 
     def gathered(values: torch.Tensor, group: Any = None, **options: Any) -> torch.Tensor:
         if isinstance(values, FakeTensor):
-            return gather(values, group=group, **options)
+            whole: torch.Tensor = gather(values, group=group, **options)
+            return whole
         return values.repeat(group.size())
 
     def read_sizes(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
