@@ -167,7 +167,7 @@ class Bench:
                     continue
                 message, _ = remote.receive_all()
                 match type(message).__name__:
-                    case "Attested":
+                    case "DigestsReported":
                         digests[remote.name] = message.digests[0]
                         if len(digests) == 2:
                             self.plane.commit(self.version, digests)

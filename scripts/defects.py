@@ -88,7 +88,7 @@ DEFECTS = (
     ),
     Defect(
         "a step is trained on weights that nobody has proven",
-        "version < engine.version or engine.is_attested\n",
+        "version < engine.version or engine.is_verified\n",
         "version <= engine.version\n",
         "tests/unit/test_scheduler_ages.py::test_every_step_is_done_once_with_samples_that_are_young_enough",
     ),

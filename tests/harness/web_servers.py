@@ -55,15 +55,15 @@ PROXY = """
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
-from tandem.common.messages import GuestServer
-from tandem.observe.run_folder.engine_servers import GuestServersFile
+from tandem.common.messages import EngineServer
+from tandem.observe.run_folder.engine_servers import EngineServersFile
 from tandem.observe.run_folder.journal import Journal
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.proxy import serve_run
 
 app = Starlette(routes=[Route("/", lambda _: Response(b"{}"), methods=["GET", "POST"])])
 with Journal.create(Path("run"), b"{}", "grpo"), HttpServer(app, listen("127.0.0.1", 0)) as server:
-    GuestServersFile(Path("run")).open("rollout-0", GuestServer(url=server.url, token=""))
+    EngineServersFile(Path("run")).open("rollout-0", EngineServer(url=server.url, token=""))
     ends_with_input()
     serve_run(Path("run"), listening(), None)
 """

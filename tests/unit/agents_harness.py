@@ -66,7 +66,7 @@ def write_agent(source: str, name: str = "agent.py", prelude: str = PRELUDE) -> 
 def seen() -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Return what episodes were asked to play, with all that they were answered."""
     lines = Path("seen.jsonl").read_text().splitlines() if Path("seen.jsonl").exists() else []
-    return [(command, answers) for command, answers in map(json.loads, lines)]
+    return [(order, answers) for order, answers in map(json.loads, lines)]
 
 
 def tokens_of(answer: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:

@@ -60,7 +60,7 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def played(samples: Samples) -> Iterator[tuple[SampleScored, Batch, list[dict[str, Any]]]]:
     """Yield each sample with what its agent was sent."""
-    answers = {(command["problem"]["metadata"]["number"], command["sample"]): answers for command, answers in seen()}
+    answers = {(order["problem"]["metadata"]["number"], order["sample"]): answers for order, answers in seen()}
     assert answers.keys() == samples.keys()
     for key, (scored, arrays) in samples.items():
         yield scored, arrays, answers[key]
@@ -411,16 +411,16 @@ def test_what_a_program_that_stays_writes_is_bounded_and_moves_no_cursor(
 
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        command = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        order = json.loads(self.rfile.read(int(self.headers["content-length"])))
         space: dict[str, Any] = {}
         exec(PRELUDE.replace("json.load(sys.stdin)", "{}"), space)
         status, body = 200, {}
         try:
-            space["note"](space["ask"]([space["user"]("12")], command=command), command=command)
-            if command["sample"] == 0:
+            space["note"](space["ask"]([space["user"]("12")], order=order), order=order)
+            if order["sample"] == 0:
                 body = {"reward": 0.75}
-            elif command["sample"] == 1:
-                space["reward"](0.5, command=command)
+            elif order["sample"] == 1:
+                space["reward"](0.5, order=order)
             else:
                 status = 503
         except OSError:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.coordinator.scheduler.agenda import Mode
-from tandem.coordinator.scheduler.rules import command as rules
+from tandem.coordinator.scheduler.rules import order as rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]

@@ -64,7 +64,7 @@ def test_a_whole_grpo_run_in_order() -> None:
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     generate, commit = "DispatchPrompts:train:{0} ×2", "CommitVersion ×1"
-    train, refit, verify = "DispatchBatch:train:{0} ×2", "Refit ×2", "Attest ×4"
+    train, refit, verify = "DispatchBatch:train:{0} ×2", "Refit ×2", "ReportDigests ×4"
     validate, save = "DispatchPrompts:validate:{0} ×2", ["SaveCheckpoint ×2", "AwaitCheckpoint ×2"]
     expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×4"]
     expected += [refit, verify, validate.format(0), commit]
@@ -365,7 +365,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
     assert orders_to(cluster, "rollout-1", since) == [
-        "BuildEngine", "InstallProgram", "Refit", "Attest", "DispatchPrompts"
+        "BuildEngine", "InstallProgram", "Refit", "ReportDigests", "DispatchPrompts"
     ]  # fmt: skip
     assert orders_to(cluster, "rollout-0", since) == []
     assert orders_to(cluster, "trainer-0", since) == ["DispatchBatch"]
@@ -575,7 +575,7 @@ def test_an_engine_that_differs_is_quarantined_refitted_and_asked_again() -> Non
     since = len(cluster.commands)
     assert differ(cluster, "rollout-1", "q_proj differs")[0] == DiscardSamples(step=2, purpose="train", groups=(1, 3))
     cluster.run_until(Phase.TRAINING)
-    assert orders_to(cluster, "rollout-1", since)[-3:] == ["Refit", "Attest", "DispatchPrompts"]
+    assert orders_to(cluster, "rollout-1", since)[-3:] == ["Refit", "ReportDigests", "DispatchPrompts"]
     record = [a for a in cluster.done if isinstance(a, RecordRefit)][-1]
     assert record.quarantined == {"rollout-1": "it does not hold version 1: q_proj differs"}
     assert record.engines == ("rollout-0", "rollout-1")
@@ -677,7 +677,7 @@ def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> No
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
     assert [c.epoch for c in orders_of(cluster, ConnectTransferGroup)[2:]] == [1, 1]
-    assert orders_to(cluster, "trainer-0", since)[:2] == ["ConnectMesh", "Refit"]
+    assert orders_to(cluster, "trainer-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
     assert orders_to(cluster, "rollout-0", since) == []
 
 
@@ -726,8 +726,8 @@ def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
     assert fail_refit(cluster) == [], "the one that is torn waits for the one that is gone"
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
-    assert orders_to(cluster, "rollout-0", since)[:2] == ["ConnectMesh", "Refit"]
-    assert orders_to(cluster, "rollout-1", since)[:4] == ["BuildEngine", "InstallProgram", "ConnectMesh", "Refit"]
+    assert orders_to(cluster, "rollout-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
+    assert orders_to(cluster, "rollout-1", since)[:4] == ["BuildEngine", "InstallProgram", "ConnectTransferGroup", "Refit"]
 
 
 def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> None:

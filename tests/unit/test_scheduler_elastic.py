@@ -71,7 +71,7 @@ def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_s
     cluster.run_until(Phase.FINISHED)
     commands = [(a.member, type(a.command).__name__) for a in cluster.commands[since:] if isinstance(a, Dispatch)]
     of_newcomer = [kind for member, kind in commands if member == "rollout-2"]
-    assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "Attest"]
+    assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "ReportDigests"]
     assert commands.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in commands) == 1
     assert orders_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
