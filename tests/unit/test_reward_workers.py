@@ -88,6 +88,7 @@ def test_answers_that_freeze_math_verify_are_worth_nothing(start: Start, capfd: 
     said = [Score(1.0, True, answer="7"), Score(0.0, False, answer="8"), Score(1.0, True, answer="7")]
     assert [found[1], found[3], found[4]] == said
     assert time.monotonic() - began < 10
+    scorer.close()  # a worker that still says where it is stuck shares the offset at which this reads
     logged = capfd.readouterr().err
     assert logged.count(late) == 2
     assert "assistant: '$9^{9^{9^9}}$'" in logged
