@@ -252,7 +252,7 @@ def test_who_connects_with_a_member_that_is_lost_meanwhile_gives_up() -> None:
     transfer_group, store = TransferGroup("m", ("rollout-0", "trainer-0"), "cuda"), meeting()
     process_group.announce(transfer_group, "trainer-0", store)
     started = time.monotonic()
-    with pytest.raises(RefitError, match=r"could not connect mesh 'm': the deadline passed"):
+    with pytest.raises(RefitError, match=r"could not connect transfer group 'm': the deadline passed"):
         process_group.connect(transfer_group, "rollout-0", store, torch.device("cuda:0"), 3.0)
     assert time.monotonic() - started < 30
 

@@ -192,7 +192,7 @@ class Member:
             elif do == "write":
                 write(self.layout, self.storages, command["version"])
             elif do == "run":
-                counted = self.bound.run(command["deadline_s"], command.get("only"), command.get("newcomers"))
+                counted = self.bound.run(command["deadline_s"], command.get("only"), command.get("joining_engines"))
                 return {"counted": counted, "seconds": time.monotonic() - started}
             elif do == "differing":
                 meant = command["version"], command["source_dtype"], self.program.merging

@@ -104,7 +104,7 @@ function groupsPanel(live) {
       tile("in the buffer", whole(live.buffer?.size ?? 0), { fact: "buffer" }),
       tile("version trained", version(live.versions?.trained), { fact: "trained" }),
       tile("published", version(live.versions?.published), { fact: "published" }),
-      tile("verified", version(live.versions?.attested), { fact: "attested" }),
+      tile("verified", version(live.versions?.verified), { fact: "verified" }),
       tile("failures", whole(live.failures ?? 0), { fact: "failures" })),
     ages.length ? el("div.ages", null, el("span.dim", null, "ages in the buffer"), ages.map(({ age, count }) =>
       el("span.age", { title: `${count} groups with weights ${age} versions behind` }, el("span", null, age),
