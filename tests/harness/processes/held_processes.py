@@ -61,7 +61,7 @@ def _trainer(arguments: Sequence[str]) -> int:
     def fetching(self: Any, number: int, *args: Any) -> Any:
         found = fetch(self, number, *args)
         if found[0] is not None:
-            seen.update(step=number, samples=Batch.concatenate([*self._kept.values()]), weights=[])
+            seen.update(step=number, samples=Batch.concatenate(self._kept), weights=[])
         return found
 
     def weighing(previous_BT: Any, generation_BT: Any, mask_BT: Any, settings: Any) -> Any:

@@ -99,7 +99,7 @@ def test_every_page_with_commands_has_a_test_that_types_them() -> None:
     with_commands = {path.name for path in DOCS.glob("*.md") if "```console\n" in path.read_text()}
     here_typed = set(re.findall(r'"(\w+\.md)"', Path(__file__).read_text().partition("def here")[2]))
     for page, test in TYPED_BY.items():
-        (file,) = DOCS.parent.glob(f"tests/*/{test}")
+        (file,) = DOCS.parent.glob(f"tests/**/{test}")
         typed = [word for words, _ in quoted((DOCS / page).read_text()) for word in words]
         configs = [word for word in typed if word.endswith(".yaml")]
         assert any(word in file.read_text() for word in (page, *configs)), (page, test)
