@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import stat
 import threading
 import time
@@ -47,6 +48,7 @@ class Coordinator:
 
     def __init__(self, run: Path, earlier: MembersSnapshot | None = None, patience_s: float = 60.0) -> None:
         known = () if earlier is None else earlier.keys
+        self._heard: collections.deque[Event] = collections.deque()
         self.listening = Listening(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
         self.known = KnownMembers(run, self.listening.hub.address, is_kept=True, earlier=earlier)
         heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
@@ -63,7 +65,10 @@ class Coordinator:
         deadline = time.monotonic() + WAIT_S
         while not (found and until(found[-1])):
             assert time.monotonic() < deadline, found
-            found.extend(event for event, _ in self.registry.receive(0.05))
+            if self._heard:  # several may come at once
+                found.append(self._heard.popleft())
+            else:
+                self._heard.extend(event for event, _ in self.registry.receive(0.05))
         return found
 
     def joined(self, *names: str) -> None:

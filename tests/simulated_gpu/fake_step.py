@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.config import Config, load_config
-from tandem.coordinator.planning.plan_layouts import model_shape, sides
+from tandem.refit.forecast.sides import model_shape, sides
 from tandem.refit.layout import Box
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import dtensor, make_backend

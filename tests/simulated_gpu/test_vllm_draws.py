@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,9 +81,12 @@ def _measure() -> dict[str, Any]:
     }
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def test_requests_draw_by_their_own_seeds_and_all_by_the_same_kernels() -> None:
     command = [sys.executable, "-m", "tests.simulated_gpu.test_vllm_draws"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     print(found)

@@ -727,7 +727,12 @@ def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
     assert orders_to(cluster, "rollout-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
-    assert orders_to(cluster, "rollout-1", since)[:4] == ["BuildEngine", "InstallProgram", "ConnectTransferGroup", "Refit"]
+    assert orders_to(cluster, "rollout-1", since)[:4] == [
+        "BuildEngine",
+        "InstallProgram",
+        "ConnectTransferGroup",
+        "Refit",
+    ]
 
 
 def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> None:

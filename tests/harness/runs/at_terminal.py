@@ -73,6 +73,16 @@ class Terminal:
             shown += read
         return shown
 
+    def interrupt_until(self, pattern: str) -> str:
+        """Press Ctrl-C, and again as `interrupt` does; return what is shown until it matches."""
+        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        while not re.search(pattern, shown):
+            assert time.monotonic() < deadline, (pattern, self.seen)
+            self.type("\x03")
+            shown += self._read(2.0)
+            shown += self._read(0.2)
+        return shown
+
     def interrupt(self) -> str:
         """Press Ctrl-C, and again if nothing happens; return what is shown until the command has ended.
 

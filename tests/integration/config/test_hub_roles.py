@@ -266,8 +266,7 @@ def test_serve_and_chat_take_names(hub: HubServer) -> None:
         terminal.interrupt()
     sent = len(hub.bodies)
     with Terminal(BIN / "coordinator", "chat", NAME, "--max-tokens", "4") as terminal:
-        terminal.read_until("talking to ")
-        terminal.read_until("> ")
+        terminal.read_until(r"talking to [^\n]*\n> ")
         terminal.type("/quit\n")
         terminal.read_to_the_end()
         assert terminal.process.returncode == 0

@@ -246,7 +246,9 @@ def test_a_peer_that_stands_still_costs_the_deadline_and_is_met_again(rendezvous
 
 def test_a_member_that_does_not_come_is_named(rendezvous: Rendezvous) -> None:
     transfer_group = TransferGroup("m", ("rollout-0", "trainer-0", "trainer-1"))
-    with pytest.raises(RefitError, match=r"rollout-0 waited 0.2 s for trainer-0, trainer-1 to connect transfer group 'm'"):
+    with pytest.raises(
+        RefitError, match=r"rollout-0 waited 0.2 s for trainer-0, trainer-1 to connect transfer group 'm'"
+    ):
         process_group.connect(transfer_group, "rollout-0", rendezvous.store, torch.device("cpu"), 0.2)
     with pytest.raises(RefitError, match="rollout-7 is not in transfer group 'm'"):
         process_group.connect(transfer_group, "rollout-7", rendezvous.store, torch.device("cpu"), 0.2)

@@ -109,8 +109,7 @@ def test_a_chat_at_a_terminal(trained: Path, answer: str) -> None:
         terminal.read_until(r"\(stopped\)\r\n.*> ")
         terminal.type("/reset\n")
         terminal.read_until(r"\(a new conversation\)\r\n.*> ")
-        terminal.type("\x03")
-        terminal.read_until(r"Ctrl-D or /quit leaves\)\r\n.*> ")
+        terminal.interrupt_until(r"Ctrl-D or /quit leaves\)\r\n.*> ")
         terminal.type("\x04")
         assert terminal.process.wait(TIMEOUT_S) == 0
         assert all_gone(children, 10.0) == [], "its server has ended with it"

@@ -65,7 +65,7 @@ def test_a_run_that_is_given_so_long_saves_and_ends_before() -> None:
     assert f"saved in time; continue with: coordinator up {config} --resume" in done.stdout
     assert done.returncode == 0, "it did what it was told"
     last = steps_of()[-1].step
-    assert 1 <= last < 100
+    assert 1 <= last < 1000, "a step takes more than a millisecond"
     assert (Path("run/checkpoints") / f"step_{last}").is_dir()
     again = coordinator("up", config, "--resume", "--unfinished-code", "75", "--supervise")
     assert again.returncode == 75, "a script that asks can tell it from a run that has finished"

@@ -131,7 +131,7 @@ def test_such_a_run_cannot_go_on_without_its_program(trained: tuple[Run, list[ta
         ({"dataset": ["1 + 1"]}, r"^dataset\[0\]: expected a mapping of names to values, got '1 \+ 1'"),
         ({"dataset": [{"qestion": "1", "x": 2}]}, r"^dataset: its rows have no field 'input' .*they have qestion, x"),
         ({"dataset": [*ROWS, {"question": "1"}]}, r"^dataset\[200\]: it has no field 'answer'"),
-        ({"dataset": "missing.jsonl"}, r"^data.train_data_path: 'missing.jsonl' does not exist"),
+        ({"dataset": "missing.jsonl"}, r"^data: cannot read 'missing.jsonl'"),
         ({"validation_dataset": ROWS, "dataset": None}, r"^validation_dataset: give dataset as well"),
         # Said by the process of the run, which has looked it through.
         ({"overrides": {"data.num_validation": 500}}, r"problems.*500"),

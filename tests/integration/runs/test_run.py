@@ -149,12 +149,12 @@ BY_HAND = {"cluster": {"launch": "none"}, "grpo": {"max_num_steps": 1}}
 
 
 @pytest.mark.parametrize("order", [("refit", "trainer", "rollout"), ("rollout", "trainer", "refit")])
-def test_services_started_by_hand_join_in_any_order(command: tuple[str, ...]) -> None:
+def test_services_started_by_hand_join_in_any_order(order: tuple[str, ...]) -> None:
     with Command("coordinator", "up", write_config(BY_HAND)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         commands = []
         try:
-            for kind in command:
+            for kind in order:
                 commands.append(Command(kind, *joins(address)))
                 time.sleep(0.5)  # late: the others are long there
             assert run.wait() == 0, run.output()

@@ -34,8 +34,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "converted"
 
 
-def convert(folder: Path, deadline_s: float = PATIENCE_S, command: str = "") -> Path:
-    return convert_once("org/tiny", folder, from_checkpoint(folder), deadline_s, command)
+def convert(folder: Path, deadline_s: float = PATIENCE_S, order: str = "") -> Path:
+    return convert_once("org/tiny", folder, from_checkpoint(folder), deadline_s, order)
 
 
 @pytest.mark.parametrize("model", MODELS)

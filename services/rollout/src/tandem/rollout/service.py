@@ -47,6 +47,7 @@ class RolloutService:
         self._member = member
         self._config = member.config
         self._parts: Parts | None = None
+        self._is_closed = False
         self._generating: Generating | None = None
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
@@ -112,7 +113,8 @@ class RolloutService:
 
     def close(self) -> None:
         """Release the engine and the environments."""
-        if self._parts is not None:
+        if self._parts is not None and not self._is_closed:
+            self._is_closed = True
             self._parts.close()
 
     @gc_tuning.paused()

@@ -131,7 +131,7 @@ class SampleFetcher:
         """Make all inquiries until they are done or the time is up; return why some failed."""
         deadline = time.monotonic() + timeout_s
         try:
-            callers = self._connected(sources)
+            callers = self._connected({name: sources[name] for name in inquiries})
         except WireError as error:
             return dict.fromkeys(inquiries, str(error))
         for name, inquiry in inquiries.items():

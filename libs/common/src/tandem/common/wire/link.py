@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -237,6 +238,9 @@ class Link(Generic[Incoming]):
         self._thread.start()
 
 
+_watchers = itertools.count()
+
+
 class _Handshake:
     """A watcher of a connecting socket, which says hello over each new connection.
 
@@ -254,7 +258,9 @@ class _Handshake:
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+            # By default an address has the socket's descriptor. The watcher before, of the same socket, may still have it.
+            f"inproc://handshake-{next(_watchers)}",
         )
         self._poller = zmq.Poller()
         for socket in (dealer, self._monitor):
