@@ -259,7 +259,7 @@ class _Handshake:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-            # By default an address has the socket's descriptor. The watcher before, of the same socket, may still have it.
+            # By default, the address has the socket's number, and the watcher before may still have that.
             f"inproc://handshake-{next(_watchers)}",
         )
         self._poller = zmq.Poller()
