@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tandem.common.process_lifetime import reaper
 from tandem.config.schema import Cluster, Deadlines
 from tandem.coordinator.commands.arguments import FAILED
 from tandem.coordinator.commands.supervision import Supervisor
@@ -38,6 +40,14 @@ with Path("lives.txt").open("a") as lives:
 life = len(Path("lives.txt").read_text().splitlines())
 """
 """What each of these programs begins with: it says how often it has lived."""
+
+
+@pytest.fixture(autouse=True)
+def _adopts_nobody_afterwards() -> Iterator[None]:
+    """Have the test's own process, which a supervisor has run in, adopt no orphans of later tests."""
+    yield
+    with reaper():
+        pass
 
 
 def supervised(folder: Path, program: str) -> tuple[int, list[str]]:
