@@ -473,7 +473,7 @@ def test_a_dataset_that_cannot_be_fetched_is_one_line_and_torch_stays_out() -> N
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        weight_client = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
     probe = (
         "from data_harness import data_config; from tandem.samples.data_sets import load_problems\n"
         "from tandem.common.errors import DataError; import time\n"
@@ -483,11 +483,11 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
         "except DataError as error: print(error)\n"
         "print(time.monotonic() - before)"
     )
-    done = run_probe(probe, {"HF_ENDPOINT": weight_client, "HF_HUB_OFFLINE": "0"})
+    done = run_probe(probe, {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"})
     message, seconds = done.stdout.splitlines()
     assert message == (
         "data.dataset_name: cannot load 'nobody/nothing', split 'train': "
-        f"{weight_client} cannot be reached (Connection refused), and there is no copy here"
+        f"{endpoint} cannot be reached (Connection refused), and there is no copy here"
     )
     assert float(seconds) < 5.0
     assert done.stderr == ""

@@ -155,7 +155,7 @@ def test_the_embedded_engine_says_where_tokens_went(tmp_path: Path) -> None:
     refit(engine, model, 0)
     prompts = [(5, 6, 7, 8 + number % 2) for number in range(7)]
     requests = [request(number, prompt, max_new_tokens=3 + number) for number, prompt in enumerate(prompts)]
-    guest = msgspec.structs.replace(request(-1, (5, 6), seed=0), is_guest=True)
+    guest = msgspec.structs.replace(request(-1, (5, 6), seed=0), is_external=True)
     found = run_all(engine, [*requests, guest])
     assert found[-1].routed_experts_TX is None
     chosen: dict[int, torch.Tensor] = {}

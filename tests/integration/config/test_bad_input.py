@@ -80,15 +80,15 @@ def test_an_empty_dataset() -> None:
 
 def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        weight_client = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
-    monkeypatch.setenv("HF_ENDPOINT", weight_client)
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     # Typed: all this is read when its library is imported.
     line = line_of(typed("coordinator", "up", str(write_config({"data": {"dataset_name": "nobody/nothing"}}))))
     assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
-    assert f"{weight_client} cannot be reached (Connection refused)" in line
+    assert f"{endpoint} cannot be reached (Connection refused)" in line
 
 
 def test_a_task_that_does_not_exist() -> None:

@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_made: int = 0
     """Tokens at the end of the prompt that belong to the response, of a request that left the engine and continues.
     An engine that cannot draw its next token as if the request had stayed draws it in another way."""
-    is_guest: bool = False
+    is_external: bool = False
     """Whether the request is external. It goes before waiting requests, and none of these may find its keys cached."""
 
 

@@ -157,9 +157,9 @@ class BatchExchange:
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
         for rank, speaker in enumerate(division.speakers):
             tokens = division.table.tokens_of(division.table.rows_of(rank))
-            is_custom = speaker == self._exchange.index
+            is_speaker = speaker == self._exchange.index
             nothing = np.empty((len(tokens), *values_T.shape[1:]), dtype=values_T.dtype)
-            said = self._exchange.tell(values_T if is_custom else nothing, speaker)
+            said = self._exchange.tell(values_T if is_speaker else nothing, speaker)
             place_of_T[:] = -1
             place_of_T[tokens] = np.arange(len(tokens))
             places = place_of_T[wanted]

@@ -267,7 +267,7 @@ def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | 
 def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
     """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
     policy = config.policy
-    folder, is_custom = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    folder, is_models_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
     if policy.new_model is not None:  # even if its folder exists
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
@@ -277,5 +277,5 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
         write_new_model(made := scratch / "model", policy.new_model)
     else:
-        made, is_custom = folder, False
-    return load_tokenizer(config, made if is_custom else None)
+        made, is_models_own = folder, False
+    return load_tokenizer(config, made if is_models_own else None)

@@ -136,7 +136,7 @@ class Slots:
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         """Copy out what the slot's sequence has made."""
         tokens, request = self.made(slot, 0), self.sequences[slot].request
-        routed_SLX = self.routed_experts_SLX if self._notes_experts and not request.is_guest else None
+        routed_SLX = self.routed_experts_SLX if self._notes_experts and not request.is_external else None
         return Completion(
             request_id=request.request_id,
             token_ids_T=tokens.token_ids_T,

@@ -97,7 +97,7 @@ class TransformersEngine(RefittedEngine):
             max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
             stop_strings=self._stop_strings(request),
         )
-        if request.is_guest:
+        if request.is_external:
             self._queue.appendleft(sequence)
         else:
             self._queue.append(sequence)

@@ -65,7 +65,7 @@ class EngineDriver:
         self._step = step or (lambda: engine.step())
         self._notify = notify or (lambda: None)
         self._most_at_once = most_at_once
-        self._for_guests = for_external_requests
+        self._for_external_requests = for_external_requests
         self._numbers = itertools.count(-1, -1) if for_external_requests else itertools.count()
         self._changed = threading.Condition()
         self._arrived: deque[_Stream] = deque()
@@ -96,7 +96,7 @@ class EngineDriver:
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             seed=seed,
-            is_guest=self._for_guests,
+            is_external=self._for_external_requests,
         )
         stream = _Stream(asyncio.get_running_loop(), request)
         with self._changed:

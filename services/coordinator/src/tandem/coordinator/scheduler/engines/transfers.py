@@ -1,8 +1,8 @@
 """Planned transfers: the commands that set engines up with layouts, programs and transfer groups.
 
-Weights are streamed over a transfer group. Engines that pass weights on to each other
-share one. Engines that come back to it wait for each other. Then the group is connected anew and they are refitted
-together, so that no engine passes on partial weights.
+Weights are streamed over a transfer group. Engines that pass weights on to each other share one. Engines that come back
+to it wait for each other. Then the group is connected anew and they are refitted together, so that no engine passes on
+partial weights.
 """
 
 from __future__ import annotations

@@ -157,9 +157,9 @@ class VllmEngine(RefittedEngine):
             params.frequency_penalty = sampling.frequency_penalty
             params.repetition_penalty = sampling.repetition_penalty
         # Cached keys and values are looked up by the salt, too.
-        salt = f"{'guests of ' if request.is_guest else ''}update {self._num_updates}"
+        salt = f"{'guests of ' if request.is_external else ''}update {self._num_updates}"
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
-        priority = -1 if request.is_guest else 0  # the lower one goes first, where ``scheduling_policy`` is priority
+        priority = -1 if request.is_external else 0  # the lower one goes first, where ``scheduling_policy`` is priority
         self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
         self._sequences[request.request_id] = sequence = _Sequence(request, self._num_arrived, stop_strings)
         if params.logprobs:
@@ -239,7 +239,7 @@ class VllmEngine(RefittedEngine):
 
     def _routed(self, sequences: Iterable[_Sequence]) -> dict[int, Bytes]:
         """Return the routing of requests' tokens, which workers know until the next step; not of external requests."""
-        asked = [each for each in sequences if each.num_computed and not each.request.is_guest]
+        asked = [each for each in sequences if each.num_computed and not each.request.is_external]
         if self._experts is None or not asked:
             return {}
         layers, top_k = self._experts.num_layers, self._experts.top_k
