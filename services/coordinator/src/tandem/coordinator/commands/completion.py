@@ -124,7 +124,7 @@ def _prepare(action: argparse.Action) -> None:
 
 def _choices_of_init() -> dict[str, list[str]]:
     """Return the choices of a starting configuration; `coordinator init` itself rejects invalid combinations."""
-    from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
+    from tandem.launch.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
 
     return {
         "algorithm": [*ALGORITHMS],

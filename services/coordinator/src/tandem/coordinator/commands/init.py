@@ -14,7 +14,7 @@ from tandem.common.errors import TandemError
 from tandem.coordinator.commands.arguments import OK, Commands
 
 if TYPE_CHECKING:
-    from tandem.coordinator.starting.choices import Choices
+    from tandem.launch.starting.choices import Choices
 
 _DEFAULT_FILE = "tandem.yaml"
 
@@ -44,8 +44,8 @@ def add(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.starting import choices as chosen
-    from tandem.coordinator.starting.write import refuse_if_there, starting_configurations, write_new_file
+    from tandem.launch.starting import choices as chosen
+    from tandem.launch.starting.write import refuse_if_there, starting_configurations, write_new_file
 
     path = Path(arguments.file)
     refuse_if_there(path)  # before any question
@@ -66,7 +66,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 def _choices(arguments: argparse.Namespace) -> Choices:
     """Return the choices: from options, else from answers on a terminal, else from defaults."""
-    from tandem.coordinator.starting import choices as chosen
+    from tandem.launch.starting import choices as chosen
 
     asks = sys.stdin.isatty()
     check = partial(chosen.check_name, "algorithm", known=chosen.ALGORITHMS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -13,13 +14,13 @@ from tandem.config import Config, config_to_json
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.kept_samples import KeptSamples
-from tandem.coordinator.loop.loop import Interrupts, Lasting, Loop
+from tandem.coordinator.loop.loop import Lasting, Loop
 from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.loop.time_limit import TimeLimit
 from tandem.coordinator.members.known_members import KnownMembers, orphan_timeout_s
 from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
 from tandem.coordinator.members.replies import Replies
@@ -27,6 +28,7 @@ from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
@@ -67,18 +69,21 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
     )
     logs = opened.journal.folder / "logs"
-    must_save_by = config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None
     known = KnownMembers(
         opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
     )
+    interrupts = Interrupts()
+    observers = list(opened.watching)
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_must_save_by is not None:
+        observers.append(TimeLimit(config.checkpointing.checkpoint_must_save_by, interrupts.ask))
     return Lasting(
         known=known,
         registry=_registry(config, opened, heartbeat, known),
         processes=LocalProcesses(
             admits, logs, invocation.fork_server, invocation.supervision, are_kept=heartbeat.orphan_timeout_s > 0
         ),
-        interrupts=Interrupts(),
-        limit=None if must_save_by is None else TimeLimit(must_save_by, time.monotonic()),
+        interrupts=interrupts,
+        observers=tuple(observers),
     )
 
 
@@ -111,7 +116,7 @@ def assemble(
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
-    live, observers = _observers(invocation, opened, spec, snapshot)
+    live, observers = _observers(invocation, opened, members.observers, spec, snapshot)
     stack.callback(observers.close)
     recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
     loop = Loop(
@@ -143,7 +148,7 @@ def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, know
 
 
 def _observers(
-    invocation: Invocation, opened: Opened, spec: RunSpec, snapshot: RunSnapshot
+    invocation: Invocation, opened: Opened, lasting: Sequence[Observer], spec: RunSpec, snapshot: RunSnapshot
 ) -> tuple[LiveFile, Observers]:
     """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
@@ -156,7 +161,7 @@ def _observers(
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
         EngineServers(folder),
         HealthWarnings(config, history),
-        *opened.watching,
+        *lasting,
     ]
     if opened.exporter is not None:
         observers.append(Metrics(opened.exporter, live, history[-1] if history else None))

@@ -104,7 +104,8 @@ class Attempts:
                 outcome = finish.outcome
             finally:
                 self._stop(outcome)
-        return finish
+        is_out_of_time = outcome == "interrupted" and not self._members.interrupts.were_heard
+        return msgspec.structs.replace(finish, is_out_of_time=is_out_of_time)
 
     def _expect_back(self) -> list[str]:
         """Take over the processes of a lost coordinator that wait for the next one.

@@ -8,8 +8,6 @@ for every process that owes an answer, so the loop never waits for ever.
 
 from __future__ import annotations
 
-import math
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import assert_never
@@ -27,20 +25,19 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
-    SaveCheckpoint,
     Trained,
     TrainerBuilt,
 )
-from tandem.common.signals import ASKED_ONCE_S
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
-from tandem.coordinator.loop.time_limit import TimeLimit
 from tandem.coordinator.members.known_members import KnownMembers
 from tandem.coordinator.members.members import Registry
+from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -88,34 +85,6 @@ _RESEND_AFTER = 0.5
 """Fraction of its deadline after which an unanswered request is sent again; receivers know repeats by their id."""
 
 
-class Interrupts:
-    """Pending requests to end the run, counted where signals are handled."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._asked_at = -math.inf
-
-    def hear(self, number: int) -> None:
-        """Count a signal."""
-        # `timeout` and systemd ask twice at once; only the user's second Ctrl-C means it.
-        now = time.monotonic()
-        if number == signal.SIGINT or now - self._asked_at > ASKED_ONCE_S:
-            self._count += 1
-        self._asked_at = now
-
-    @property
-    def are_there(self) -> bool:
-        """Whether a request is pending."""
-        return self._count > 0
-
-    def take(self) -> bool:
-        """Take one request; return False if there is none."""
-        if not self._count:
-            return False
-        self._count -= 1
-        return True
-
-
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that last through all attempts of a run: its processes, and requests to end it."""
 
@@ -123,8 +92,8 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     processes: LocalProcesses
     interrupts: Interrupts
     known: KnownMembers
-    limit: TimeLimit | None
-    """None without `checkpointing.checkpoint_must_save_by`."""
+    observers: tuple[Observer, ...]
+    """Observers that last as long."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -154,7 +123,6 @@ class Loop:
         self._registry = lasting.registry
         self._processes = lasting.processes
         self._interrupts = lasting.interrupts
-        self._limit = lasting.limit
         self._algorithm = algorithm
         self._batches = batches
         self._record_commands = RecordCommands()
@@ -180,10 +148,7 @@ class Loop:
                 self._handle(event)
             self._replace_missing()
             self._recorder.show(self._scheduler, self._registry)
-        if self._limit is None:
-            return self._finish
-        is_out_of_time = self._finish.outcome == "interrupted" and self._limit.has_ended_run
-        return msgspec.structs.replace(self._finish, is_out_of_time=is_out_of_time)
+        return self._finish
 
     def _replace_missing(self) -> None:
         """Replace processes that have not come back to this coordinator, once everything received is handled."""
@@ -217,15 +182,10 @@ class Loop:
         lost = self._losses(_CAUSE_S if errors else 0.0)
         now = time.monotonic()
         # First: a signal to all processes also ended some, and others now fail because of that.
-        while self._interrupts.take():
-            if self._limit is not None:
-                self._limit.give_up()
-            self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
-            yield Interrupted(now=now)
-        yield from leaving
-        if self._limit is not None and (why := self._limit.why_over(now)) is not None:
+        while (why := self._interrupts.take()) is not None:
             self._recorder.note(why)
             yield Interrupted(now=now)
+        yield from leaving
         # A process that fails because another died is heard before that death is seen, and is not to blame.
         yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
@@ -304,7 +264,7 @@ class Loop:
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
             case PublishCheckpoint(step=step):
-                self._publish_checkpoint(step)
+                self._recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
             case Say(text=text):
@@ -317,8 +277,6 @@ class Loop:
     def _send(self, member: str, command: AnyCommand, arrays: Arrays | None) -> None:
         if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
             self._generated.setdefault(member, []).append((command.command_id, command.step))
-        if self._limit is not None and isinstance(command, SaveCheckpoint):
-            self._limit.copied(time.monotonic())
         frames = encode(command, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
         self._sent[command.command_id] = Sent(member, frames, resend_at)
@@ -412,11 +370,6 @@ class Loop:
         how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
         self._recorder.note(f"{member} leaves the run: {action.why}{how}")
 
-    def _publish_checkpoint(self, step: int) -> None:
-        if self._limit is not None:
-            self._limit.published(time.monotonic())
-        self._recorder.publish_checkpoint(step)
-
     def _commit(self, action: CommitStep) -> None:
         if action.validated:
             for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
@@ -424,8 +377,6 @@ class Loop:
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
-        if self._limit is not None:
-            self._limit.committed(time.monotonic())
         self._recorder.commit(action, self._step_metrics)
         self._step_metrics = self._new_metrics()
 

@@ -11,7 +11,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.coordinator.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, Choices, Found, max_length
+from tandem.launch.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, Choices, Found, max_length
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
 """A value with its comment, or a section."""
