@@ -1,7 +1,7 @@
-"""The weight plane without a coordinator: trainers and engines in processes of their own, ordered by a benchmark.
+"""The weight plane without a coordinator: trainers and engines in processes of their own, commanded by a benchmark.
 
-Each process runs the loop, the `Member` and the `WeightClient` that services run, over a pipe instead of a socket. What
-a benchmark wants beside the plane's orders (an alternative, new weights, a check) it asks for by name.
+Each process runs the loop, the `ServiceContext` and the `WeightClient` that services run, over a pipe instead of a
+socket. What a benchmark wants beside the plane's commands (an alternative, new weights, a check) it asks for by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
 from tandem.config import build_config, config_to_json
-from tandem.launch.service import Member, Service, _answer_commands
+from tandem.launch.service import Service, ServiceContext, _answer_commands
 from tandem.refit.service import RefitService
 from tandem.refit.weight_client import WeightClient
 
@@ -135,11 +135,11 @@ def _serve(connection: Connection, make: Make, name: str, config: bytes, argumen
     link = PipeLink(connection, {})
     index = int(name.rpartition("-")[2])
     welcome = Welcome(
-        member=name, index=index, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
+        name=name, index=index, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
     )
-    member = Member(link, welcome, "tcp://127.0.0.1:0")  # type: ignore[arg-type]
-    service, link.asked = make(member, connection, *arguments)
-    _answer_commands(link, member, service)  # type: ignore[arg-type]
+    context = ServiceContext(link, welcome, "tcp://127.0.0.1:0")  # type: ignore[arg-type]
+    service, link.asked = make(context, connection, *arguments)
+    _answer_commands(link, context, service)  # type: ignore[arg-type]
     service.close()
 
 
@@ -251,9 +251,9 @@ class Plane:
         self.trainers, self.engines = trainers, engines
         self._replies = _Replies()
         welcome = Welcome(
-            member="refit-0", index=0, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
+            name="refit-0", index=0, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
         )
-        self._service = RefitService(Member(self._replies, welcome, ""))  # type: ignore[arg-type]
+        self._service = RefitService(ServiceContext(self._replies, welcome, ""))  # type: ignore[arg-type]
         self._ids = itertools.count(1)
         layouts = {remote.name: remote.ask("layout") for remote in [*trainers, *engines]}
         command = PlanTransfers(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from processes import EndpointService
 
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit.weight_client import WeightClient
 from tandem.trainer.shards import weights_of
 
@@ -15,11 +15,11 @@ from tandem.trainer.shards import weights_of
 class Trainer(EndpointService):
     """A trainer's memory: a model whose parameters are shared, and an endpoint."""
 
-    def __init__(self, member: Member, folder: str) -> None:
+    def __init__(self, context: ServiceContext, folder: str) -> None:
         self._model = _model(folder)
         weights = weights_of(dict(self._model.named_parameters()))
         self.layout = weights.layout
-        self.weight_client = WeightClient(member, weights)
+        self.weight_client = WeightClient(context, weights)
 
     def write(self, version: int) -> None:
         """Be the optimizer: change every parameter."""

@@ -30,7 +30,7 @@ from smoke import sized
 from tandem.common.messages import BuildEngine, Generate, Generated, Problem, PromptGroup, SamplingParameters
 from tandem.config import build_config, config_to_json
 from tandem.config.schema import NewModel
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
@@ -96,14 +96,14 @@ class HoldsBack(Generating):
                 super()._take(one)
 
 
-def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Asked]:
+def make(context: ServiceContext, connection: Connection, folder: str) -> tuple[Any, Asked]:
     """Be the trainer, who holds the weights, or the engine."""
-    if member.name.startswith("trainer"):
-        trainer = Trainer(member, folder)
+    if context.name.startswith("trainer"):
+        trainer = Trainer(context, folder)
         return trainer, {"layout": lambda: layout.encode(trainer.layout), "write": trainer.write}
-    service = RolloutService(member)
+    service = RolloutService(context)
     service.handle(BuildEngine(command_id=0, deadline_s=TIMEOUT_S), {})
-    service._generating = generating = HoldsBack(member, service.parts, None)
+    service._generating = generating = HoldsBack(context, service.parts, None)
     return service, {
         "layout": lambda: layout.encode(service.parts.engine.layouts()[0]),
         "choose": generating.choose,

@@ -29,7 +29,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.common.keys import write_run_keys
-from tandem.coordinator.members.members import new_run_keys
+from tandem.coordinator.processes.registry import new_run_keys
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5

@@ -29,9 +29,9 @@ from tandem.common.messages import Hello, ServiceKind, Train
 from tandem.common.wire import Peer
 from tandem.config import build_config
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.members.members import Member, Registry
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.timeline import Timeline
+from tandem.coordinator.processes.registry import RegisteredProcess, Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.observe.page.server import make_app
@@ -184,13 +184,13 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
     )
     spec = run_spec(config, first_step=1, last_step=8, num_validation=0, resume_from="", checkpoint_folder="c/{step}")
     scheduler, registry = Scheduler(spec, 0.0), Registry.__new__(Registry)  # it looks at tables, and needs no socket
-    registry.members = {}
+    registry.processes = {}
     services: tuple[tuple[ServiceKind, int], ...] = (("trainer", 2), ("rollout", 8))
     for service, count in services:
         for index in range(count):
             name = f"{service}-{index}"
             hello = Hello(protocol_version=1, service=service, host="node", pid=1)
-            registry.members[name] = Member(hello, name, Peer(b"", ""), 0.0)
+            registry.processes[name] = RegisteredProcess(hello, name, Peer(b"", ""), 0.0)
     scheduler.engines.fill(f"rollout-{index}" for index in range(8))
     for step in (1, 2):
         groups = scheduler.groups.draw(step, "train", 128)

@@ -26,7 +26,7 @@ from processes import Asked, EndpointService, Plane, Remote, config_json, starte
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.huggingface import HuggingFace
@@ -72,7 +72,7 @@ def share(tensor: torch.Tensor) -> Address:
 class Process(EndpointService):
     """What both have in common: parameters by name, flat, and an endpoint."""
 
-    def __init__(self, member: Member, described: layout.Layout, queue: Any) -> None:
+    def __init__(self, context: ServiceContext, described: layout.Layout, queue: Any) -> None:
         self.shapes = {tensor.name: tensor.shape for tensor in described.tensors}
         self.parameters = {
             storage.name: torch.zeros(storage.num_bytes // 2, dtype=torch.bfloat16, device=DEVICE)
@@ -80,15 +80,15 @@ class Process(EndpointService):
         }
         self.layout = described
         self.queue = queue
-        self.member = member
+        self.context = context
 
     def serve(self) -> None:
-        self.weight_client = WeightClient(self.member, Weights(self.layout, self.parameters))
+        self.weight_client = WeightClient(self.context, Weights(self.layout, self.parameters))
 
 
 class Trainer(Process):
-    def __init__(self, member: Member, model: ModelShape, device: str, queue: Any) -> None:
-        super().__init__(member, HuggingFace().layout(model, 0, "host", device), queue)
+    def __init__(self, context: ServiceContext, model: ModelShape, device: str, queue: Any) -> None:
+        super().__init__(context, HuggingFace().layout(model, 0, "host", device), queue)
         self.layout = msgspec.structs.replace(
             self.layout,
             storages=tuple(
@@ -127,8 +127,8 @@ class Trainer(Process):
 
 
 class Engine(Process):
-    def __init__(self, member: Member, model: ModelShape, device: str, queue: Any) -> None:
-        super().__init__(member, Vllm().layout(model, 0, "host", device), queue)
+    def __init__(self, context: ServiceContext, model: ModelShape, device: str, queue: Any) -> None:
+        super().__init__(context, Vllm().layout(model, 0, "host", device), queue)
         self.places = {name: self._place(name, shape) for name, shape in self.shapes.items()}
         self.other = {name: torch.ones_like(tensor) for name, tensor in self.parameters.items()}
         self.serve()
@@ -174,10 +174,12 @@ class Engine(Process):
             self.queue[1].put(True)
 
 
-def make(member: Member, connection: Connection, queue: Any) -> tuple[Process, Asked]:
+def make(context: ServiceContext, connection: Connection, queue: Any) -> tuple[Process, Asked]:
     model = from_config(MODEL, "bfloat16")
     device = device_name(torch.device(DEVICE))
-    process: Trainer | Engine = (Trainer if member.name.startswith("trainer") else Engine)(member, model, device, queue)
+    process: Trainer | Engine = (Trainer if context.name.startswith("trainer") else Engine)(
+        context, model, device, queue
+    )
     mine: tuple[Callable[..., Any], ...] = (
         (process.write,) if isinstance(process, Trainer) else (process.clear, process.check, process.memcpy)
     )

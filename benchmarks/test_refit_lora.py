@@ -23,7 +23,7 @@ from processes import Asked, EndpointService, Plane, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
@@ -61,9 +61,9 @@ def change_of(index: int, version: int) -> float:
 class Process(EndpointService):
     """A trainer of all weights or of adapters, or an engine; the weights of each tensor are all the same number."""
 
-    def __init__(self, member: Member, *, trains: str, streams: bool) -> None:
+    def __init__(self, context: ServiceContext, *, trains: str, streams: bool) -> None:
         self.trains = trains
-        self.is_trainer = member.name.startswith("trainer")
+        self.is_trainer = context.name.startswith("trainer")
         shapes = {**WEIGHTS, **ADAPTERS} if self.is_trainer and trains == "adapters" else WEIGHTS
         self.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         # Of two hosts, as far as the planner knows, weights are streamed.
@@ -88,7 +88,7 @@ class Process(EndpointService):
             self.layout = msgspec.structs.replace(self.layout, tensors=tuple(told))
         self.write(0, first=True)
         self._weights = Weights(self.layout, self.tensors)
-        self.weight_client = WeightClient(member, self._weights)
+        self.weight_client = WeightClient(context, self._weights)
 
     def close(self) -> None:
         """Leave all meshes."""
@@ -116,8 +116,8 @@ class Process(EndpointService):
             assert least == most == base_of(index) + RANK * SCALE * change_of(index, version), name
 
 
-def make(member: Member, _connection: Connection, trains: str, streams: bool) -> tuple[Process, Asked]:
-    process = Process(member, trains=trains, streams=streams)
+def make(context: ServiceContext, _connection: Connection, trains: str, streams: bool) -> tuple[Process, Asked]:
+    process = Process(context, trains=trains, streams=streams)
     ways: tuple[Callable[..., None], ...] = (process.write, process.check, process.verify)
     return process, {"layout": lambda: layout.encode(process.layout), **{way.__name__: way for way in ways}}
 

@@ -26,7 +26,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
 
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts
@@ -81,11 +81,13 @@ def values(index: int, shape: tuple[int, ...], version: int) -> torch.Tensor:
 class Process:
     """A rank of either side: memory as its layout says, and both ways to move it."""
 
-    def __init__(self, member: Member, connection: Connection, encoded: bytes, programs: bytes, facts: dict[str, Any]):
-        self.name, self.facts = member.name, facts
+    def __init__(
+        self, context: ServiceContext, connection: Connection, encoded: bytes, programs: bytes, facts: dict[str, Any]
+    ):
+        self.name, self.facts = context.name, facts
         self.layout = layout.decode(encoded)
-        self.is_source = member.name.startswith("trainer")
-        self.rank = member.index + (0 if self.is_source else facts["trainers"])
+        self.is_source = context.name.startswith("trainer")
+        self.rank = context.index + (0 if self.is_source else facts["trainers"])
         self.storages = {s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in self.layout.storages}
         self.program = program.decode(programs)
         self.groups: dict[str, process_group.Group] = {}
@@ -182,8 +184,8 @@ class Process:
             dist.broadcast(full, src=0, group=self.receivers)
 
 
-def make(member: Member, connection: Connection, *arguments: Any) -> tuple[Process, Asked]:
-    process = Process(member, connection, *arguments)
+def make(context: ServiceContext, connection: Connection, *arguments: Any) -> tuple[Process, Asked]:
+    process = Process(context, connection, *arguments)
     return process, process.asked()
 
 

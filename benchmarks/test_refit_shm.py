@@ -35,7 +35,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.torch import load_file, save_file
 from smoke import sized
 
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides
 from tandem.refit.transports import shm
@@ -85,22 +85,24 @@ def rows_of(shape: tuple[int, ...], sender: int, num_senders: int) -> slice:
 class Process(EndpointService):
     """What senders and receivers have in common: tensors, an endpoint, a group of all processes."""
 
-    def __init__(self, member: Member, connection: Connection, num_layers: int, places: dict[str, Any]) -> None:
+    def __init__(
+        self, context: ServiceContext, connection: Connection, num_layers: int, places: dict[str, Any]
+    ) -> None:
         self.connection, self.places = connection, places
         self.shapes = shapes_of(num_layers)
         self.num_senders: int = places["senders"]
-        self.is_sender = member.name.startswith("trainer")
-        self.rank = member.index + (0 if self.is_sender else self.num_senders)
+        self.is_sender = context.name.startswith("trainer")
+        self.rank = context.index + (0 if self.is_sender else self.num_senders)
         self.tensors: Tensors = {}
-        shards = range(member.index, member.index + 1) if self.is_sender else range(self.num_senders)
+        shards = range(context.index, context.index + 1) if self.is_sender else range(self.num_senders)
         self.held = {
             (s, name): rows_of(shape, s, self.num_senders) for s in shards for name, shape in self.shapes.items()
         }
         for name, shape in self.shapes.items():
-            rows = rows_of(shape, member.index, self.num_senders) if self.is_sender else slice(0, shape[0])
+            rows = rows_of(shape, context.index, self.num_senders) if self.is_sender else slice(0, shape[0])
             self.tensors[name] = torch.zeros(rows.stop - rows.start, *shape[1:])
         self.layout = self._describe()
-        self.weight_client = WeightClient(member, Weights(self.layout, self.tensors))
+        self.weight_client = WeightClient(context, Weights(self.layout, self.tensors))
         self.bucket = torch.zeros(BUCKET_BYTES // 4)
 
     def _describe(self) -> layout.Layout:
@@ -224,8 +226,8 @@ class Process(EndpointService):
             tensor[self.held[sender, name]].copy_(tensors[name])
 
 
-def make(member: Member, connection: Connection, *arguments: Any) -> tuple[Process, Asked]:
-    process = Process(member, connection, *arguments)
+def make(context: ServiceContext, connection: Connection, *arguments: Any) -> tuple[Process, Asked]:
+    process = Process(context, connection, *arguments)
     return process, process.asked()
 
 

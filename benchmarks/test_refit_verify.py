@@ -25,7 +25,7 @@ from smoke import sized
 
 from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, SamplingParameters
 from tandem.config import config_from_json
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.samples.tokenizer import write_new_model
 
@@ -46,10 +46,10 @@ MODEL = {  # layers of Qwen3-0.6B
 }
 
 
-def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Asked]:
+def make(context: ServiceContext, connection: Connection, folder: str) -> tuple[Any, Asked]:
     """Be the trainer or the engine."""
-    if member.name.startswith("trainer"):
-        trainer = Trainer(member, folder)
+    if context.name.startswith("trainer"):
+        trainer = Trainer(context, folder)
         asked: Asked = {
             "layout": lambda: layout.encode(trainer.layout),
             "write": trainer.write,
@@ -59,7 +59,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
         return trainer, asked
     from tandem.rollout.service import RolloutService
 
-    service = RolloutService(member)
+    service = RolloutService(context)
     first: list[float] = []
 
     def watch() -> None:

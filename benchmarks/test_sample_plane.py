@@ -31,7 +31,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common.curve import new_key_pair, prove
-from tandem.common.keys import MemberKeys
+from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
     PROTOCOL_VERSION,
     BuildEngine,
@@ -60,9 +60,9 @@ from tandem.common.wire import Codec, Frames, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.members.members import HeartbeatSettings, Registry
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.members.reply_checks import Limits
+from tandem.coordinator.processes.registry import HeartbeatSettings, Registry
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
 from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.refit import layout
@@ -89,7 +89,7 @@ def stand_in(address: str, kind: ServiceKind) -> None:
     """Be processes whose keys come in: join, answer every order at once, end with the coordinator's process."""
     context, poller = zmq.Context(), zmq.Poller()
     codec: Codec[Any] = Codec(ToTrainer if kind == "trainer" else ToRollout)
-    own = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MemberKeys])
+    own = msgspec.json.decode(sys.stdin.buffer.read(), type=list[ProcessKeys])
     for keys in own:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -250,7 +250,7 @@ class Cluster:
         words = [sys.executable, "-m", "benchmarks.test_sample_plane", self.hub.address, kind]
         process = subprocess.Popen(words, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE)
         keys = [
-            MemberKeys(coordinator=self.hub.at.public_key, own=new_key_pair(), is_joining=False) for _ in range(count)
+            ProcessKeys(coordinator=self.hub.at.public_key, own=new_key_pair(), is_joining=False) for _ in range(count)
         ]
         for each in keys:
             self.registry.names.register(each.own.public)
@@ -263,13 +263,13 @@ class Cluster:
         self._command_id += 1
         return {"command_id": self._command_id, "deadline_s": DEADLINE_S}
 
-    def send(self, member: str, command: Any, arrays: Any = None) -> None:
+    def send(self, process: str, command: Any, arrays: Any = None) -> None:
         frames = encode(command, arrays)
         self.bytes_sent += sum(map(len, frames))
-        self.registry.command(member, command, frames)
+        self.registry.command(process, command, frames)
 
-    def ask(self, member: str, command: Any) -> Replied:
-        self.send(member, command)
+    def ask(self, process: str, command: Any) -> Replied:
+        self.send(process, command)
         return next(iter(self.replies(1)))
 
     def replies(self, count: int) -> Iterator[Replied]:
@@ -315,7 +315,7 @@ class Cluster:
         running = RunningAlgorithm(self.config, self.prompts)
         batches = Batches(self.config, running)  # type: ignore[arg-type]
         for built in self.built:
-            batches.take_reply(built.member, built.reply)
+            batches.take_reply(built.process, built.reply)
         self.bytes_sent = 0
         times = [time.process_time()]
         groups = GroupTable()
@@ -331,13 +331,13 @@ class Cluster:
         sent_to_engines = self.bytes_sent
         for event in self.replies(len(self.engines)):
             if isinstance(event.reply, SamplesFinished):
-                groups.take_results(event.member, event.reply)
+                groups.take_results(event.process, event.reply)
         of_step = groups.of_step(self._step, "train")
         assert of_step is not None
         times.append(time.process_time())
         made = [
             batches.command(
-                DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()), of_step.records
+                DispatchBatch(process=rank, step=self._step, purpose="train", **self.command()), of_step.records
             )
             for rank in self.ranks
         ]

@@ -182,7 +182,7 @@ class Simulation:
     def run(self) -> None:
         """Run from the first process that joins to the end."""
         for kind, count in self.spec.expected.items():
-            self._events += [Joined(now=0.0, member=f"{kind}-{index}", kind=kind) for index in range(count)]
+            self._events += [Joined(now=0.0, process=f"{kind}-{index}", kind=kind) for index in range(count)]
         is_over = False
         while self._events:
             event = self._events.popleft()
@@ -208,7 +208,7 @@ class Simulation:
                 sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
                 self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))
             case Dispatch() | DispatchPrompts() | DispatchBatch():
-                self._events += [Replied(now=0.0, member=action.member, reply=reply) for reply in replies(action)]
+                self._events += [Replied(now=0.0, process=action.process, reply=reply) for reply in replies(action)]
             case CommitStep():
                 self.seconds_of_step.append(self._seconds)
                 self.num_events_of_step.append(self._num_events)

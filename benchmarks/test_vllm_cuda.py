@@ -41,7 +41,7 @@ from processes import Asked, EndpointService, Remote, config_json, started  # no
 
 from tandem.common.messages import SamplingParameters  # noqa: E402
 from tandem.config.schema.generation import VllmCfg  # noqa: E402
-from tandem.launch.service import Member  # noqa: E402
+from tandem.launch.service import ServiceContext  # noqa: E402
 from tandem.refit import layout  # noqa: E402
 from tandem.refit.digests.task import digest_layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
@@ -88,7 +88,7 @@ def synchronise() -> None:
 class Trainer(EndpointService):
     """Holds a model as transformers has it, in memory that engines can open."""
 
-    def __init__(self, member: Member, folder: str, size: str) -> None:
+    def __init__(self, context: ServiceContext, folder: str, size: str) -> None:
         from tandem.trainer.shards import share, weights_of
 
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Trainer(EndpointService):
         self.model = model.requires_grad_(False)
         share(dict(model.named_parameters()))
         self.weights = weights_of(dict(model.named_parameters()))
-        self.weight_client = WeightClient(member, self.weights)
+        self.weight_client = WeightClient(context, self.weights)
 
     def layout(self) -> bytes:
         return layout.encode(self.weights.layout)
@@ -113,8 +113,8 @@ class Trainer(EndpointService):
         return dict(zip((tensor.name for tensor in self.weights.layout.tensors), digests, strict=True))
 
 
-def make_trainer(member: Member, _: object, folder: str, size: str) -> tuple[Trainer, Asked]:
-    trainer = Trainer(member, folder, size)
+def make_trainer(context: ServiceContext, _: object, folder: str, size: str) -> tuple[Trainer, Asked]:
+    trainer = Trainer(context, folder, size)
     return trainer, {"layout": trainer.layout, "train": trainer.train}
 
 

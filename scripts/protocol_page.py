@@ -15,12 +15,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tandem.common import keys, messages
-from tandem.coordinator.members.reply_rules import rule_of
+from tandem.coordinator.processes.reply_rules import rule_of
 from tandem.samples import batch
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Coordinator to any process": messages.Admission,
-    "Any process to the coordinator": messages.Membership,
+    "Any process to the coordinator": messages.Presence,
     "Coordinator to trainer": messages.TrainerCommand,
     "Trainer to coordinator": messages.TrainerReply,
     "Coordinator to rollout": messages.TrainerKeys | messages.RolloutCommand,

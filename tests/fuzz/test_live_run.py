@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common import keys
-from tandem.common.keys import KeyPair, MemberKeys, RunKeys, read_run_keys
+from tandem.common.keys import KeyPair, ProcessKeys, RunKeys, read_run_keys
 from tandem.common.messages import Listener
 from tests.fuzz.frames import FRAMES, Frames
 from tests.harness.members import dealer_with
@@ -133,7 +133,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attack]:
         trainer, placeless = (registered(address, "trainer", run_keys) for _ in range(2))
         file = Path("trainer.json")
         file.touch(mode=0o600)
-        mine = MemberKeys(coordinator=run_keys.coordinator.public, own=trainer, is_joining=False)
+        mine = ProcessKeys(coordinator=run_keys.coordinator.public, own=trainer, is_joining=False)
         file.write_bytes(keys.encode(mine))
         words = ["--coordinator", address, "--key-file", str(file.absolute())]
         service = stack.enter_context(Command("trainer", *words))

@@ -20,7 +20,7 @@ from tandem.config import build_config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.members.reply_checks import finite
+from tandem.coordinator.processes.reply_checks import finite
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of

@@ -72,11 +72,11 @@ class Checked(AskEverything):
     def _watch_all(self, tables: Tables) -> None:
         weights = tables.weights
         watched: list[tuple[object, Table | str, dict[str, Table]]] = [
-            (tables.members, Table.MEMBERS, {}),
+            (tables.processes, Table.PROCESSES, {}),
             (tables.requests, Table.REQUESTS, {}),
             (tables.groups, Table.GROUPS, {"_steps": Table.READY, "_stored": Table.STORED, "_awaited": Table.STORED}),
             (tables.assignment, Table.WAITING, {}),
-            (tables.engines, Table.ENGINES, {"_leaving": Table.LEAVING, "suspects": Table.SUSPECTS}),
+            (tables.engines, Table.ENGINES, {"_leaving": Table.LEAVING, "suspects": Table.INVALIDATED}),
             (tables.joining, Table.JOINING, {}),
             (weights, Table.WEIGHTS, {}),
             (weights.verification, Table.WEIGHTS, {}),

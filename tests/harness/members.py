@@ -9,15 +9,15 @@ import zmq
 
 from tandem.common import curve
 from tandem.common.curve import Admitted, new_key_pair
-from tandem.common.keys import KeyPair, MemberKeys, RunKeys
+from tandem.common.keys import KeyPair, ProcessKeys, RunKeys
 from tandem.common.messages import Listener, ServiceKind
 from tandem.common.wire import Hub, Link
-from tandem.coordinator.members.members import Listening
+from tandem.coordinator.processes.registry import Listening
 
 RUN = RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
 MEMBER = new_key_pair()
 """The key pair of any member."""
-MEMBER_KEYS = MemberKeys(coordinator=RUN.coordinator.public, own=MEMBER, is_joining=False)
+MEMBER_KEYS = ProcessKeys(coordinator=RUN.coordinator.public, own=MEMBER, is_joining=False)
 ANY_ADDRESS = "tcp://127.0.0.1:*"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import TandemError
-from tandem.common.keys import MemberKeys
+from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
     PROTOCOL_VERSION,
     FetchSamples,
@@ -38,9 +38,9 @@ from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
-from tandem.coordinator.members.replies import Limits, Replies
-from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
+from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.replies import Limits, Replies
+from tandem.coordinator.scheduler.events import Draining, Event, Joined, Lost
 from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening
@@ -49,7 +49,7 @@ from tests.harness.strangers import Tap, strangers
 SECRET = b"a word that is in the configuration alone"
 WAIT_S = 20.0
 UNIONS: dict[ServiceKind, Any] = {"trainer": ToTrainer, "rollout": ToRollout, "refit": ToRefit}
-JOINING = MemberKeys(coordinator=RUN.coordinator.public, own=RUN.joining, is_joining=True)
+JOINING = ProcessKeys(coordinator=RUN.coordinator.public, own=RUN.joining, is_joining=True)
 
 
 def hello(kind: ServiceKind, registers: str | None = None) -> Hello:
@@ -82,7 +82,7 @@ def events(registry: Registry, until: Callable[[Event], bool]) -> list[Event]:
     return found
 
 
-def join(registry: Registry, kind: ServiceKind, address: str = "", keys: MemberKeys = JOINING) -> Link[Any]:
+def join(registry: Registry, kind: ServiceKind, address: str = "", keys: ProcessKeys = JOINING) -> Link[Any]:
     """Join a process, as one does that was started by hand."""
     link: Link[Any] = Link(address or registry.address, kind, f"{kind}-{time.monotonic_ns()}", UNIONS[kind], keys)
     thread = threading.Thread(target=link.join, args=(hello(kind), WAIT_S))
@@ -100,7 +100,7 @@ def test_a_stranger_at_the_coordinator_reads_nothing_and_does_not_join(
             stranger.say(encode(hello("refit")))
             stranger.say(encode(hello("refit", registers=MEMBER.public)))
         link = join(registry, "refit")
-        assert registry.members.keys() == {"refit-0"}, "the one with the key took the only place"
+        assert registry.processes.keys() == {"refit-0"}, "the one with the key took the only place"
         assert MEMBER.public not in listening.admitted
         assert not any(each.heard() for each in those.values())
         link.close("done")
@@ -113,7 +113,7 @@ def test_with_the_joining_key_alone_one_is_told_nothing_and_orders_nothing(
     socket.send_multipart(encode(hello("refit")))
     socket.send_multipart(encode(Goodbye(reason="I am the trainer")))
     link = join(registry, "refit")
-    assert registry.members.keys() == {"refit-0"}
+    assert registry.processes.keys() == {"refit-0"}
     assert not socket.poll(0)
     socket.close()
     context.term()
@@ -124,7 +124,7 @@ def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
     first = join(registry, "rollout")
     registry.dismiss("rollout-0", "it is lost")
     first.send(encode(Goodbye(reason="I still speak")))
-    own = MemberKeys(coordinator=RUN.coordinator.public, own=first.own, is_joining=False)
+    own = ProcessKeys(coordinator=RUN.coordinator.public, own=first.own, is_joining=False)
     back: Link[Any] = Link(registry.address, "rollout", "rollout-again", ToRollout, own)
     with pytest.raises(TandemError, match="does not accept the key of this process"):
         back.join(hello("rollout"), WAIT_S)
@@ -164,11 +164,11 @@ def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening:
     heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=100.0)
     registry = Registry(listening, {"rollout": 1}, SECRET, "run", heartbeat, Replies(limits), max_rollouts=3)
     links = [join(registry, "rollout") for _ in range(3)]
-    assert [*registry.members] == ["rollout-0", "rollout-1", "rollout-2"]
+    assert [*registry.processes] == ["rollout-0", "rollout-1", "rollout-2"]
     reason = registry.names.refusal(hello("rollout")).reason
     assert reason == "the run has its 3 rollout processes (cluster.max_rollouts) already"
     links[2].send(encode(Leaving()))
-    assert isinstance(events(registry, lambda event: isinstance(event, ToldToLeave))[-1], ToldToLeave)
+    assert isinstance(events(registry, lambda event: isinstance(event, Draining))[-1], Draining)
     registry.dismiss("rollout-0", "it was told to", is_over=True, is_awaited=False)
     registry.dismiss("rollout-2", "it is lost")
     for link, is_awaited_anew in ((links[0], False), (links[2], True)):
@@ -176,7 +176,7 @@ def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening:
         assert received is not None
         assert received.message.is_awaited_anew == is_awaited_anew
     links += [join(registry, "rollout"), join(registry, "rollout")]
-    assert [*registry.members] == ["rollout-1", "rollout-2", "rollout-0"], "who is lost is replaced first"
+    assert [*registry.processes] == ["rollout-1", "rollout-2", "rollout-0"], "who is lost is replaced first"
     for link in links:
         link.close("done")
 
@@ -184,7 +184,7 @@ def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening:
 def test_a_key_is_of_one_process(registry: Registry) -> None:
     """A second connection by a member's key is nobody's, and changes nothing for the first."""
     link = join(registry, "refit")
-    same = MemberKeys(coordinator=RUN.coordinator.public, own=link.own, is_joining=False)
+    same = ProcessKeys(coordinator=RUN.coordinator.public, own=link.own, is_joining=False)
     other: Link[Any] = Link(registry.address, "refit", "another", ToRefit, same)
     errors: list[TandemError] = []
 
@@ -199,7 +199,7 @@ def test_a_key_is_of_one_process(registry: Registry) -> None:
     while thread.is_alive():
         assert [event for event, _ in registry.receive(0.05)] == []
     assert "no answer from" in str(errors[0])
-    assert registry.members.keys() == {"refit-0"}
+    assert registry.processes.keys() == {"refit-0"}
     link.close("done")
 
 
@@ -292,7 +292,7 @@ def test_the_wire_carries_no_configuration_that_can_be_read(registry: Registry) 
 # --- a coordinator that is none ---------------------------------------------------------------------------------------
 
 
-def waiting(address: str, keys: MemberKeys = JOINING) -> Link[Any]:
+def waiting(address: str, keys: ProcessKeys = JOINING) -> Link[Any]:
     return Link(address, "rollout", "me", ToRollout, keys, "run/keys/members.json")
 
 
@@ -309,7 +309,7 @@ def test_who_pretends_to_be_a_coordinator_is_not_listened_to() -> None:
 
     def pretend() -> None:
         welcome = Welcome(
-            member="rollout-0",
+            name="rollout-0",
             index=0,
             run_id="run",
             heartbeat_interval_s=1.0,
@@ -338,7 +338,7 @@ def test_who_pretends_to_be_a_coordinator_is_not_listened_to() -> None:
 
 
 def test_the_key_of_another_run_is_one_line_within_seconds(registry: Registry) -> None:
-    stale = MemberKeys(coordinator=RUN.coordinator.public, own=new_key_pair(), is_joining=True)
+    stale = ProcessKeys(coordinator=RUN.coordinator.public, own=new_key_pair(), is_joining=True)
     begun = time.monotonic()
     with pytest.raises(TandemError) as refused:
         waiting(registry.address, stale).join(hello("rollout"), 300.0)

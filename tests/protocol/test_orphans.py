@@ -15,7 +15,7 @@ import pytest
 
 from tandem.common.curve import new_key_pair
 from tandem.common.errors import ConfigError, NotAdmitted
-from tandem.common.keys import AdmittedMembers, read_admitted, write_run_keys
+from tandem.common.keys import AdmittedProcesses, read_admitted, write_run_keys
 from tandem.common.messages import (
     PROTOCOL_VERSION,
     CommitVersion,
@@ -28,14 +28,14 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
-from tandem.coordinator.members.known_members import KnownMembers, MembersSnapshot
-from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.members.reply_checks import Limits
+from tandem.coordinator.processes.known_processes import KnownProcesses, ProcessesSnapshot
+from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
 from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 
-JOINING = RUN.for_members()
+JOINING = RUN.for_processes()
 UNIONS: dict[str, Any] = {"refit": ToRefit, "trainer": ToTrainer, "rollout": ToRollout}
 EXPECTED: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
 WAIT_S = 30.0
@@ -46,11 +46,11 @@ BEFORE, AFTER = 7, (1 << 32) + 1
 class Coordinator:
     """A coordinator's socket and its members; the next one of the run if `earlier` are there."""
 
-    def __init__(self, run: Path, earlier: MembersSnapshot | None = None, patience_s: float = 60.0) -> None:
+    def __init__(self, run: Path, earlier: ProcessesSnapshot | None = None, patience_s: float = 60.0) -> None:
         known = () if earlier is None else earlier.keys
         self._heard: collections.deque[Event] = collections.deque()
         self.listening = Listening(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
-        self.known = KnownMembers(run, self.listening.hub.address, is_kept=True, earlier=earlier)
+        self.known = KnownProcesses(run, self.listening.hub.address, is_kept=True, earlier=earlier)
         heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
         replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
         self.registry = Registry(self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known=self.known)
@@ -75,7 +75,7 @@ class Coordinator:
         """Wait until these have joined."""
         missing = {*names}
         while missing:
-            missing -= {event.member for event in self.events(lambda event: isinstance(event, Joined))}  # type: ignore[union-attr]
+            missing -= {event.process for event in self.events(lambda event: isinstance(event, Joined))}  # type: ignore[union-attr]
 
     def join(self, kind: ServiceKind) -> Link[Any]:
         """Join a process that is started by hand."""
@@ -84,7 +84,7 @@ class Coordinator:
         thread = threading.Thread(target=link.join, args=(hello, WAIT_S))
         thread.start()
         # Others may be taken up meanwhile.
-        self.events(lambda event: isinstance(event, Joined) and event.member.startswith(kind))
+        self.events(lambda event: isinstance(event, Joined) and event.process.startswith(kind))
         thread.join(WAIT_S)
         return link
 
@@ -112,7 +112,7 @@ class Cluster:
         for link in self.links.values():
             stack.callback(link.close, "the test is over")
 
-    def begin(self, earlier: MembersSnapshot | None = None, patience_s: float = 60.0) -> Coordinator:
+    def begin(self, earlier: ProcessesSnapshot | None = None, patience_s: float = 60.0) -> Coordinator:
         """Begin a coordinator."""
         coordinator = Coordinator(self.run, earlier, patience_s)
         self._sockets.callback(coordinator.die)
@@ -123,12 +123,12 @@ class Cluster:
         """The key of the trainer that joined first."""
         return self.links["trainer-0"].own.public
 
-    def earlier(self) -> MembersSnapshot:
+    def earlier(self) -> ProcessesSnapshot:
         """Return those who are taken up, as the next coordinator finds them."""
         admitted = read_admitted(self.run)
         assert admitted is not None
-        staying = {name: key for name, key in admitted.members.items() if not name.startswith("trainer")}
-        return MembersSnapshot(address=admitted.address, staying=staying, leaving=(admitted.members["trainer-0"],))
+        staying = {name: key for name, key in admitted.processes.items() if not name.startswith("trainer")}
+        return ProcessesSnapshot(address=admitted.address, staying=staying, leaving=(admitted.processes["trainer-0"],))
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is
     refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
     second = cluster.begin(cluster.earlier())
     second.joined("refit-0", "rollout-0")
-    assert second.registry.members.keys() == {"refit-0", "rollout-0"}
+    assert second.registry.processes.keys() == {"refit-0", "rollout-0"}
     refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
     second.command("refit-0", AFTER)
     command = refit.receive(WAIT_S)
@@ -175,7 +175,7 @@ def test_who_was_about_to_join_when_the_coordinator_was_lost_joins_the_next_one(
     second = cluster.begin(earlier)
     second.joined("refit-0", "rollout-0", "rollout-1")
     thread.join(WAIT_S)
-    assert second.registry.members["rollout-1"].peer.key == link.own.public
+    assert second.registry.processes["rollout-1"].peer.key == link.own.public
     link.close("the test is over")
 
 
@@ -214,13 +214,13 @@ def test_who_was_shut_out_before_has_no_place_with_the_next_one(cluster: Cluster
     assert key not in earlier.keys
     second = cluster.begin(earlier)
     second.joined("refit-0")
-    assert second.registry.members.keys() == {"refit-0"}
+    assert second.registry.processes.keys() == {"refit-0"}
 
 
 def test_a_member_that_nobody_knows_any_more_goes_by_itself(cluster: Cluster) -> None:
     earlier = cluster.earlier()
     cluster.first.die()
-    cluster.begin(MembersSnapshot(address=earlier.address))
+    cluster.begin(ProcessesSnapshot(address=earlier.address))
     for link in cluster.links.values():
         assert "does not accept the key of this process" in told_to_go(link).reason
 
@@ -236,7 +236,7 @@ def test_a_stranger_and_the_joining_key_get_nothing_of_a_member_that_is_expected
     for _, socket in sockets:
         socket.send_multipart(hello)
     second.joined("refit-0")
-    assert second.registry.members.keys() == {"refit-0"}
+    assert second.registry.processes.keys() == {"refit-0"}
     assert not any(socket.poll(200) for _, socket in sockets)
     for context, socket in sockets:
         socket.close()
@@ -265,10 +265,10 @@ def test_a_new_process_takes_the_place_of_one_that_is_only_expected(cluster: Clu
     second = cluster.begin(earlier)
     link = second.join("refit")
     cluster.stack.callback(link.close, "the test is over")
-    assert second.registry.members["refit-0"].peer.key == link.own.public
+    assert second.registry.processes["refit-0"].peer.key == link.own.public
     assert earlier.staying["refit-0"] not in second.listening.admitted
-    assert read_admitted(cluster.run) == AdmittedMembers(
-        address=second.registry.address, members=earlier.staying | {"refit-0": link.own.public}
+    assert read_admitted(cluster.run) == AdmittedProcesses(
+        address=second.registry.address, processes=earlier.staying | {"refit-0": link.own.public}
     )
 
 
@@ -276,7 +276,7 @@ def test_the_place_of_a_launched_one_is_kept(cluster: Cluster) -> None:
     cluster.first.die()
     earlier = cluster.earlier()
     cluster.links["refit-0"].close("it only hangs")
-    second = cluster.begin(MembersSnapshot(address=earlier.address))
+    second = cluster.begin(ProcessesSnapshot(address=earlier.address))
     second.registry.names.expect_back({"refit-0": earlier.staying["refit-0"]}, ["refit-0"])
     link: Link[Any] = Link(second.registry.address, "refit", "another", ToRefit, JOINING)
     hello = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)

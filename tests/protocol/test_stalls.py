@@ -10,8 +10,8 @@ import time
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
 from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
-from tandem.coordinator.members.members import HeartbeatSettings, Registry
-from tandem.coordinator.members.replies import Limits, Replies
+from tandem.coordinator.processes.registry import HeartbeatSettings, Registry
+from tandem.coordinator.processes.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Joined, Lost
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
@@ -71,7 +71,7 @@ def test_a_process_that_was_stopped_does_not_end_for_it() -> None:
     try:
         peer = _first(hub, Hello)
         welcome = Welcome(
-            member="rollout-0",
+            name="rollout-0",
             index=0,
             run_id="run",
             heartbeat_interval_s=PULSE.interval_s,

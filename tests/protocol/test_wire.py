@@ -36,7 +36,7 @@ from tests.harness.members import MEMBER, MEMBER_KEYS, link_to, open_hub
 
 HELLO = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
 WELCOME = Welcome(
-    member="refit-0",
+    name="refit-0",
     index=0,
     run_id="run",
     heartbeat_interval_s=0.1,

@@ -31,13 +31,13 @@ Start = Callable[..., Rollout]
 
 def finished(rollout: Rollout) -> list[tuple[int, int]]:
     """Return the groups of the samples sent so far, with the orders that they answer."""
-    sent = [message for message, _ in rollout.member.sent if isinstance(message, SamplesFinished)]
+    sent = [message for message, _ in rollout.context.sent if isinstance(message, SamplesFinished)]
     return [(message.command_id, sample.group) for message in sent for sample in message.samples]
 
 
 def generated(rollout: Rollout) -> list[int]:
     """Return the orders that were answered."""
-    return [message.command_id for message, _ in rollout.member.sent if isinstance(message, Generated)]
+    return [message.command_id for message, _ in rollout.context.sent if isinstance(message, Generated)]
 
 
 def work_until(rollout: Rollout, condition: Callable[[], bool]) -> None:
@@ -98,11 +98,11 @@ def test_orders_run_beside_each_other_until_one_says_otherwise(start: Start) -> 
         first: {0, 1},
         second: {2, 3},
     }
-    rollout.member.sent.clear()
+    rollout.context.sent.clear()
     given_up = [rollout.start(groups[0]), rollout.start(groups[1], cancel_before=0)]
     for _ in range(8):
         assert rollout.service.work()
-    rollout.member.sent.clear()
+    rollout.context.sent.clear()
     third = rollout.start(groups[1], groups[2])
     assert tokens_of(rollout.finish()) == {key: tokens for key, tokens in expected.items() if key[0] in (1, 2)}
     assert generated(rollout) == [third]
@@ -183,7 +183,7 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
     deadline = time.monotonic() + WAIT_S
     while rollout.service.work():
         assert time.monotonic() < deadline
-    for message, _ in rollout.member.sent:
+    for message, _ in rollout.context.sent:
         if isinstance(message, SamplesFinished) and message.command_id == again:
             arrays = rollout.fetch(message)
             for row in range(len(message.samples)):
@@ -222,6 +222,6 @@ def test_nothing_goes_on_with_torn_weights(start: Start, monkeypatch: pytest.Mon
         with pytest.raises(RefitError, match="bitten through"):
             rollout.refit(1)
     assert not rollout.service.work()
-    assert (rollout.member.errors, generated(rollout)) == ([], [])
+    assert (rollout.context.errors, generated(rollout)) == ([], [])
     rollout.refit(1)
     assert tokens_of(rollout.run(group)) == expected

@@ -107,15 +107,15 @@ def answer(action: Sent) -> Reply:
         case OpenRendezvous():
             return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
         case BuildTrainer():
-            layout = f"{action.member} holds".encode()
+            layout = f"{action.process} holds".encode()
             return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=layout)
         case BuildEngine():
-            wants = f"{action.member} wants".encode()
-            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_at=at(f"tcp://{action.member}:1"))
+            wants = f"{action.process} wants".encode()
+            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_at=at(f"tcp://{action.process}:1"))
         case PlanTransfers(sources=sources, destinations=destinations):
             return TransfersPlanned(
                 command_id=command_id,
-                programs={member: f"program of {member}".encode() for member in [*sources, *destinations]},
+                programs={process: f"program of {process}".encode() for process in [*sources, *destinations]},
                 senders=(),
                 transfer_groups=(),
                 num_bytes={},
@@ -130,12 +130,12 @@ def answer(action: Sent) -> Reply:
         case Refit(version=version):
             return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)
         case ReportDigests(version=version):
-            digests = (f"{action.member} at {version}".encode(),)
+            digests = (f"{action.process} at {version}".encode(),)
             return DigestsReported(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
         case CopyWeights(version=version, with_digests=with_digests):
-            digests = (f"{action.member} at {version}".encode(),) if with_digests else ()
+            digests = (f"{action.process} at {version}".encode(),) if with_digests else ()
             return WeightsCopied(command_id=command_id, version=version, digests=digests)
         case SaveCheckpoint() | AwaitCheckpoint() | RestoreSamples():
             return answer_from_disk(action.command)
@@ -167,7 +167,7 @@ def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Rep
         seconds={},
         compute_s=0.0,
         waited_s=0.0,
-        has_update=action.member == "trainer-0",
+        has_update=action.process == "trainer-0",
         memory=MEMORY,
     )
 
@@ -241,7 +241,7 @@ class Cluster:
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
-                engine = self.plan.engines.get(action.member)  # none if it is let go right after this
+                engine = self.plan.engines.get(action.process)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Sent):
                 self.pending.append(action)
@@ -261,7 +261,7 @@ class Cluster:
     def join_all(self) -> None:
         for kind, count in self.plan.spec.expected.items():
             for index in reversed(range(count)):
-                self.give(Joined(now=self.now, member=f"{kind}-{index}", kind=kind))
+                self.give(Joined(now=self.now, process=f"{kind}-{index}", kind=kind))
 
     def answer_next(self) -> None:
         action = self.pending.pop(0)
@@ -269,13 +269,13 @@ class Cluster:
         if isinstance(action, DispatchPrompts):
             self.send_samples(action)
         if isinstance(action, Dispatch) and isinstance(action.command, RestoreSamples):
-            self.send_kept(action.member, action.command)
-        self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
+            self.send_kept(action.process, action.command)
+        self.give(Replied(now=self.now, process=action.process, reply=self.adjust(answer(action))))
 
     def send_samples(self, command: DispatchPrompts) -> None:
         """Have an engine finish every sample of an order."""
         oldest = self.begun_with[command.command_id]
-        engine = self.plan.engines.get(command.member)
+        engine = self.plan.engines.get(command.process)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
         samples = tuple(
             made_with(self.result(group, i), oldest, newest)
@@ -285,9 +285,9 @@ class Cluster:
         reply = SamplesFinished(
             command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
         )
-        self.give(Replied(now=self.now, member=command.member, reply=reply))
+        self.give(Replied(now=self.now, process=command.process, reply=reply))
 
-    def send_kept(self, member: str, command: RestoreSamples) -> None:
+    def send_kept(self, process: str, command: RestoreSamples) -> None:
         """Have a rollout find every sample of an order on disk."""
         newest = {number: self.kept[command.step, number].newest_version for number in numbers_of(command)}
         samples = tuple(
@@ -296,7 +296,7 @@ class Cluster:
             for i in range(self.num_samples)
         )
         reply = SamplesFinished(command_id=command.command_id, step=command.step, purpose="train", samples=samples)
-        self.give(Replied(now=self.now, member=member, reply=reply))
+        self.give(Replied(now=self.now, process=process, reply=reply))
 
     def result(self, group: int, sample: int) -> SampleScored:
         return result(group, sample)
@@ -358,9 +358,9 @@ def interrupt(cluster: Cluster) -> list[Action]:
 
 
 def lose(cluster: Cluster, engine: str) -> list[Action]:
-    cluster.pending = [a for a in cluster.pending if a.member != engine]
-    return cluster.give(Lost(now=cluster.now, member=engine, why="killed by SIGKILL"))
+    cluster.pending = [a for a in cluster.pending if a.process != engine]
+    return cluster.give(Lost(now=cluster.now, process=engine, why="killed by SIGKILL"))
 
 
 def replace(cluster: Cluster, engine: str) -> None:
-    cluster.give(Joined(now=cluster.now, member=engine, kind="rollout"))
+    cluster.give(Joined(now=cluster.now, process=engine, kind="rollout"))

@@ -38,8 +38,8 @@ from tandem.common.messages import (
 )
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.members.reply_checks import Limits
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.processes.reply_checks import Limits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService
@@ -55,7 +55,7 @@ TEMPLATE = (
 )
 
 
-class Member:
+class Context:
     """Stands where the link to the coordinator would: keeps what the service sends."""
 
     name = "rollout-0"
@@ -132,8 +132,8 @@ class Rollout:
             }
         )
         self.tokenizer = load_tokenizer(self.config)
-        self.member = Member(self.config)
-        self.service = RolloutService(self.member)  # type: ignore[arg-type]
+        self.context = Context(self.config)
+        self.service = RolloutService(self.context)  # type: ignore[arg-type]
         self._samples_folder = "" if samples_folder is None else str(samples_folder)
         self._command_ids = itertools.count(1)
         self._generated: list[int] = []
@@ -146,10 +146,10 @@ class Rollout:
         )
         self.command(command)
         deadline = time.monotonic() + WAIT_S
-        while not self.member.sent or not isinstance(self.member.sent[-1][0], EngineBuilt):
+        while not self.context.sent or not isinstance(self.context.sent[-1][0], EngineBuilt):
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        built, _ = self.member.sent.pop()
+        built, _ = self.context.sent.pop()
         assert isinstance(built, EngineBuilt)
         self.samples_at = built.samples_at
         self.external_requests = built.external_requests
@@ -161,13 +161,13 @@ class Rollout:
 
     def command(self, command: RolloutCommand) -> None:
         """Give the service an order."""
-        self.member.replies.ordered(self.member.name, command)
+        self.context.replies.ordered(self.context.name, command)
         self.service.handle(command, {})
 
     def refit(self, version: int) -> None:
         """Bring the engine to what `model` holds now."""
         self.command(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version))
-        refitted, _ = self.member.sent.pop()
+        refitted, _ = self.context.sent.pop()
         assert isinstance(refitted, Refitted)
 
     def group(self, number: int, seeds: Sequence[int]) -> PromptGroup:
@@ -210,7 +210,7 @@ class Rollout:
         while self.service.work():
             assert time.monotonic() < deadline
         samples: dict[tuple[int, int], tuple[SampleScored, Batch]] = {}
-        for message, frames in self.member.sent:
+        for message, frames in self.context.sent:
             if isinstance(message, SamplesFinished):
                 assert not frames, "the tokens stay"
                 arrays, row = self.fetch(message), 0
@@ -246,13 +246,13 @@ class Rollout:
 
     def answers(self, command: RecordSamples | RestoreSamples, last: type[Message]) -> list[Message]:
         """Give an order about the record; return the answers, up to the last one or a failure."""
-        self.member.sent.clear()
+        self.context.sent.clear()
         self.command(command)
         deadline = time.monotonic() + WAIT_S
-        while not any(isinstance(message, last) for message, _ in self.member.sent) and not self.member.errors:
+        while not any(isinstance(message, last) for message, _ in self.context.sent) and not self.context.errors:
             self.service.work()
             assert time.monotonic() < deadline
-        return [message for message, _ in self.member.sent]
+        return [message for message, _ in self.context.sent]
 
     def fetch(self, message: SamplesFinished) -> Batch:
         """Return the arrays of samples as a trainer gets them."""
@@ -268,12 +268,12 @@ class Rollout:
     def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
         self.start(*groups, **how)
         samples = self.finish()
-        assert not self.member.errors
-        done, _ = self.member.sent[-1]
+        assert not self.context.errors
+        done, _ = self.context.sent[-1]
         assert isinstance(done, Generated)
         assert done.num_samples == len(samples) == sum(len(group.seeds) for group in groups)
         assert done.num_tokens == sum(sample.response_length for sample, _ in samples.values())
-        self.member.sent.clear()
+        self.context.sent.clear()
         return samples
 
     def release(self, number: int) -> None:
@@ -290,8 +290,8 @@ class Rollout:
         while self.service.work():
             pass
         assert self.store.num_tokens == stored, "those for validation are not kept"
-        said = [sample for message, _ in self.member.sent for sample in getattr(message, "samples", ())]
-        self.member.sent.clear()
+        said = [sample for message, _ in self.context.sent for sample in getattr(message, "samples", ())]
+        self.context.sent.clear()
         return {(sample.group, sample.sample): sample.response for sample in said}
 
     @property
@@ -302,7 +302,7 @@ class Rollout:
     def error(self, *groups: PromptGroup) -> str:
         self.start(*groups)
         self.finish()
-        (error,) = self.member.errors
+        (error,) = self.context.errors
         assert isinstance(error, TandemError)
         assert not self.service.work()
         return str(error)

@@ -147,17 +147,17 @@ class Simulation(Cluster):
             seconds = simulated.training_s
         elif isinstance(action.command, Refit):
             seconds = simulated.refit_s
-            if action.member in self.engines:
-                self.engines[action.member].is_paused = True
+            if action.process in self.engines:
+                self.engines[action.process].is_paused = True
         elif isinstance(action.command, ReportDigests):
             seconds = simulated.attest_s
         self._after(seconds, partial(self._end, action))
 
     def _end(self, action: Dispatch | DispatchBatch) -> None:
-        if isinstance(action, Dispatch) and isinstance(action.command, Refit) and action.member in self.engines:
-            engine = self.engines[action.member]
+        if isinstance(action, Dispatch) and isinstance(action.command, Refit) and action.process in self.engines:
+            engine = self.engines[action.process]
             engine.is_paused, engine.version = False, action.command.version
-        self.give(Replied(now=self.now, member=action.member, reply=answer(action)))
+        self.give(Replied(now=self.now, process=action.process, reply=answer(action)))
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self.due, (self.now + seconds, next(self.counter), do))
@@ -177,7 +177,7 @@ class Simulation(Cluster):
         return longest * random.Random(f"{step} {group} {place}").random() ** power
 
     def _generate(self, command: DispatchPrompts) -> None:
-        engine = self.engines[command.member]
+        engine = self.engines[command.process]
         for group in command.groups:
             for place in range(self.num_samples):
                 engine.waiting.append(_Sample(command, group, place, self._length(command.step, group, place)))
@@ -195,10 +195,10 @@ class Simulation(Cluster):
                 purpose=command.purpose,
                 samples=(made_with(result(sample.group, sample.place), sample.begun_with, engine.version),),
             )
-            self.give(Replied(now=self.now, member=name, reply=reply))
+            self.give(Replied(now=self.now, process=name, reply=reply))
             engine.unfinished[command.command_id] -= 1
             if not engine.unfinished[command.command_id]:
-                self.give(Replied(now=self.now, member=name, reply=answer(command)))
+                self.give(Replied(now=self.now, process=name, reply=answer(command)))
 
     # --- time --------------------------------------------------------------------------------------------------------
 

@@ -311,10 +311,10 @@ def test_that_no_program_can_be_started_is_no_failure_of_the_agent(tmp_path: Pat
         with descriptors_left(2):  # a program takes more
             rollout.start(rollout.group(0, [7]))
             rollout.finish()
-        (error,) = rollout.member.errors
+        (error,) = rollout.context.errors
         assert isinstance(error, OSError), error
         assert error.errno == errno.EMFILE
-        rollout.member.errors.clear()
+        rollout.context.errors.clear()
         ((scored, _),) = rollout.run(rollout.group(0, [7])).values()
         assert scored.reward == 1
 

@@ -13,11 +13,11 @@ from tandem.coordinator.scheduler.events import (
     DiscardSamples,
     Dispatch,
     DispatchPrompts,
+    Draining,
     DrawPrompts,
     GroupSize,
     Replied,
     Ticked,
-    ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance
@@ -71,7 +71,7 @@ class Balanced(Cluster):
         held: dict[str, list[int]] = {}
         for action in self.pending:
             if isinstance(action, DispatchPrompts):
-                held.setdefault(action.member, []).extend(action.groups)
+                held.setdefault(action.process, []).extend(action.groups)
         return held
 
     def sample(self, engine: str, group: int, *samples: int) -> list[Action]:
@@ -84,7 +84,7 @@ class Balanced(Cluster):
         reply = SamplesFinished(
             command_id=command.command_id, step=command.step, purpose=command.purpose, samples=scored
         )
-        return self.give(Replied(now=self.now, member=engine, reply=reply))
+        return self.give(Replied(now=self.now, process=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:
         """Have an engine finish a group, and answer its order if that was all of it."""
@@ -93,7 +93,7 @@ class Balanced(Cluster):
         assert isinstance(command, DispatchPrompts)
         if all((g, s) in self.counted for g in command.groups for s in range(NUM_SAMPLES)):
             self.pending.remove(command)
-            actions += self.give(Replied(now=self.now, member=engine, reply=answer(command)))
+            actions += self.give(Replied(now=self.now, process=engine, reply=answer(command)))
         return actions
 
     def waits_for(self, action: object) -> bool:
@@ -106,11 +106,11 @@ class Balanced(Cluster):
 
 
 def is_for(action: object, engine: str, group: int) -> bool:
-    return isinstance(action, DispatchPrompts) and action.member == engine and group in action.groups
+    return isinstance(action, DispatchPrompts) and action.process == engine and group in action.groups
 
 
 def prompts(actions: list[Action]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(a.member, a.groups) for a in actions if isinstance(a, DispatchPrompts)]
+    return [(a.process, a.groups) for a in actions if isinstance(a, DispatchPrompts)]
 
 
 def test_a_group_goes_to_the_engine_with_the_fewest_tokens_to_make() -> None:
@@ -126,7 +126,7 @@ def test_an_engine_gets_no_more_than_it_has_room_for_until_samples_are_done() ->
     assert cluster.sample("rollout-1", 3, 1) == []  # the same once more
     assert prompts(cluster.sample("rollout-1", 3, 0)) == []  # it has four to make
     assert prompts(cluster.sample("rollout-0", 0, 0)) == [("rollout-0", (5,))]
-    first, *later = [a for a in cluster.commands if isinstance(a, DispatchPrompts) and a.member == "rollout-1"]
+    first, *later = [a for a in cluster.commands if isinstance(a, DispatchPrompts) and a.process == "rollout-1"]
     assert first.cancel_before == first.command_id
     assert [a.cancel_before for a in later] == [first.command_id]  # all of them count
 
@@ -177,10 +177,10 @@ def test_what_a_slow_engine_holds_moves_on_when_another_has_waited_long_enough()
     stop, discard, moved = cluster.tick(0.2)
     assert isinstance(stop, DispatchPrompts)
     assert isinstance(moved, DispatchPrompts)
-    assert (stop.member, stop.groups) == ("rollout-0", ())
+    assert (stop.process, stop.groups) == ("rollout-0", ())
     assert stop.cancel_before > late[0].command_id
     assert discard == DiscardSamples(step=1, purpose="train", groups=(2, 4))
-    assert (moved.member, moved.groups) == ("rollout-1", (2, 4))
+    assert (moved.process, moved.groups) == ("rollout-1", (2, 4))
     # What the slow one still says is not counted, and its silence is not waited for.
     assert [cluster.waits_for(a) for a in (*late, stop, moved)] == [False, False, True]
     cluster.pending = [moved]
@@ -209,7 +209,7 @@ def test_of_several_slow_engines_nothing_moves_to_one_of_them() -> None:
     cluster = slow_one(timeout_s=5.0, engines=3)
     cluster.tick(0.0)
     first = cluster.tick(5.1)
-    assert {a.member for a in first if isinstance(a, DispatchPrompts) and a.groups} == {"rollout-1", "rollout-2"}
+    assert {a.process for a in first if isinstance(a, DispatchPrompts) and a.groups} == {"rollout-1", "rollout-2"}
     cluster.pending = [a for a in first if isinstance(a, DispatchPrompts) and a.groups]
     held = cluster.holds()
     cluster.complete("rollout-2", held["rollout-2"][0])
@@ -236,8 +236,8 @@ def test_a_slow_engine_gets_what_one_that_leaves_would_have_got() -> None:
     cluster = slow_one(timeout_s=5.0, engines=3)
     cluster.tick(0.0)
     cluster.tick(5.1)
-    assert {member for member, _ in prompts(lose(cluster, "rollout-1"))} == {"rollout-2"}
-    assert {member for member, _ in prompts(cluster.give(ToldToLeave(now=cluster.now, member="rollout-2")))} == {
+    assert {process for process, _ in prompts(lose(cluster, "rollout-1"))} == {"rollout-2"}
+    assert {process for process, _ in prompts(cluster.give(Draining(now=cluster.now, process="rollout-2")))} == {
         "rollout-0"
     }
 

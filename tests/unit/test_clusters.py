@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tandem.common.errors import ConfigError
 from tandem.common.keys import encode
 from tandem.config import config_to_json, load_config
-from tandem.coordinator.members.members import new_run_keys
+from tandem.coordinator.processes.registry import new_run_keys
 from tandem.launch.kubernetes import Manifest, PodNeeds, manifests, to_yaml
 from tandem.launch.nodes import Node, nodes_of
 from tandem.launch.slurm import SlurmJob, batch_script
@@ -171,7 +171,7 @@ def test_pods_find_the_configuration_the_key_and_the_coordinator() -> None:
     all_keys, members_keys, config_map, service, job_set = two_nodes()
     assert base64.b64decode(all_keys["data"]["coordinator.json"]) == encode(KEYS)
     assert {base64.b64decode(each["data"]["members.json"]) for each in (all_keys, members_keys)} == {
-        encode(KEYS.for_members())
+        encode(KEYS.for_processes())
     }
     assert set(members_keys["data"]) == {"members.json"}
     pods = [job["template"]["spec"]["template"]["spec"] for job in job_set["spec"]["replicatedJobs"]]

@@ -91,7 +91,7 @@ def test_samples_of_an_engine_that_is_lost_do_not_count() -> None:
     while not all(isinstance(action, DispatchPrompts) for action in cluster.pending):
         cluster.pending.sort(key=lambda action: isinstance(action, DispatchPrompts))
         cluster.answer_next()  # the version is attested
-    first = next(a for a in cluster.pending if a.member == "rollout-0")
+    first = next(a for a in cluster.pending if a.process == "rollout-0")
     assert isinstance(first, DispatchPrompts)
     cluster.send_samples(first)  # groups 0 and 2, and then it dies; its replacement makes others
     cluster.pending.remove(first)
@@ -111,7 +111,7 @@ def test_engines_that_balance_their_work_go_on_with_a_second_batch() -> None:
 def test_a_second_batch_is_shared_among_all_engines() -> None:
     cluster = Sampling([4, 5, 6])
     cluster.run_until(Phase.TRAINING)
-    hands = [(a.member, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts)]
+    hands = [(a.process, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts)]
     assert hands == [("rollout-0", (0, 2)), ("rollout-1", (1, 3)), ("rollout-0", (4, 6)), ("rollout-1", (5, 7))]
 
 

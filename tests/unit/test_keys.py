@@ -11,7 +11,7 @@ import zmq
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.keys import key_file, read_key_file, read_run_keys, write_run_keys
-from tandem.coordinator.members.members import new_run_keys
+from tandem.coordinator.processes.registry import new_run_keys
 from tests.harness.members import RUN
 
 
@@ -24,7 +24,7 @@ def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) ->
     assert path == key_file(tmp_path / "run")
     assert read_run_keys(tmp_path / "run") == RUN
     members = read_key_file(path)
-    assert members == RUN.for_members()
+    assert members == RUN.for_processes()
     assert RUN.coordinator.secret not in path.read_text(), "services do not have what the coordinator proves itself by"
     folder = path.parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -13,12 +13,12 @@ from run_harness import build_config
 
 from tandem.common.messages import Hello
 from tandem.common.wire import Peer
-from tandem.coordinator.members.members import Member, Registry
 from tandem.coordinator.observers import live_file
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.progress import Progress
 from tandem.coordinator.observers.prometheus import _of_run
-from tandem.coordinator.scheduler.events import DispatchPrompts, Joined, ToldToLeave
+from tandem.coordinator.processes.registry import RegisteredProcess, Registry
+from tandem.coordinator.scheduler.events import DispatchPrompts, Draining, Joined
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import LIVE_NAME, read_live
 from tandem.observe.run_folder.time_left import seconds_left
@@ -31,15 +31,17 @@ SETTINGS = {
 QUIET = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
 
 
-def members(num_engines: int) -> Registry:
+def processes(num_engines: int) -> Registry:
     registry = Registry.__new__(Registry)  # who looks on needs no socket, only who is in the run
-    registry.members = {}
+    registry.processes = {}
     for service, count in (("trainer", 2), ("rollout", num_engines)):
         for index in range(count):
             hello = msgspec.convert(
                 {"protocol_version": 1, "service": service, "host": f"node{index}", "pid": 1}, Hello
             )
-            registry.members[f"{service}-{index}"] = Member(hello, f"{service}-{index}", Peer(b"", ""), 0.0)
+            registry.processes[f"{service}-{index}"] = RegisteredProcess(
+                hello, f"{service}-{index}", Peer(b"", ""), 0.0
+            )
     return registry
 
 
@@ -52,7 +54,9 @@ def cluster_of(num_engines: int, num_groups: int = 5) -> Cluster:
     cluster = Cluster(spec)
     cluster.join_all()
     while cluster.plan.step < 2:
-        slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
+        slow = [
+            o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.process, o.step) == ("rollout-1", 2)
+        ]
         cluster.pending = [command for command in cluster.pending if command not in slow]
         cluster.answer_next()
     return cluster
@@ -65,7 +69,7 @@ def live() -> LiveFile:
 
 def test_it_says_what_the_tables_have(live: LiveFile) -> None:
     cluster = cluster_of(2)
-    live.show(cluster.plan, members(2))
+    live.show(cluster.plan, processes(2))
     said = read_live(Path.cwd())
     assert said is not None
     assert (said.step, said.num_steps) == (2, 8)
@@ -86,9 +90,9 @@ def test_it_says_what_the_tables_have(live: LiveFile) -> None:
 
 def test_it_shows_engines_that_come_and_go(live: LiveFile) -> None:
     cluster = cluster_of(2)
-    cluster.give(Joined(now=cluster.now, member="rollout-2", kind="rollout"))
-    cluster.give(ToldToLeave(now=cluster.now, member="rollout-1"))
-    said = live.look(cluster.plan, members(3))
+    cluster.give(Joined(now=cluster.now, process="rollout-2", kind="rollout"))
+    cluster.give(Draining(now=cluster.now, process="rollout-1"))
+    said = live.look(cluster.plan, processes(3))
     shown = [(engine.name, engine.status, engine.host) for engine in said.engines]
     assert shown[1:] == [("rollout-1", "leaving", "node1"), ("rollout-2", "building", "node2")]
     families = {family.name: family for family in _of_run(said)}
@@ -101,7 +105,7 @@ def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(live_file.time, "monotonic", lambda: now[0])
-    cluster, registry, path = cluster_of(2), members(2), Path(LIVE_NAME)
+    cluster, registry, path = cluster_of(2), processes(2), Path(LIVE_NAME)
     live.show(cluster.plan, registry)
     first = path.stat().st_ino
     live.noted("something")
@@ -121,7 +125,7 @@ def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(
 
 
 def test_the_next_begins_without_what_was_said(live: LiveFile) -> None:
-    live.show(cluster_of(2).plan, members(2))
+    live.show(cluster_of(2).plan, processes(2))
     said = read_live(Path.cwd())
     assert said is not None
     assert said.step == 2
@@ -131,7 +135,7 @@ def test_the_next_begins_without_what_was_said(live: LiveFile) -> None:
 
 def test_what_the_disk_says_stops_nothing(live: LiveFile) -> None:
     Path(LIVE_NAME).mkdir()
-    live.show(cluster_of(2).plan, members(2))
+    live.show(cluster_of(2).plan, processes(2))
     assert read_live(Path.cwd()) is None
 
 
@@ -141,10 +145,10 @@ def test_how_long_it_will_take_is_what_the_last_steps_took() -> None:
 
     live = LiveFile(build_config(SETTINGS), Path.cwd(), 8, [record(1, 100.0)])
     cluster = cluster_of(2)
-    assert live.look(cluster.plan, members(2)).eta_s == pytest.approx(700.0, abs=60)
+    assert live.look(cluster.plan, processes(2)).eta_s == pytest.approx(700.0, abs=60)
     for step in (2, 3):
         live.committed(record(step, 10.0))
-    said = live.look(cluster.plan, members(2))
+    said = live.look(cluster.plan, processes(2))
     assert said.eta_s == pytest.approx(70.0, abs=60)
     assert said.groups.dropped == 4
 
@@ -159,7 +163,7 @@ def test_the_console_and_the_page_expect_the_end_at_the_same_time(monkeypatch: p
     live = LiveFile(config, Path.cwd(), 8, history)
     progress = Progress(config, cluster.plan.spec, history, Console(file=out, width=200), lambda: now[0])
     now[0] += 30.0  # of the 20 s that each of four steps takes
-    registry = members(2)
+    registry = processes(2)
     assert live.look(cluster.plan, registry).eta_s == 50.0
     progress.show(cluster.plan, registry)
     assert out.getvalue().rstrip().endswith("0:00:30 elapsed, 0:00:50 left")

@@ -41,7 +41,7 @@ def batch() -> dict[str, Any]:
     return {**whole.table().columns, **tokens}
 
 
-class Member:
+class Context:
     """Stands where the link to the coordinator would."""
 
     name, index, run_id, keys = "trainer-0", 0, "run", MEMBER
@@ -72,7 +72,7 @@ def trainer(tmp_path: Path) -> Callable[..., TrainerService]:
                 "env": {"mine": {"class": "a.B"}},
             }
         )
-        return TrainerService(Member(config))  # type: ignore[arg-type]
+        return TrainerService(Context(config))  # type: ignore[arg-type]
 
     return make
 

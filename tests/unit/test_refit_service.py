@@ -41,7 +41,7 @@ MODEL = from_config(
 PARTS = ("rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1")
 
 
-class Member:
+class Context:
     """Stands where the link to the coordinator would."""
 
     name = "refit-0"
@@ -68,8 +68,8 @@ class Service:
     """The service with a trainer's layout, and those of two engines of two workers."""
 
     def __init__(self, address: Any = SHARED) -> None:
-        self.member = Member()
-        self.service = RefitService(self.member)  # type: ignore[arg-type]
+        self.context = Context()
+        self.service = RefitService(self.context)  # type: ignore[arg-type]
         hosts = Hosts("host", per_host=8, has_gpus=False)
         (held,) = HuggingFace(1).layouts(MODEL, hosts)
         storages = tuple(msgspec.structs.replace(storage, address=address) for storage in held.storages)
@@ -85,16 +85,16 @@ class Service:
             allow_alias=True,
         )
         self.service.handle(command, {})
-        (planned,) = self.member.replies
+        (planned,) = self.context.replies
         assert isinstance(planned, TransfersPlanned)
         return planned
 
     def commit(self, digests: dict[str, NDArray[np.uint64]]) -> VersionCommitted:
-        self.member.replies.clear()
+        self.context.replies.clear()
         encoded = {part: comparison.to_bytes(each) for part, each in digests.items()}
         command = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=encoded, has_update=False)
         self.service.handle(command, {})
-        (committed,) = self.member.replies
+        (committed,) = self.context.replies
         assert isinstance(committed, VersionCommitted)
         return committed
 

@@ -59,9 +59,9 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.members.reply_checks import Limits
+from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
 from tests.harness.members import at, dealer_to, open_listening
@@ -218,11 +218,11 @@ class Room:
         heartbeat = HeartbeatSettings(interval_s=100.0, timeout_s=100.0)
         self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", heartbeat, Replies(LIMITS))
         self.members = [Peer(self.registry) for _ in range(index + 1)]
-        for number, member in enumerate(self.members):
-            member.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
+        for number, process in enumerate(self.members):
+            process.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
             (event, _) = self.next()
             assert isinstance(event, Joined)
-            assert event.member == f"{kind}-{number}"
+            assert event.process == f"{kind}-{number}"
         self.name = f"{kind}-{index}"
 
     def next(self) -> tuple[Event, Mapping[str, Any]]:
@@ -398,7 +398,7 @@ def test_samples_that_cannot_be_are_one_line(hub: Listening, tamper: Tampering, 
     room.command(InstallProgram(**command(14), programs=(b"p",)))
     event, came = room.say(tampered(FINISHED, {}, tamper))
     assert isinstance(event, Lost)
-    assert event.member == "rollout-0"
+    assert event.process == "rollout-0"
     assert re.fullmatch(rf"it broke the protocol: SamplesFinished\.{what}", event.why), event.why
     assert not came
 
@@ -495,7 +495,7 @@ def test_an_answer_that_cannot_be_is_one_line(
     room.talk(kind, message)
     event, _ = room.say(tampered(*answer(kind, message), tamper))
     assert isinstance(event, Lost)
-    assert event.member == f"{kind}-0"
+    assert event.process == f"{kind}-0"
     assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.why), event.why
 
 
@@ -514,7 +514,7 @@ def test_the_answer_to_another_members_order(hub: Listening) -> None:
     room.registry.command("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event, _ = room.say(encode(TRAINED))
     assert isinstance(event, Lost)
-    assert (event.member, event.why) == (
+    assert (event.process, event.why) == (
         "trainer-1",
         "it broke the protocol: Trained.command_id: 23, must be of a command to trainer-1, not to trainer-0",
     )
@@ -558,14 +558,14 @@ def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
     room.registry.dismiss("trainer-0", "another takes its place")
     (told,) = [msgspec.msgpack.decode(header, type=Shutdown) for header in room.members[0].told()]
     assert told.reason == "another takes its place"
-    assert room.registry.members == {}
+    assert room.registry.processes == {}
 
 
 def test_what_was_ordered_before_a_term_is_answered_in_vain(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     (joined,) = room.registry.begin_attempt()
-    assert (joined.member, joined.kind) == ("rollout-0", "rollout")
+    assert (joined.process, joined.kind) == ("rollout-0", "rollout")
     room.members[0].send(encode(msgspec.structs.replace(BUILT, command_id=10)))
     assert list(room.registry.receive(0.2)) == []
     room.command(BuildEngine(**command(11)))
@@ -631,14 +631,14 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
 def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) -> None:
     room = Room(hub, "trainer")
     room.command(Train(**command(23), step=STEP, sources=SOURCES))
-    missing = SamplesMissing(command_id=23, step=STEP, members={"rollout-0": "it is gone"})
+    missing = SamplesMissing(command_id=23, step=STEP, rollouts={"rollout-0": "it is gone"})
     event, _ = room.say(encode(missing))
     assert isinstance(event, Replied)
     assert event.reply == missing
     room.command(Train(**command(25), step=STEP, sources=SOURCES))
-    event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, members={"rollout-1": "it is gone"})))
+    event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, rollouts={"rollout-1": "it is gone"})))
     assert isinstance(event, Lost)
-    assert "SamplesMissing.members: rollout-1, must be one of those in the command" in event.why
+    assert "SamplesMissing.rollouts: rollout-1, must be one of those in the command" in event.why
 
 
 def test_another_of_the_name_begins_anew() -> None:

@@ -158,7 +158,7 @@ def test_only_what_was_trained_on_is_recorded_and_the_rest_is_gone(
 
 def test_another_rollout_records_for_one_that_is_lost(start: Callable[..., Rollout], tmp_path: Path) -> None:
     lost, other = start(), start()
-    other.member.name = "rollout-1"
+    other.context.name = "rollout-1"
     samples = lost.run(lost.group(0, [1, 2]), lost.group(1, [3, 4]))
     written(tmp_path / "samples", 4)
     assert other.record("rollout-0", *all_of(lost._generated[0], samples)).num_samples == 4
@@ -183,10 +183,10 @@ def test_where_nothing_can_be_written_generation_goes_on_and_it_is_said_once(
     for number in range(3):
         samples = rollout.run(rollout.group(number, [1, 2]))
         assert len(samples) == 2
-    rollout.member.sent.clear()
+    rollout.context.sent.clear()
     with pytest.raises(ValueError, match="not enough values"):  # it fails
         rollout.record("rollout-0", *all_of(rollout._generated[2], samples))
-    (error,) = rollout.member.errors
+    (error,) = rollout.context.errors
     assert isinstance(error, SamplesError)
     assert "\n" not in str(error)
     said = [line for line in capfd.readouterr().err.splitlines() if "samples are missing in the record" in line]
@@ -239,7 +239,7 @@ def test_groups_are_taken_from_disk_as_if_they_had_been_made_now(
     start: Callable[..., Rollout], tmp_path: Path, kind: str
 ) -> None:
     first, second, folder = start(), start(), tmp_path / "samples"
-    second.member.name = "rollout-1"
+    second.context.name = "rollout-1"
     samples, where = kept_by(first, folder)
     if kind == "shard":
         first.record("rollout-0", *all_of(first._generated[0], samples))
@@ -271,7 +271,7 @@ def test_a_sample_whose_reward_float32_does_not_carry_is_taken_from_disk_as_drop
     (keys,) = where.values()
     rows = read_step(folder, 1)
     wrong = msgspec.structs.replace(rows[1], scored=msgspec.structs.replace(rows[1].scored, reward=1e39))
-    write_shard(folder, rollout.member.run_id, 1, "rollout-0", table_of([rows[0], wrong, *rows[2:]]))
+    write_shard(folder, rollout.context.run_id, 1, "rollout-0", table_of([rows[0], wrong, *rows[2:]]))
     finished, _ = rollout.restore({"step-00000001.rollout-0.parquet": keys}, num_samples=2)
     assert isinstance(finished, SamplesFinished)
     assert [(each.reward, each.dropped) for each in finished.samples if (each.group, each.sample) == (0, 1)] == [
@@ -299,12 +299,12 @@ def test_groups_that_are_not_there_any_more_are_an_error(start: Callable[..., Ro
     stored = rollout.store.num_tokens
     gone = rollout.restore({name: (*keys, (keys[0][0], 7))}, num_samples=2)
     assert gone == []
-    (error,) = rollout.member.errors
+    (error,) = rollout.context.errors
     assert isinstance(error, SamplesError)
     assert str(error) == f"{name} in {folder} no longer have the 6 samples"
-    rollout.member.errors.clear()
+    rollout.context.errors.clear()
     assert rollout.restore({"other.arrows": keys}, num_samples=2) == []
-    assert str(rollout.member.errors[0]).startswith(
+    assert str(rollout.context.errors[0]).startswith(
         f"{folder / 'other.arrows'} cannot be read as part of the rollout log"
     )
     assert rollout.store.num_tokens == stored, "and nothing of them is kept"

@@ -122,7 +122,7 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
     assert planning.sources == {"trainer-0": b"trainer-0 holds", "trainer-1": b"trainer-1 holds"}
     assert planning.destinations == {"rollout-0": b"rollout-0 wants", "rollout-1": b"rollout-1 wants"}
     installs = {
-        a.member: a.command.programs
+        a.process: a.command.programs
         for a in cluster.commands
         if isinstance(a, Dispatch) and isinstance(a.command, InstallProgram)
     }
@@ -135,9 +135,9 @@ def test_trainers_that_do_not_hold_the_policy_train_and_save_and_have_no_weights
     cluster.run_until(Phase.FINISHED)
     (planning,) = orders_of(cluster, PlanTransfers)
     assert planning.sources == {"trainer-0": b"trainer-0 holds"}
-    dispatched = [type(a.command) for a in cluster.commands if isinstance(a, Dispatch) and a.member == "trainer-1"]
+    dispatched = [type(a.command) for a in cluster.commands if isinstance(a, Dispatch) and a.process == "trainer-1"]
     assert {*dispatched} == {BuildTrainer, SaveCheckpoint, AwaitCheckpoint}
-    trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.member == "trainer-1"]
+    trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.process == "trainer-1"]
     assert trained == [1, 2, 3]
     assert {*orders_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
 
@@ -148,8 +148,8 @@ def test_a_version_is_committed_with_every_digest() -> None:
     cluster.run_until(Phase.FINISHED)
     commits = orders_of(cluster, CommitVersion)
     assert [c.version for c in commits] == [0, 1, 2, 3]
-    members = ("trainer-0", "trainer-1", "rollout-0", "rollout-1")
-    assert commits[1].digests == {member: f"{member} at 1".encode() for member in members}
+    processes = ("trainer-0", "trainer-1", "rollout-0", "rollout-1")
+    assert commits[1].digests == {process: f"{process} at 1".encode() for process in processes}
     assert [c.has_update for c in commits] == [False, True, True, True]
     records = [a for a in cluster.done if isinstance(a, RecordRefit)]
     assert [r.version for r in records] == [0, 1, 2, 3]
@@ -164,7 +164,7 @@ def test_no_sample_is_trained_on_before_its_version_is_attested() -> None:
     cluster.run_until(Phase.TRAINING)
     cluster.run_until(Phase.GENERATING)
     attests = [a for a in cluster.pending if isinstance(a, Dispatch)]
-    assert {a.member for a in attests} == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
+    assert {a.process for a in attests} == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
     cluster.pending = [a for a in cluster.pending if isinstance(a, DispatchPrompts)]
     for _ in range(2):
         cluster.answer_next()  # every sample is here
@@ -199,15 +199,15 @@ def test_every_group_goes_to_one_engine() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    hands = {a.member: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
+    hands = {a.process: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
     assert hands == {"rollout-0": (0, 2, 4), "rollout-1": (1, 3)}
 
 
 def test_nothing_starts_before_everyone_is_here() -> None:
     cluster = Cluster(GRPO)
-    for member in ("rollout-1", "refit-0", "trainer-1", "rollout-0"):
-        assert cluster.give(Joined(now=0.0, member=member, kind=member.split("-")[0])) == []
-    assert cluster.give(Joined(now=0.0, member="trainer-0", kind="trainer"))
+    for process in ("rollout-1", "refit-0", "trainer-1", "rollout-0"):
+        assert cluster.give(Joined(now=0.0, process=process, kind=process.split("-")[0])) == []
+    assert cluster.give(Joined(now=0.0, process="trainer-0", kind="trainer"))
 
 
 def test_an_sft_run_has_no_engines() -> None:
@@ -268,13 +268,13 @@ def test_seconds_by_phase_add_up(validate_at_start: bool) -> None:
 
 
 @pytest.mark.parametrize("member", ["trainer-1", "refit-0"])
-def test_a_lost_process_ends_the_run_and_is_named(member: str) -> None:
+def test_a_lost_process_ends_the_run_and_is_named(process: str) -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=0))
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    finish = only_finish(cluster.give(Lost(now=cluster.now, member=member, why="killed by SIGKILL")))
+    finish = only_finish(cluster.give(Lost(now=cluster.now, process=process, why="killed by SIGKILL")))
     assert isinstance(finish.error, ServiceLost)
-    assert str(finish.error) == f"{member} failed while generating: killed by SIGKILL"
+    assert str(finish.error) == f"{process} failed while generating: killed by SIGKILL"
     assert cluster.plan.handle(Ticked(now=1e9)) == []
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_is_lost_before_the_first_refit_ends_the_run() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.INSTALLING)
-    finish = only_finish(cluster.give(Lost(now=cluster.now, member="rollout-1", why="gone")))
+    finish = only_finish(cluster.give(Lost(now=cluster.now, process="rollout-1", why="gone")))
     assert str(finish.error) == "rollout-1 failed while installing transfer programs: gone"
 
 
@@ -292,7 +292,7 @@ def test_a_failed_command_ends_the_run_with_the_processes_own_words() -> None:
     cluster.run_until(Phase.TRAINING)
     command_id = cluster.pending[0].command_id  # type: ignore[union-attr]
     failed = Failed(command_id=command_id, phase="training step 1", error="the reward is NaN", expected=True)
-    finish = only_finish(cluster.give(Erred(now=cluster.now, member="trainer-0", failed=failed)))
+    finish = only_finish(cluster.give(Erred(now=cluster.now, process="trainer-0", failed=failed)))
     assert isinstance(finish.error, CommandFailed)
     assert str(finish.error) == "trainer-0 failed while training step 1: the reward is NaN"
 
@@ -320,7 +320,7 @@ def test_every_phase_has_a_deadline(phase: Phase, allowed: float, doing: str) ->
 
 def test_joining_has_a_deadline_that_names_who_is_missing() -> None:
     cluster = Cluster(GRPO)
-    cluster.give(Joined(now=0.0, member="trainer-0", kind="trainer"))
+    cluster.give(Joined(now=0.0, process="trainer-0", kind="trainer"))
     finish = only_finish(cluster.give(Ticked(now=11.0)))
     assert "1 trainer and 2 rollout and 1 refit did not join within 10 s" in str(finish.error)
 
@@ -330,7 +330,7 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     first = cluster.pending.pop(0)
-    reply = Replied(now=cluster.now, member=first.member, reply=answer(first))
+    reply = Replied(now=cluster.now, process=first.process, reply=answer(first))
     assert cluster.give(reply) == []
     assert cluster.give(reply) == []  # the other rank is still training
     assert cluster.plan.phase is Phase.TRAINING
@@ -339,11 +339,11 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
 # --- engines that are lost, torn or wrong ----------------------------------------------------------------------------
 
 
-def orders_to(cluster: Cluster, member: str, since: int) -> list[str]:
+def orders_to(cluster: Cluster, process: str, since: int) -> list[str]:
     named = [
         type(a.command).__name__ if isinstance(a, Dispatch) else type(a).__name__
         for a in cluster.commands[since:]
-        if a.member == member
+        if a.process == process
     ]
     return named
 
@@ -356,7 +356,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     since = len(cluster.commands)
     actions = lose(cluster, "rollout-1")
     assert actions == [
-        Replace(member="rollout-1", why="killed by SIGKILL"),
+        Replace(process="rollout-1", why="killed by SIGKILL"),
         DiscardSamples(step=2, purpose="train", groups=(1, 3)),
     ]
     while cluster.pending:
@@ -370,7 +370,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     assert orders_to(cluster, "rollout-0", since) == []
     assert orders_to(cluster, "trainer-0", since) == ["DispatchBatch"]
     again = [a for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
-    assert [(a.member, a.groups) for a in again] == [("rollout-1", (1, 3))]
+    assert [(a.process, a.groups) for a in again] == [("rollout-1", (1, 3))]
     (refit,) = (a.command for a in cluster.commands[since:] if isinstance(a, Dispatch) and isinstance(a.command, Refit))
     assert (refit.version, refit.only) == (1, ("rollout-1",))
     cluster.run_until(Phase.FINISHED)
@@ -381,7 +381,7 @@ def test_an_engine_lost_while_training_joins_the_next_refit() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    assert lose(cluster, "rollout-0") == [Replace(member="rollout-0", why="killed by SIGKILL")]
+    assert lose(cluster, "rollout-0") == [Replace(process="rollout-0", why="killed by SIGKILL")]
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.REFITTING)
     cluster.run_until(Phase.GENERATING)
@@ -423,13 +423,13 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
     since = len(cluster.commands)
-    assert lose(cluster, "refit-0") == [Replace(member="refit-0", why="killed by SIGKILL")]
+    assert lose(cluster, "refit-0") == [Replace(process="refit-0", why="killed by SIGKILL")]
     while cluster.pending:  # all but the comparison goes on
         cluster.answer_next()
     assert cluster.commits() == [0, 1], "what is not proven is not trained on"
     for seconds in (1, 20):
         assert cluster.give(Ticked(now=cluster.now + seconds)) == [], "it is waited for"
-    (again,) = cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))
+    (again,) = cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
     assert isinstance(again, Dispatch)
     (first, second) = orders_of(cluster, PlanTransfers)
     assert (first.sources, first.destinations) == (second.sources, second.destinations)
@@ -449,7 +449,7 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     while not is_comparing and cluster.plan.weights.is_verifying:
         cluster.answer_next()
     lose(cluster, "refit-0")
-    cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))
+    cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
     cluster.run_until(Phase.FINISHED)
     assert [command.version for command in orders_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
     recorded = [action.version for action in cluster.done if isinstance(action, RecordRefit)]
@@ -478,7 +478,7 @@ def test_an_engine_that_does_not_answer_is_replaced_like_one_that_is_lost(phase:
     (late,) = cluster.pending
     actions = cluster.give(Ticked(now=cluster.now + (30.5 if phase is Phase.GENERATING else 5.5)))
     (replaced,) = [action for action in actions if isinstance(action, Replace)]
-    assert replaced.member == late.member
+    assert replaced.process == late.process
     assert replaced.why.startswith("no answer within")
 
 
@@ -505,7 +505,7 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     reply = EngineBuilt(
         command_id=build.command.command_id, layouts=(b"something else",), samples_at=at("tcp://10.0.0.1:1")
     )
-    finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
+    finish = only_finish(cluster.give(Replied(now=cluster.now, process="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
 
@@ -535,7 +535,7 @@ def test_the_workers_of_an_engine_are_planned_for_and_attested_one_by_one_and_or
     assert planning.destinations == {f"rollout-{e}/{w}": f"rollout-{e} wants {w}".encode() for e, w in workers}
     assert planning.sources.keys() == {"trainer-0", "trainer-1"}
     installs = [
-        (a.member, a.command.programs)
+        (a.process, a.command.programs)
         for a in cluster.commands
         if isinstance(a, Dispatch) and isinstance(a.command, InstallProgram)
     ]
@@ -563,7 +563,7 @@ def test_a_replacement_with_other_workers_ends_the_run() -> None:
     reply = EngineBuilt(
         command_id=build.command.command_id, layouts=(b"rollout-0 wants 0",), samples_at=at("tcp://10.0.0.1:1")
     )
-    finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
+    finish = only_finish(cluster.give(Replied(now=cluster.now, process="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
 
@@ -595,7 +595,7 @@ def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_to
         cluster.answer_next()
     planning = cluster.pending.pop(0)
     assert isinstance(planning, Dispatch)
-    cluster.give(Replied(now=cluster.now, member="refit-0", reply=plan_with_frozen(planning)))
+    cluster.give(Replied(now=cluster.now, process="refit-0", reply=plan_with_frozen(planning)))
     cluster.run_until(Phase.TRAINING)
     assert [(command.version, command.joining_engines) for command in orders_of(cluster, Refit)] == [(0, both)] * 2
     cluster.run_until(Phase.GENERATING)
@@ -621,7 +621,7 @@ def differ(cluster: Cluster, engine: str, what: str) -> list[Action]:
                 command_id=action.command.command_id, version=action.command.version, differing={engine: what}, digest=9
             )
             return sorted(
-                cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply)),
+                cluster.give(Replied(now=cluster.now, process="refit-0", reply=reply)),
                 key=lambda a: not isinstance(a, DiscardSamples),
             )
         cluster.answer_next()
@@ -644,7 +644,7 @@ def fail_refit(cluster: Cluster) -> list[Action]:
     assert isinstance(action, Dispatch)
     assert isinstance(action.command, Refit)
     failed = Failed(command_id=action.command.command_id, phase="refitting", error="the memory is gone", expected=True)
-    return cluster.give(Erred(now=cluster.now, member=action.member, failed=failed))
+    return cluster.give(Erred(now=cluster.now, process=action.process, failed=failed))
 
 
 def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
@@ -653,7 +653,7 @@ def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
     cluster.run_until(Phase.REFITTING)
     (again,) = fail_refit(cluster)
     assert isinstance(again, Dispatch)
-    assert (again.member, again.command.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
+    assert (again.process, again.command.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
     cluster.answer_next()  # the other engine
     assert cluster.plan.phase is Phase.REFITTING
     finish = only_finish(fail_refit(cluster))
@@ -662,7 +662,7 @@ def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
 
 def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> None:
     cluster = Cluster(GRPO)
-    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", processes=("trainer-0", "rollout-1"))
     cluster.adjust = lambda reply: (
         msgspec.structs.replace(reply, transfer_groups=(transfer_group,), senders=("trainer-0",))
         if isinstance(reply, TransfersPlanned)
@@ -681,10 +681,10 @@ def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> No
     assert orders_to(cluster, "rollout-0", since) == []
 
 
-def with_mesh(*members: str) -> Callable[[Reply], Reply]:
+def with_mesh(*processes: str) -> Callable[[Reply], Reply]:
     """Have one mesh planned, in which `trainer-0` and every engine send."""
-    transfer_group = PlannedTransferGroup(name="the mesh", members=members)
-    senders = ("trainer-0", *(member for member in members if member.startswith("rollout")))
+    transfer_group = PlannedTransferGroup(name="the mesh", processes=processes)
+    senders = ("trainer-0", *(process for process in processes if process.startswith("rollout")))
 
     def adjust(reply: Reply) -> Reply:
         if not isinstance(reply, TransfersPlanned):
@@ -700,17 +700,19 @@ def test_engines_that_pass_weights_on_are_refitted_together() -> None:
     cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
     cluster.join_all()
     cluster.run_until(Phase.REFITTING)
-    cluster.pending.sort(key=lambda action: action.member)  # both engines before the trainer
+    cluster.pending.sort(key=lambda action: action.process)  # both engines before the trainer
     assert fail_refit(cluster) == []
     connects = fail_refit(cluster)
-    assert [(a.member, type(a.command)) for a in connects if isinstance(a, Dispatch)] == [
-        (member, ConnectTransferGroup) for member in ("trainer-0", "rollout-0", "rollout-1")
+    assert [(a.process, type(a.command)) for a in connects if isinstance(a, Dispatch)] == [
+        (process, ConnectTransferGroup) for process in ("trainer-0", "rollout-0", "rollout-1")
     ]
     cluster.run_until(Phase.GENERATING)
     again = [
-        (a.member, a.command.only) for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, Refit)
+        (a.process, a.command.only)
+        for a in cluster.commands
+        if isinstance(a, Dispatch) and isinstance(a.command, Refit)
     ]
-    assert again[3:] == [(member, ("rollout-0", "rollout-1")) for member in ("trainer-0", "rollout-0", "rollout-1")]
+    assert again[3:] == [(process, ("rollout-0", "rollout-1")) for process in ("trainer-0", "rollout-0", "rollout-1")]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -722,7 +724,7 @@ def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
     cluster.run_until(Phase.REFITTING)
     since = len(cluster.commands)
     lose(cluster, "rollout-1")
-    cluster.pending.sort(key=lambda action: action.member)
+    cluster.pending.sort(key=lambda action: action.process)
     assert fail_refit(cluster) == [], "the one that is torn waits for the one that is gone"
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
@@ -746,8 +748,8 @@ def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> No
         if isinstance(cluster.pending[0], Dispatch) and isinstance(cluster.pending[0].command, Refit):
             break
         cluster.answer_next()
-    cluster.pending.sort(key=lambda action: action.member)
-    assert cluster.pending[0].member == "rollout-0"
+    cluster.pending.sort(key=lambda action: action.process)
+    assert cluster.pending[0].process == "rollout-0"
     assert fail_refit(cluster) == []
     cluster.run_until(Phase.FINISHED)
     records = [a for a in cluster.done if isinstance(a, RecordRefit)]
@@ -848,16 +850,16 @@ def test_the_scheduler_needs_no_torch_and_no_sockets() -> None:
 # --- samples that cannot be fetched ----------------------------------------------------------------------------------
 
 
-def miss(cluster: Cluster, **members: str) -> list[Action]:
+def miss(cluster: Cluster, **processes: str) -> list[Action]:
     """Have every rank answer that it could not train: the last one names engines."""
     ranks = [action for action in cluster.pending if isinstance(action, DispatchBatch)]
     assert len(ranks) > 1
     cluster.pending = [action for action in cluster.pending if action not in ranks]
     actions: list[Action] = []
     for rank in ranks:
-        lacks = {name.replace("_", "-"): why for name, why in members.items()} if rank is ranks[-1] else {}
-        reply = SamplesMissing(command_id=rank.command_id, step=rank.step, members=lacks)
-        actions += cluster.give(Replied(now=cluster.now, member=rank.member, reply=reply))
+        lacks = {name.replace("_", "-"): why for name, why in processes.items()} if rank is ranks[-1] else {}
+        reply = SamplesMissing(command_id=rank.command_id, step=rank.step, processes=lacks)
+        actions += cluster.give(Replied(now=cluster.now, process=rank.process, reply=reply))
     return actions
 
 
@@ -865,12 +867,12 @@ def test_what_trainers_cannot_fetch_is_made_again_and_nothing_else() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    before = {a.member: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
+    before = {a.process: a.groups for a in cluster.commands if isinstance(a, DispatchPrompts) and a.purpose == "train"}
     actions = miss(cluster, rollout_1="nobody answers")
     assert DiscardSamples(step=1, purpose="train", groups=before["rollout-1"]) in actions
     assert Say(text="samples of step 1 are missing and are made again: rollout-1: nobody answers") in actions
     again = [a for a in actions if isinstance(a, DispatchPrompts)]
-    assert [(a.member, a.groups) for a in again] == [("rollout-1", before["rollout-1"])]
+    assert [(a.process, a.groups) for a in again] == [("rollout-1", before["rollout-1"])]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == list(range(GRPO.last_step + 1))
     trained = [a for a in cluster.commands if isinstance(a, DispatchBatch) and a.step == 1]
@@ -904,7 +906,7 @@ def test_an_engine_whose_samples_cannot_be_used_three_times_is_replaced_and_the_
     cluster = Cluster(GRPO)
     cluster.join_all()
     why = "its samples could not be used 3 times in a row: gone"
-    assert Replace(member="rollout-1", why=why) in miss_three_times(cluster, rollout_1="gone")
+    assert Replace(process="rollout-1", why=why) in miss_three_times(cluster, rollout_1="gone")
     replace(cluster, "rollout-1")
     finish = only_finish(miss_three_times(cluster, rollout_1="gone"))
     assert isinstance(finish.error, ServiceLost)
@@ -933,12 +935,12 @@ def test_where_the_samples_of_all_engines_cannot_be_used_none_is_to_blame() -> N
     )
 
 
-def fail(cluster: Cluster, member: str, error: str) -> list[Action]:
+def fail(cluster: Cluster, process: str, error: str) -> list[Action]:
     """Have a member fail at its first piece of work, for a reason of its own."""
-    work = [a for a in cluster.pending if a.member == member and isinstance(a, DispatchPrompts | DispatchBatch)]
+    work = [a for a in cluster.pending if a.process == process and isinstance(a, DispatchPrompts | DispatchBatch)]
     cluster.pending.remove(work[0])
     failed = Failed(command_id=work[0].command_id, phase="working", error=error, expected=False, traceback="line 1")
-    return cluster.give(Erred(now=cluster.now, member=member, failed=failed))
+    return cluster.give(Erred(now=cluster.now, process=process, failed=failed))
 
 
 def test_an_engine_that_fails_for_a_reason_of_its_own_is_replaced_once() -> None:
@@ -946,10 +948,10 @@ def test_an_engine_that_fails_for_a_reason_of_its_own_is_replaced_once() -> None
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
     why = "it failed while working: OSError: too many open files"
-    assert Replace(member="rollout-1", why=why) in fail(cluster, "rollout-1", "OSError: too many open files")
+    assert Replace(process="rollout-1", why=why) in fail(cluster, "rollout-1", "OSError: too many open files")
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
-    while not any(a.member == "rollout-1" and isinstance(a, DispatchPrompts) for a in cluster.pending):
+    while not any(a.process == "rollout-1" and isinstance(a, DispatchPrompts) for a in cluster.pending):
         cluster.answer_next()
     finish = only_finish(fail(cluster, "rollout-1", "OSError: too many open files"))
     assert isinstance(finish.error, CommandFailed)
@@ -962,7 +964,7 @@ def test_a_run_goes_on_without_what_an_engine_failed_at() -> None:
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
     fail(cluster, "rollout-1", "OSError: too many open files")
-    cluster.pending = [action for action in cluster.pending if action.member != "rollout-1"]
+    cluster.pending = [action for action in cluster.pending if action.process != "rollout-1"]
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == list(range(GRPO.last_step + 1))
@@ -989,7 +991,7 @@ def test_a_loss_does_not_count_any_more_after_a_while() -> None:
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
-    finish = only_finish(cluster.give(Lost(now=cluster.now, member="rollout-0", why="gone")))
+    finish = only_finish(cluster.give(Lost(now=cluster.now, process="rollout-0", why="gone")))
     assert str(finish.error) == "rollout-0 failed while generating: gone; processes were replaced 1 times before"
 
 
@@ -1040,7 +1042,7 @@ def test_a_full_store_holds_up_new_samples_until_others_are_trained_on() -> None
     )
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    asked = sorted((a.member, a.step, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts))
+    asked = sorted((a.process, a.step, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts))
     assert asked == [
         ("rollout-0", 1, (0, 2, 4)),
         ("rollout-0", 2, (0,)),

@@ -81,7 +81,7 @@ class Aged(Cluster):
         actions = super().give(event)
         for action in actions:
             if isinstance(action, DispatchPrompts) and action.groups:
-                version = self.plan.engines[action.member].version
+                version = self.plan.engines[action.process].version
                 if action.purpose == "validate":
                     assert version == action.step, "validated are the step's own weights"
                     continue
@@ -99,7 +99,7 @@ class Aged(Cluster):
         engines = self.plan.engines
         match action.command:
             case Refit(version=version):
-                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
+                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.process) > 0
                 self.refitted_while_training |= self.plan.progress.is_training
                 if self.plan.spec.keeps_copy:
                     assert self.copied[-1] == version, "engines read the newest copy"
@@ -111,7 +111,7 @@ class Aged(Cluster):
                 if version not in self.copied:
                     self.copied.append(version)
             case ReportDigests():
-                assert not (self.plan.spec.keeps_copy and action.member.startswith("trainer")), "it trains"
+                assert not (self.plan.spec.keeps_copy and action.process.startswith("trainer")), "it trains"
             case CommitVersion(version=version, digests=digests):
                 holders = [name for name in digests if name.startswith("rollout")]
                 assert {*digests} == {"trainer-0", "trainer-1", *holders}
@@ -172,7 +172,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
         assert cluster.done[-1] == Finish(outcome="finished")
-        trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
+        trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.process == "trainer-0"]
         assert trained == list(range(1, LAST_STEP + 1))
         ages |= cluster.ages
         overlaps |= cluster.generated_while_training
@@ -241,8 +241,8 @@ def is_order(action: Any, kind: type[object]) -> bool:
     return isinstance(action, Dispatch) and isinstance(action.command, kind)
 
 
-def orders_to(cluster: Cluster, member: str, kind: type[object], since: int = 0) -> list[Any]:
-    found = [a for a in cluster.commands[since:] if isinstance(a, Dispatch) and a.member == member]
+def orders_to(cluster: Cluster, process: str, kind: type[object], since: int = 0) -> list[Any]:
+    found = [a for a in cluster.commands[since:] if isinstance(a, Dispatch) and a.process == process]
     return [a.command for a in found if isinstance(a.command, kind)]
 
 
@@ -262,7 +262,7 @@ def finishes(cluster: Cluster) -> None:
 
 def differ_while_training(cluster: Aged) -> list[Action]:
     """Have the weights of rollout-1 found wrong during the second step; return what follows from it."""
-    late = lambda action: not is_order(action, ReportDigests) or action.member.startswith("trainer")  # noqa: E731
+    late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
     until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
     until(cluster, lambda: any(is_order(a, CommitVersion) for a in cluster.pending), no_step)
     (commit,) = [a for a in cluster.pending if is_order(a, CommitVersion)]
@@ -270,7 +270,7 @@ def differ_while_training(cluster: Aged) -> list[Action]:
     reply = VersionCommitted(
         command_id=commit.command.command_id, version=1, differing={"rollout-1": "q_proj"}, digest=9
     )
-    return cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply))
+    return cluster.give(Replied(now=cluster.now, process="refit-0", reply=reply))
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -288,11 +288,11 @@ def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flig
 
 def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
     cluster = begun(balance=None)
-    late = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    late = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.plan.groups.num_in_flight("rollout-1") > 0, late)
     recovery.quarantine(cluster.plan.tables, cluster.plan.engines["rollout-1"], "testing", "wrong")
     stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
-    assert (stops.member, stops.groups) == ("rollout-1", ())
+    assert (stops.process, stops.groups) == ("rollout-1", ())
     generating = [a.command_id for a in cluster.commands if isinstance(a, DispatchPrompts) and a.groups]
     assert stops.cancel_before > max(generating)
     finishes(cluster)
@@ -302,10 +302,10 @@ def test_trouble_with_a_version_does_not_count_against_the_next() -> None:
     cluster = begun()
     for version in (1, 2, 3):
         until(cluster, lambda v=version: v in {command.version for command in orders_to(cluster, "rollout-1", Refit)})  # type: ignore[misc]
-        (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.member == "rollout-1"]
+        (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.process == "rollout-1"]
         cluster.pending.remove(refit)
         failed = Failed(command_id=refit.command.command_id, phase="refitting", error="torn", expected=True)
-        cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
+        cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
     finishes(cluster)
     told = [a for a in cluster.done if isinstance(a, RecordRefit) and a.quarantined]
     assert [(a.version, a.quarantined) for a in told] == [(v, {"rollout-1": "torn"}) for v in (1, 2, 3)]
@@ -325,7 +325,7 @@ def test_all_engines_may_be_lost_while_a_step_trains() -> None:
 
 def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> None:
     cluster = begun()
-    others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    others = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.plan.engines["rollout-0"].version == 1, others)
     until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.VERIFYING), others)
     assert cluster.plan.engines["rollout-1"].version == 0
@@ -340,7 +340,7 @@ def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> 
 def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
     """Where none may be replaced."""
     cluster = begun(max_replacements=0)
-    others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    others = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     stands_still = lambda: not any(map(others, cluster.pending))  # noqa: E731
     until(cluster, stands_still, others)
     assert cluster.plan.engines["rollout-0"].version == 1
@@ -383,16 +383,16 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
 @pytest.mark.parametrize("what", ["lost", "fails"])
 def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
     cluster = begun()
-    late = lambda action: not is_order(action, ReportDigests) or action.member.startswith("trainer")  # noqa: E731
+    late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
     until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
     interrupt(cluster)
-    (verify,) = [a for a in cluster.pending if is_order(a, ReportDigests) and a.member == "rollout-1"]
+    (verify,) = [a for a in cluster.pending if is_order(a, ReportDigests) and a.process == "rollout-1"]
     if what == "lost":
         lose(cluster, "rollout-1")
     else:
         cluster.pending.remove(verify)
         failed = Failed(command_id=verify.command.command_id, phase="attesting", error="no memory", expected=True)
-        cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
+        cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
     until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
     assert cluster.done[-1] == Finish(outcome="interrupted")
     assert cluster.commits() == [1, 2]
@@ -415,7 +415,7 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
 
 def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
-    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", processes=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
     planned = cluster.plan.tables.transfers._planned
     assert planned is not None

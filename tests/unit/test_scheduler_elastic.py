@@ -7,12 +7,13 @@ import pytest
 from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
 
 from tandem.common.messages import Failed, PlannedTransferGroup, PlanTransfers, Reply, TransfersPlanned
-from tandem.coordinator.scheduler.engines.members import Membership
+from tandem.coordinator.scheduler.engines.processes import Presence
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
     Dispatch,
     DispatchPrompts,
+    Draining,
     Erred,
     GroupSize,
     Joined,
@@ -20,7 +21,6 @@ from tandem.coordinator.scheduler.events import (
     Replace,
     Say,
     Ticked,
-    ToldToLeave,
 )
 from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
@@ -37,31 +37,31 @@ def generating(spec: RunSpec = GRPO) -> Cluster:
 
 
 def join(cluster: Cluster, name: str) -> list[Action]:
-    return cluster.give(Joined(now=cluster.now, member=name, kind="rollout"))
+    return cluster.give(Joined(now=cluster.now, process=name, kind="rollout"))
 
 
 def leave(cluster: Cluster, name: str) -> list[Action]:
-    return cluster.give(ToldToLeave(now=cluster.now, member=name))
+    return cluster.give(Draining(now=cluster.now, process=name))
 
 
 def who_generate(cluster: Cluster, step: int) -> set[str]:
     """Return who was asked for groups of a step to train on."""
     asked = (command for command in cluster.commands if isinstance(command, DispatchPrompts) and command.groups)
-    return {command.member for command in asked if (command.step, command.purpose) == (step, "train")}
+    return {command.process for command in asked if (command.step, command.purpose) == (step, "train")}
 
 
 def let_go(cluster: Cluster) -> list[LetGo]:
     return [action for action in cluster.done if isinstance(action, LetGo)]
 
 
-def fail(cluster: Cluster, member: str, kind: str, error: str) -> list[Action]:
+def fail(cluster: Cluster, process: str, kind: str, error: str) -> list[Action]:
     """Have a member fail at an order of a kind; what it was asked for is answered by nobody."""
     (command,) = [
-        a for a in cluster.pending if a.member == member and isinstance(a, Dispatch) and kind in str(a.command)
+        a for a in cluster.pending if a.process == process and isinstance(a, Dispatch) and kind in str(a.command)
     ]
     cluster.pending.remove(command)
     failed = Failed(command_id=command.command.command_id, phase="x", error=error, expected=True)
-    return cluster.give(Erred(now=cluster.now, member=member, failed=failed))
+    return cluster.give(Erred(now=cluster.now, process=process, failed=failed))
 
 
 def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_step_on() -> None:
@@ -69,8 +69,8 @@ def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_s
     since = len(cluster.commands)
     join(cluster, "rollout-2")
     cluster.run_until(Phase.FINISHED)
-    commands = [(a.member, type(a.command).__name__) for a in cluster.commands[since:] if isinstance(a, Dispatch)]
-    of_newcomer = [kind for member, kind in commands if member == "rollout-2"]
+    commands = [(a.process, type(a.command).__name__) for a in cluster.commands[since:] if isinstance(a, Dispatch)]
+    of_newcomer = [kind for process, kind in commands if process == "rollout-2"]
     assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "ReportDigests"]
     assert commands.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in commands) == 1
     assert orders_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
@@ -86,26 +86,26 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
         if not isinstance(reply, TransfersPlanned):
             return reply
         return msgspec.structs.replace(
-            reply, transfer_groups=(PlannedTransferGroup(name="m", members=("rollout-2", "trainer-0")),)
+            reply, transfer_groups=(PlannedTransferGroup(name="m", processes=("rollout-2", "trainer-0")),)
         )
 
     cluster.adjust = streamed
     join(cluster, "rollout-2")
     cluster.run_until(Phase.FINISHED)
     (gone,) = let_go(cluster)
-    assert (gone.member, gone.is_awaited) == ("rollout-2", False)
+    assert (gone.process, gone.is_awaited) == ("rollout-2", False)
     assert "the senders are fixed when a run begins" in gone.why
     assert cluster.commits() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("member", "kind"), [("rollout-2", "BuildEngine"), ("refit-0", "PlanTransfers")])
-def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(member: str, kind: str) -> None:
+def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(process: str, kind: str) -> None:
     cluster = generating()
     join(cluster, "rollout-2")
     while not any(isinstance(a, Dispatch) and type(a.command).__name__ == kind for a in cluster.pending):
         cluster.answer_next()
-    actions = fail(cluster, member, kind, "no memory")
-    assert LetGo(member="rollout-2", why="no memory") in actions
+    actions = fail(cluster, process, kind, "no memory")
+    assert LetGo(process="rollout-2", why="no memory") in actions
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -113,12 +113,12 @@ def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(member: s
 def test_an_engine_that_is_lost_or_late_before_it_is_ready_is_no_loss() -> None:
     cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0))
     join(cluster, "rollout-2")
-    assert lose(cluster, "rollout-2") == [LetGo(member="rollout-2", why="killed by SIGKILL")]
+    assert lose(cluster, "rollout-2") == [LetGo(process="rollout-2", why="killed by SIGKILL")]
     join(cluster, "rollout-3")
-    late = [a for a in cluster.pending if a.member == "rollout-3"]
-    cluster.pending = [a for a in cluster.pending if a.member != "rollout-3"]
+    late = [a for a in cluster.pending if a.process == "rollout-3"]
+    cluster.pending = [a for a in cluster.pending if a.process != "rollout-3"]
     assert len(late) == 1
-    while not any(gone.member == "rollout-3" for gone in let_go(cluster)) and cluster.now < 40:
+    while not any(gone.process == "rollout-3" for gone in let_go(cluster)) and cluster.now < 40:
         cluster.now += 5
         cluster.give(Ticked(now=cluster.now))
     assert let_go(cluster)[-1].why == "no answer within 20 s (building)"
@@ -134,7 +134,7 @@ def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_
     cluster.run_until(Phase.TRAINING)
     assert not let_go(cluster), "trainers fetch from it"
     cluster.run_until(Phase.FINISHED)
-    assert let_go(cluster) == [LetGo(member="rollout-1", why="it was told to")]
+    assert let_go(cluster) == [LetGo(process="rollout-1", why="it was told to")]
     assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
     assert not [action for action in cluster.done if isinstance(action, Replace)]
@@ -146,11 +146,11 @@ def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others
     deadlines = msgspec.structs.replace(GRPO.deadlines, leave=15)
     cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0, deadlines=deadlines))
     leave(cluster, "rollout-1")
-    cluster.pending = [a for a in cluster.pending if a.member != "rollout-1"]
+    cluster.pending = [a for a in cluster.pending if a.process != "rollout-1"]
     cluster.now += 16.0
     actions = cluster.give(Ticked(now=cluster.now))
     why = "it did not leave within 15 s; 2 rollout groups of its are made again"
-    assert LetGo(member="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", why=why) in actions
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -160,7 +160,7 @@ def test_an_engine_that_leaves_and_is_lost_is_not_replaced() -> None:
     leave(cluster, "rollout-0")
     actions = lose(cluster, "rollout-0")
     assert [a for a in actions if isinstance(a, LetGo)] == [
-        LetGo(member="rollout-0", why="killed by SIGKILL; 3 rollout groups of its are made again")
+        LetGo(process="rollout-0", why="killed by SIGKILL; 3 rollout groups of its are made again")
     ]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -169,12 +169,12 @@ def test_an_engine_that_leaves_and_is_lost_is_not_replaced() -> None:
 def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_groups() -> None:
     cluster = generating()
     assert Replace in [type(action) for action in lose(cluster, "rollout-1")]
-    while any(a.member == "rollout-0" for a in cluster.pending):
+    while any(a.process == "rollout-0" for a in cluster.pending):
         cluster.answer_next()
     cluster.now += 11.0
     actions = cluster.give(Ticked(now=cluster.now))
     why = "it was lost, and no process has taken its place within 10 s"
-    assert LetGo(member="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", why=why) in actions
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
@@ -188,10 +188,10 @@ def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_
         cluster.answer_next()
     lose(cluster, "rollout-1")
     assert cluster.give(Ticked(now=cluster.now)) == [], "it is launched again"
-    cluster.give(AwaitedByHand(now=cluster.now, member="rollout-1"))
+    cluster.give(AwaitedByHand(now=cluster.now, process="rollout-1"))
     actions = cluster.give(Ticked(now=cluster.now))
     why = "it was lost, and as many others are there as the run began with"
-    assert LetGo(member="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", why=why) in actions
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 3) == {"rollout-0", "rollout-2"}
@@ -200,7 +200,7 @@ def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_
 def test_an_engine_by_hand_that_is_lost_is_awaited_where_too_few_others_are_there() -> None:
     cluster = generating()
     lose(cluster, "rollout-1")
-    cluster.give(AwaitedByHand(now=cluster.now, member="rollout-1"))
+    cluster.give(AwaitedByHand(now=cluster.now, process="rollout-1"))
     assert not [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, LetGo)]
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.FINISHED)
@@ -223,7 +223,7 @@ def test_after_the_last_engine_the_run_waits_for_another() -> None:
         leave(cluster, engine)
     while len(let_go(cluster)) < 2:
         cluster.answer_next()
-    assert [(gone.member, gone.is_awaited) for gone in let_go(cluster)] == [("rollout-0", False), ("rollout-1", True)]
+    assert [(gone.process, gone.is_awaited) for gone in let_go(cluster)] == [("rollout-0", False), ("rollout-1", True)]
     assert cluster.commits() == [0], "the version of the first step is nowhere yet"
     join(cluster, "rollout-5")
     cluster.run_until(Phase.FINISHED)
@@ -241,7 +241,7 @@ def test_what_waits_for_an_engine_that_leaves_with_the_last_other_one_goes_to_wh
     while len(let_go(cluster)) < 2:
         cluster.answer_next()
     waiting = {group.engine for group in cluster.plan.groups if group.state is GroupState.WAITING}
-    assert waiting == {let_go(cluster)[-1].member}, "the place that is vacant"
+    assert waiting == {let_go(cluster)[-1].process}, "the place that is vacant"
     join(cluster, "rollout-5")
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -281,18 +281,18 @@ def test_the_last_of_those_that_were_told_to_leave_before_the_last_step_was_trai
     for engine in ("rollout-0", "rollout-1"):
         leave(cluster, engine)
     cluster.run_until(Phase.FINISHED)
-    assert [gone.member for gone in let_go(cluster)] == ["rollout-0"]
+    assert [gone.process for gone in let_go(cluster)] == ["rollout-0"]
     said = [action.text for action in cluster.done if isinstance(action, Say)]
     assert any("rollout-1 was told to leave, and stays for what is left of the last step" in text for text in said)
     assert cluster.commits() == [0, 1, 2, 3]
 
 
 def test_a_term_expects_nobody_who_has_left_and_somebody_at_all() -> None:
-    members = Membership({"trainer": 1, "rollout": 2}, departed=("rollout-0", "rollout-1"))
-    members.add("trainer-0", "trainer")
-    assert (members.is_complete, members.missing()) == (False, "1 rollout")
-    members.add("rollout-7", "rollout")
-    assert (members.is_complete, members.missing()) == (True, "")
+    processes = Presence({"trainer": 1, "rollout": 2}, departed=("rollout-0", "rollout-1"))
+    processes.add("trainer-0", "trainer")
+    assert (processes.is_complete, processes.missing()) == (False, "1 rollout")
+    processes.add("rollout-7", "rollout")
+    assert (processes.is_complete, processes.missing()) == (True, "")
 
 
 def test_who_leaves_is_not_idle_and_whoever_joins_gets_groups_that_wait() -> None:

@@ -33,7 +33,7 @@ from tandem.common.messages import (
 )
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.agenda import Agenda
-from tandem.coordinator.scheduler.engines.members import Replacements
+from tandem.coordinator.scheduler.engines.processes import Replacements
 from tandem.coordinator.scheduler.engines.transfers import processes_in
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -42,6 +42,7 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    Draining,
     DrawPrompts,
     Erred,
     Finish,
@@ -55,7 +56,6 @@ from tandem.coordinator.scheduler.events import (
     Replace,
     Replied,
     Ticked,
-    ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
@@ -69,7 +69,7 @@ NAMES = [f"rollout-{index}" for index in range(6)]
 LEAVE_S = 50.0
 JOIN_S = 1e6
 """Longer than a run takes, unless nobody comes in the place of who is lost."""
-MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
+MESHES = (PlannedTransferGroup(name="the mesh", processes=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
 FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
@@ -171,25 +171,25 @@ class Harried(Cluster):
                 self.begin_job(action)
             case DispatchBatch(purpose="train"):
                 self.forget_pending(action, ReportDigests)
-                if action.member == "trainer-0":
+                if action.process == "trainer-0":
                     self.check_batch(action.step)
             case Dispatch(command=ReportDigests()):
                 self.forget_pending(action, ReportDigests)
-            case Dispatch(command=Refit(only=only)) if not only or action.member in only:
+            case Dispatch(command=Refit(only=only)) if not only or action.process in only:
                 self.forget_pending(action, ReportDigests)
-                self.check_mesh(action.member, action.command)
+                self.check_mesh(action.process, action.command)
             case Dispatch(command=ConnectTransferGroup(transfer_group=transfer_group, epoch=epoch)):
                 self.forget_pending(action, ConnectTransferGroup)
-                self.epochs.setdefault((transfer_group, epoch), set()).add(action.member)
-            case LetGo(member=member, is_awaited=is_awaited):
-                self.end(member)
-                self.absent = [name for name in self.absent if name != member]
+                self.epochs.setdefault((transfer_group, epoch), set()).add(action.process)
+            case LetGo(process=process, is_awaited=is_awaited):
+                self.end(process)
+                self.absent = [name for name in self.absent if name != process]
                 self.num_let_go += 1
                 if is_awaited:
-                    self.absent.append(member)
-            case Replace(member=member) if member not in self.absent and member in self.plan.engines:
-                self.end(member)  # its samples could not be used
-                self.absent.append(member)
+                    self.absent.append(process)
+            case Replace(process=process) if process not in self.absent and process in self.plan.engines:
+                self.end(process)  # its samples could not be used
+                self.absent.append(process)
             case CommitStep(step=step, validated=validated):
                 for sample in validated:
                     assert all(w.version == step and w.is_proven for w in self.made_with[sample.components["made"]])
@@ -207,12 +207,12 @@ class Harried(Cluster):
                     assert self.history[other][-1].version == command.version, f"{other} passes on what is old"
 
     def begin_job(self, command: DispatchPrompts) -> None:
-        for command_id in [i for i, job in self.jobs.items() if job.command.member == command.member]:
+        for command_id in [i for i, job in self.jobs.items() if job.command.process == command.process]:
             if command_id < command.cancel_before:
                 self.give_up(command_id)
-        history, purpose = self.history[command.member], command.purpose
+        history, purpose = self.history[command.process], command.purpose
         if command.groups:
-            assert command.member not in self.is_torn
+            assert command.process not in self.is_torn
             age = command.step - 1 - history[-1].version
             if purpose == "validate":
                 assert age == -1, "validated are the step's own weights"
@@ -231,7 +231,7 @@ class Harried(Cluster):
             each
             for each in self.pending
             if each is action
-            or not (isinstance(each, Dispatch) and each.member == action.member and isinstance(each.command, kind))
+            or not (isinstance(each, Dispatch) and each.process == action.process and isinstance(each.command, kind))
         ]
 
     def check_batch(self, step: int) -> None:
@@ -245,7 +245,7 @@ class Harried(Cluster):
             assert (oldest, newest) == (record.scored.oldest_version, record.scored.newest_version)
             assert step - 1 - spec.max_trajectory_age_steps <= oldest <= newest < step
         refitting = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, Refit)]
-        assert not [a for a in refitting if not a.command.only or a.member in a.command.only], (
+        assert not [a for a in refitting if not a.command.only or a.process in a.command.only], (
             "nobody reads what changes"
         )
 
@@ -265,7 +265,7 @@ class Harried(Cluster):
             holds_up = isinstance(earlier, DispatchBatch) or (
                 isinstance(earlier, Dispatch) and not isinstance(earlier.command, BACKGROUND)
             )
-            if holds_up and earlier.member == action.member:
+            if holds_up and earlier.process == action.process:
                 return False
         if isinstance(action, Dispatch) and isinstance(action.command, ConnectTransferGroup):
             transfer_group = next(
@@ -284,11 +284,11 @@ class Harried(Cluster):
         if self.absent and (not can or chance() < 0.1):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
             self.present |= {name} - {"refit-0"}
-            self.tell(Joined(now=self.now, member=name, kind="refit" if name == "refit-0" else "rollout"))
+            self.tell(Joined(now=self.now, process=name, kind="refit" if name == "refit-0" else "rollout"))
         elif troubles.join and free and self.may_lose("") and chance() < troubles.join:
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
-            self.tell(ToldToLeave(now=self.now, member=self.random.choice(engines)))
+            self.tell(Draining(now=self.now, process=self.random.choice(engines)))
         elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.leaving():
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
@@ -301,8 +301,8 @@ class Harried(Cluster):
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
             self.lose("refit-0")
         elif troubles.trainer_loss and self.may_lose("trainer-1") and chance() < troubles.trainer_loss:
-            self.pending = [action for action in self.pending if action.member != "trainer-1"]
-            self.tell(Lost(now=self.now, member="trainer-1", why="killed by SIGKILL"))
+            self.pending = [action for action in self.pending if action.process != "trainer-1"]
+            self.tell(Lost(now=self.now, process="trainer-1", why="killed by SIGKILL"))
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
             self.tell(Interrupted(now=self.now))
@@ -326,23 +326,23 @@ class Harried(Cluster):
     def join(self, name: str) -> None:
         self.num_joined += 1
         self.present.add(name)
-        self.tell(Joined(now=self.now, member=name, kind="rollout"))
+        self.tell(Joined(now=self.now, process=name, kind="rollout"))
 
     def lose(self, name: str) -> None:
         self.end(name)
         if name not in self.plan.engines.leaving():
             self.absent.append(name)
-        self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
+        self.tell(Lost(now=self.now, process=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
-            self.tell(AwaitedByHand(now=self.now, member=name))
+            self.tell(AwaitedByHand(now=self.now, process=name))
 
     def end(self, name: str) -> None:
         self.present.discard(name)
-        for command_id in [i for i, job in self.jobs.items() if job.command.member == name]:
+        for command_id in [i for i, job in self.jobs.items() if job.command.process == name]:
             self.give_up(command_id)
-        self.pending = [action for action in self.pending if action.member != name]
-        for members in self.epochs.values():
-            members.discard(name)
+        self.pending = [action for action in self.pending if action.process != name]
+        for processes in self.epochs.values():
+            processes.discard(name)
         self.history[name] = []
         self.is_torn.discard(name)
 
@@ -361,10 +361,10 @@ class Harried(Cluster):
         self.history, self.is_torn, self.lacking, self.num_missing = {}, set(), {}, {}
         self.commands.clear()
         for name in self.present:
-            self.give(Joined(now=self.now, member=name, kind="rollout"))
+            self.give(Joined(now=self.now, process=name, kind="rollout"))
         for kind, name in (("trainer", "trainer-0"), ("trainer", "trainer-1"), ("refit", "refit-0")):
             if name not in self.absent:
-                self.give(Joined(now=self.now, member=name, kind=kind))
+                self.give(Joined(now=self.now, process=name, kind=kind))
 
     def commits(self) -> list[int]:
         """Return the steps that count: those of this term, and those before that it went on from."""
@@ -376,20 +376,20 @@ class Harried(Cluster):
         self.pending.remove(action)
         reply = self.reply_to(action)
         if isinstance(reply, Failed):
-            self.tell(Erred(now=self.now, member=action.member, failed=reply))
+            self.tell(Erred(now=self.now, process=action.process, failed=reply))
         else:
-            self.tell(Replied(now=self.now, member=action.member, reply=reply))
+            self.tell(Replied(now=self.now, process=action.process, reply=reply))
 
     def reply_to(self, action: Dispatch | DispatchBatch) -> Reply | Failed:
         reply = answer(action)
         match action:
             case DispatchBatch():
                 return self.train(action, reply)
-            case Dispatch(member=member, command=Refit()) if member.startswith("rollout"):
-                return self.refit(member, action.command, reply)
-            case Dispatch(member=member, command=ReportDigests()) if member.startswith("rollout"):
-                digest = f"{member}, {len(self.digests)}".encode()
-                self.digests[digest] = self.history[member][-1]
+            case Dispatch(process=process, command=Refit()) if process.startswith("rollout"):
+                return self.refit(process, action.command, reply)
+            case Dispatch(process=process, command=ReportDigests()) if process.startswith("rollout"):
+                digest = f"{process}, {len(self.digests)}".encode()
+                self.digests[digest] = self.history[process][-1]
                 assert isinstance(reply, DigestsReported)
                 return msgspec.structs.replace(reply, digests=(digest,))
             case Dispatch(command=CommitVersion(digests=digests)):
@@ -405,27 +405,27 @@ class Harried(Cluster):
             case _:
                 return self.adjust(reply)
 
-    def refit(self, member: str, command: Refit, reply: Reply) -> Reply | Failed:
-        if command.only and member not in command.only:
+    def refit(self, process: str, command: Refit, reply: Reply) -> Reply | Failed:
+        if command.only and process not in command.only:
             return reply
-        history = self.history.setdefault(member, [])
-        is_newer = member not in self.is_torn and bool(history) and command.version > history[-1].version
-        is_torn = self.has_trouble(member, command.version, self.troubles.torn)
+        history = self.history.setdefault(process, [])
+        is_newer = process not in self.is_torn and bool(history) and command.version > history[-1].version
+        is_torn = self.has_trouble(process, command.version, self.troubles.torn)
         if is_torn or not (is_newer and self.plan.spec.updates_in_flight):
-            for command_id in [i for i, job in self.jobs.items() if job.command.member == member]:
+            for command_id in [i for i, job in self.jobs.items() if job.command.process == process]:
                 self.give_up(command_id)
         if is_torn:
-            self.is_torn.add(member)
+            self.is_torn.add(process)
             return Failed(command_id=command.command_id, phase="refitting", error="torn", expected=True)
-        self.is_torn.discard(member)
-        is_wrong = self.has_trouble(member, command.version, self.troubles.wrong)
+        self.is_torn.discard(process)
+        is_wrong = self.has_trouble(process, command.version, self.troubles.wrong)
         history.append(Weights(command.version, is_wrong=is_wrong))
         return reply
 
-    def has_trouble(self, member: str, version: int, chance: float) -> bool:
-        if (member, version) in self.failed_at or self.random.random() >= chance:
+    def has_trouble(self, process: str, version: int, chance: float) -> bool:
+        if (process, version) in self.failed_at or self.random.random() >= chance:
             return False
-        self.failed_at.add((member, version))
+        self.failed_at.add((process, version))
         return True
 
     def train(self, action: DispatchBatch, reply: Reply) -> Reply:
@@ -440,11 +440,11 @@ class Harried(Cluster):
         if action.step not in self.lacking:
             assert isinstance(reply, Trained)
             return reply
-        members = self.lacking[action.step] if action.member == "trainer-0" else {}
-        return SamplesMissing(command_id=action.command_id, step=action.step, members=members)
+        processes = self.lacking[action.step] if action.process == "trainer-0" else {}
+        return SamplesMissing(command_id=action.command_id, step=action.step, processes=processes)
 
     def go_on_generating(self, job: Job) -> None:
-        command, history = job.command, self.history[job.command.member]
+        command, history = job.command, self.history[job.command.process]
         if job.samples:
             count = self.random.randint(1, len(job.samples))
             taken = [job.samples.pop(self.random.randrange(len(job.samples))) for _ in range(count)]
@@ -452,12 +452,12 @@ class Harried(Cluster):
             news = SamplesFinished(
                 command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
             )
-            self.tell(Replied(now=self.now, member=command.member, reply=news))
+            self.tell(Replied(now=self.now, process=command.process, reply=news))
         if not job.samples and command.command_id in self.jobs:
             self.give_up(command.command_id)
             reply = answer(command)
             assert isinstance(reply, Generated)
-            self.tell(Replied(now=self.now, member=command.member, reply=reply))
+            self.tell(Replied(now=self.now, process=command.process, reply=reply))
 
     def finished(self, group: int, number: int, history: list[Weights], begun_with: int) -> SampleScored:
         made_with = history[self.random.randint(begun_with, len(history) - 1) :]
@@ -477,7 +477,7 @@ class Harried(Cluster):
 
     def run(self) -> Finish:
         self.join_all()
-        self.present |= {*self.plan.tables.members.all("rollout")}
+        self.present |= {*self.plan.tables.processes.all("rollout")}
         for _ in range(20_000):
             if self.plan.phase is Phase.FINISHED:
                 finish = self.done[-1]
@@ -491,7 +491,7 @@ class Harried(Cluster):
 
     def trained(self) -> list[int]:
         """Steps that ranks were asked to train, without the times that samples were missing."""
-        asked = [a.step for a in self.commands if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
+        asked = [a.step for a in self.commands if isinstance(a, DispatchBatch) and a.process == "trainer-0"]
         for step, count in self.num_missing.items():
             for _ in range(count):
                 asked.remove(step)
@@ -592,7 +592,7 @@ def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_ar
         ids = [cluster.id_of(action) for action in cluster.done if isinstance(action, Dispatch | DispatchPrompts)]
         assert len(ids) == len({*ids}), "no id is given twice, in whatever term"
         num_terms += cluster.num_terms
-        num_services += sum(isinstance(a, Replace) and a.member == "refit-0" for a in cluster.done)
+        num_services += sum(isinstance(a, Replace) and a.process == "refit-0" for a in cluster.done)
     assert num_terms > CHUNK, "trainers were lost"
     assert num_services > 0, "and so was the service"
 
@@ -668,7 +668,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
             cluster.go_on()
         phase = cluster.plan.phase
         cluster.plan.tables.replacements = Replacements(0, 3600.0)
-        actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
+        actions = cluster.give(Lost(now=cluster.now, process=kind, why="killed by SIGKILL"))
         while cluster.plan.phase is Phase.WRITING:
             cluster.go_on()
         finish = cluster.done[-1]

@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     assert bad.command.step == 3
     cluster.pending.remove(bad)
     failed = Failed(command_id=bad.command.command_id, phase="restoring samples", error="x is damaged", expected=True)
-    actions = cluster.give(Erred(now=cluster.now, member=bad.member, failed=failed))
+    actions = cluster.give(Erred(now=cluster.now, process=bad.process, failed=failed))
     assert Say(text="x is damaged; they are generated again") in actions
     assert [action for action in actions if isinstance(action, DropRestored)] == [DropRestored(version=3, num_groups=5)]
     assert not [
@@ -163,7 +163,7 @@ def test_what_a_lost_rollout_had_from_disk_is_taken_from_there_again() -> None:
     while not restored(cluster):
         cluster.answer_next()
     engine = next(
-        a.member for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)
+        a.process for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.command, RestoreSamples)
     )
     lose(cluster, engine)
     replace(cluster, engine)
@@ -217,7 +217,7 @@ class Resumed(Cluster):
     def give(self, event: object) -> list[Action]:
         actions = super().give(event)
         for action in actions:
-            if isinstance(action, DispatchBatch) and action.member == "trainer-0":
+            if isinstance(action, DispatchBatch) and action.process == "trainer-0":
                 self.check_lineage(action.step)
         return actions
 
@@ -251,7 +251,7 @@ class Resumed(Cluster):
             if is_read and self.random.random() < chance_of_damage:
                 command_id = action.command.command_id  # type: ignore[union-attr]
                 failed = Failed(command_id=command_id, phase="restoring", error="damaged", expected=True)
-                self.give(Erred(now=self.now, member=action.member, failed=failed))
+                self.give(Erred(now=self.now, process=action.process, failed=failed))
             else:
                 self.pending.insert(0, action)
                 self.answer_next()

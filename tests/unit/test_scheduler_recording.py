@@ -50,13 +50,13 @@ def say_recorded(cluster: Cluster, commands: list[DispatchRecord], **fields: int
         reply = answer(command)
         assert isinstance(reply, SamplesRecorded)
         told = msgspec.structs.replace(reply, **fields)
-        actions += cluster.give(Replied(now=cluster.now, member=command.member, reply=told))
+        actions += cluster.give(Replied(now=cluster.now, process=command.process, reply=told))
     return actions
 
 
 def fail(cluster: Cluster, command: DispatchRecord, error: str = "no space left") -> list[Action]:
     failed = Failed(command_id=command.command_id, phase="recording samples", error=error, expected=True)
-    return cluster.give(Erred(now=cluster.now, member=command.member, failed=failed))
+    return cluster.give(Erred(now=cluster.now, process=command.process, failed=failed))
 
 
 def recorded(cluster: Cluster) -> list[int]:
@@ -76,7 +76,7 @@ def test_every_rollout_records_what_each_step_had_of_it() -> None:
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     commands = [action for action in cluster.commands if isinstance(action, DispatchRecord)]
-    assert [(o.step, o.rollout, o.member) for o in commands] == [
+    assert [(o.step, o.rollout, o.process) for o in commands] == [
         (step, rollout, rollout) for step in (1, 2, 3) for rollout in ("rollout-0", "rollout-1")
     ]
     assert [action for action in cluster.done if isinstance(action, StepRecorded)] == [
@@ -96,7 +96,7 @@ def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_i
     assert isinstance(reply, Trained)
     assert any(
         isinstance(action, DispatchRecord)
-        for action in cluster.give(Replied(now=cluster.now, member=last.member, reply=reply))
+        for action in cluster.give(Replied(now=cluster.now, process=last.process, reply=reply))
     )
     off = Cluster(msgspec.structs.replace(SPEC, samples_folder=""))
     off.join_all()
@@ -163,20 +163,20 @@ def test_another_rollout_records_what_a_lost_one_had(replaced: bool) -> None:
     cluster, owed = until_recording()
     lost, other = owed
     if replaced:  # the only other one is lost as well
-        lose(cluster, other.member)
-    lose(cluster, lost.member)
+        lose(cluster, other.process)
+    lose(cluster, lost.process)
     again = held(cluster)
     if replaced:
         assert again == []
-        replace(cluster, lost.member)
+        replace(cluster, lost.process)
         cluster.answer_next()  # its engine is built
         again = held(cluster)
-        assert {(command.rollout, command.member) for command in again} == {
+        assert {(command.rollout, command.process) for command in again} == {
             ("rollout-0", "rollout-0"),
             ("rollout-1", "rollout-0"),
         }
     else:
-        assert [(command.rollout, command.member) for command in again] == [(lost.rollout, other.member)]
+        assert [(command.rollout, command.process) for command in again] == [(lost.rollout, other.process)]
         again.append(other)
     say_recorded(cluster, [lost])
     assert recorded(cluster) == [], "nobody waits for who is lost"

@@ -42,7 +42,7 @@ def finish_writing(cluster: Cluster, owed: list[Dispatch]) -> list[Action]:
     """Answer what trainers owe; return what follows from the last answer."""
     actions: list[Action] = []
     for action in owed:
-        actions = cluster.give(Replied(now=cluster.now, member=action.member, reply=answer(action)))
+        actions = cluster.give(Replied(now=cluster.now, process=action.process, reply=answer(action)))
     return actions
 
 
@@ -130,15 +130,15 @@ def test_a_part_that_cannot_be_written_ends_the_run_in_its_own_words() -> None:
         error="cannot write ck/1/optimizer: No space left on device",
         expected=True,
     )
-    finish = only_finish(cluster.give(Erred(now=cluster.now, member="trainer-1", failed=failed)))
+    finish = only_finish(cluster.give(Erred(now=cluster.now, process="trainer-1", failed=failed)))
     assert str(finish.error) == (
         "trainer-1 failed while writing step 1: cannot write ck/1/optimizer: No space left on device"
     )
     assert published(cluster) == []
 
 
-def lose(cluster: Cluster, member: str) -> list[Action]:
-    return cluster.give(Lost(now=cluster.now, member=member, why="killed by SIGKILL"))
+def lose(cluster: Cluster, process: str) -> list[Action]:
+    return cluster.give(Lost(now=cluster.now, process=process, why="killed by SIGKILL"))
 
 
 def test_a_trainer_that_dies_takes_the_checkpoint_along() -> None:
@@ -155,11 +155,11 @@ def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
     assert lose(cluster, "refit-0") == [Say(text=f"{why}; the run ends as soon as its last checkpoint is written")]
     assert cluster.plan.phase is Phase.WRITING
     before = kinds(cluster)
-    for member in ("rollout-1", "refit-0"):
-        assert lose(cluster, member) == []
-    assert cluster.give(Joined(now=cluster.now, member="rollout-1", kind="rollout")) == []
+    for process in ("rollout-1", "refit-0"):
+        assert lose(cluster, process) == []
+    assert cluster.give(Joined(now=cluster.now, process="rollout-1", kind="rollout")) == []
     for action in cluster.pending:  # of the step, which is given up
-        assert cluster.give(Replied(now=cluster.now, member=action.member, reply=answer(action))) == []
+        assert cluster.give(Replied(now=cluster.now, process=action.process, reply=answer(action))) == []
     assert kinds(cluster) == before
     publish, finish = finish_writing(cluster, owed)
     assert publish == PublishCheckpoint(step=1)

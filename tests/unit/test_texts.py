@@ -12,7 +12,7 @@ import pytest
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
 from tandem.common.returned import line
 from tandem.common.texts import last_lines, shortened, visible
-from tandem.coordinator.members.members import _readable
+from tandem.coordinator.processes.registry import _readable
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.samples.tokenizer import Messages

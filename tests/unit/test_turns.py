@@ -205,7 +205,7 @@ def test_a_generation_that_is_abandoned_between_turns_leaves_nothing(start: Call
         rollout.start(*groups)
         for _ in range(num_steps):
             assert rollout.service.work()
-        rollout.member.sent.clear()
+        rollout.context.sent.clear()
         assert tokens_of(rollout.run(*groups)) == expected
 
 
@@ -226,7 +226,7 @@ def test_samples_are_kept_until_they_are_released(start: Callable[..., Rollout])
     assert rollout.store.num_tokens == sum(sample.num_tokens for sample, _ in more.values())
     rollout.release(1)
     assert rollout.store.num_tokens == 0
-    assert not rollout.member.sent, "nobody waits for an answer"
+    assert not rollout.context.sent, "nobody waits for an answer"
 
 
 def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: Callable[..., Rollout]) -> None:
@@ -250,14 +250,14 @@ def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: C
 
 
 def finished(rollout: Rollout) -> list[SamplesFinished]:
-    return [message for message, _ in rollout.member.sent if isinstance(message, SamplesFinished)]
+    return [message for message, _ in rollout.context.sent if isinstance(message, SamplesFinished)]
 
 
 def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
     rollout = start("Scores", generation={"max_stored_tokens": 1024})
     rollout.start(rollout.group(0, range(150)))
     while rollout.service.work():
-        assert not rollout.member.errors
-    (error,) = rollout.member.errors
+        assert not rollout.context.errors
+    (error,) = rollout.context.errors
     assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 1024$", str(error))
     assert rollout.store.num_tokens == 0, "what was made of a group that is given up is released"

@@ -18,9 +18,9 @@ from tandem.common.wire import Peer
 from tandem.config import build_config
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.members.members import Member, Registry
 from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.progress import Progress, ahead_line
+from tandem.coordinator.processes.registry import RegisteredProcess, Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
@@ -135,11 +135,13 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
 def a_registry(**phases: str) -> Registry:
     """Who is in a run, and what they say they do."""
     registry = Registry.__new__(Registry)  # a view needs no socket
-    registry.members = {}
+    registry.processes = {}
     for name, phase in phases.items():
-        member = Member(Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, Peer(b"", ""), 97.0)
-        member.phase = phase
-        registry.members[name.replace("_", "-")] = member
+        process = RegisteredProcess(
+            Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, Peer(b"", ""), 97.0
+        )
+        process.phase = phase
+        registry.processes[name.replace("_", "-")] = process
     return registry
 
 
@@ -193,7 +195,7 @@ def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
 def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     hello = Hello(protocol_version=1, service="trainer", host="node7", pid=4321)
     registry = Registry.__new__(Registry)  # a view needs no socket, only who is in the run
-    registry.members = {"trainer-0": Member(hello, "trainer-0", Peer(b"", ""), 97.0)}
+    registry.processes = {"trainer-0": RegisteredProcess(hello, "trainer-0", Peer(b"", ""), 97.0)}
     out = io.StringIO()
     progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
     try:
@@ -221,7 +223,9 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
     cluster = Cluster(msgspec.structs.replace(GRPO, max_trajectory_age_steps=1, **quiet))
     cluster.join_all()
     while cluster.plan.step < 2:
-        slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
+        slow = [
+            o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.process, o.step) == ("rollout-1", 2)
+        ]
         cluster.pending = [command for command in cluster.pending if command not in slow]
         cluster.answer_next()
     assert ahead_line(cluster.plan) == (
@@ -230,7 +234,7 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
     )
     progress = Progress(build_config(SETTINGS), cluster.plan.spec, [], Console(file=io.StringIO(), width=150))
     registry = Registry.__new__(Registry)
-    registry.members = {}
+    registry.processes = {}
     page = Console(width=150, record=True, file=io.StringIO())
     page.print(progress.render(cluster.plan, registry, 100.0))
     assert f"ahead {ahead_line(cluster.plan)}" in page.export_text()
@@ -316,9 +320,9 @@ def test_memory_is_of_the_largest_process_of_its_kind() -> None:
         step_metrics.generated(
             Generated(command_id=2, step=1, purpose="train", num_samples=1, num_tokens=1, seconds={}, memory=memory)
         )
-        for member in ("trainer-0", "rollout-1"):
+        for process in ("trainer-0", "rollout-1"):
             refitted = Refitted(command_id=3, version=1, num_bytes={}, seconds=0.0, memory=memory)
-            step_metrics.refitted(member, refitted)
+            step_metrics.refitted(process, refitted)
     step_metrics.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
     assert {name: value for name, value in step_metrics.metrics.items() if name.endswith("_gb")} == {
         "memory_training_trainer_gb": 9.0,

@@ -61,9 +61,9 @@ def test_what_is_digested_is_finished_before_they_go(rollout: Rollout) -> None:
     engine = rollout.service.parts.engine
     assert isinstance(engine, Sleeper)
     assert engine.kept, "it sleeps"
-    (verified,) = [message for message, _ in rollout.member.sent if isinstance(message, DigestsReported)]
+    (verified,) = [message for message, _ in rollout.context.sent if isinstance(message, DigestsReported)]
     assert verified.digests == (expected,)
-    assert not rollout.member.errors
+    assert not rollout.context.errors
 
 
 def test_it_wakes_to_pass_them_on(rollout: Rollout) -> None:

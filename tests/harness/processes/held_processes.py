@@ -91,12 +91,12 @@ def _trainer(arguments: Sequence[str]) -> int:
 
 def _rollout(arguments: Sequence[str]) -> int:
     from tandem.common.messages import SamplesFinished
-    from tandem.launch.service import Member
+    from tandem.launch.service import ServiceContext
     from tandem.rollout import cli
     from tandem.rollout.engines.transformers import TransformersEngine
     from tandem.rollout.generating import Generating
 
-    apply, start, reply = TransformersEngine.apply, Generating.start, Member.reply
+    apply, start, reply = TransformersEngine.apply, Generating.start, ServiceContext.reply
 
     def applying(self: Any, version: int, *args: Any) -> Any:
         if version > 1 and self.num_unfinished:
@@ -115,7 +115,7 @@ def _rollout(arguments: Sequence[str]) -> int:
             _note("sent", at=time.monotonic(), step=message.step, purpose=message.purpose, **versions)
 
     TransformersEngine.apply, Generating.start = applying, starting  # type: ignore[method-assign]
-    Member.reply = replying  # type: ignore[method-assign]
+    ServiceContext.reply = replying  # type: ignore[method-assign]
     return cli.main(arguments)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from tandem.common import wire
 from tandem.common.messages import PROTOCOL_VERSION, Failed, Hello
 from tandem.common.wire import pump
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.samples.sample_store import SampleStore
 
 LIES = Path("lies")
@@ -32,14 +32,14 @@ _NUM_ORDERS = 200
 _FOR_EVER_S = 1e6
 _TOLD = (1, 10, 20)
 
-_real_init = Member.__init__
+_real_init = ServiceContext.__init__
 _real_pump_init = pump.Pump.__init__
 _real_forward = pump.Pump._forward_incoming
 _real_found = SampleStore._found
 
 
-def _init(member: Member, link: Any, *arguments: Any) -> None:
-    _real_init(member, link, *arguments)
+def _init(context: ServiceContext, link: Any, *arguments: Any) -> None:
+    _real_init(context, link, *arguments)
     threading.Thread(target=_lie, args=(link,), daemon=True).start()
 
 
@@ -95,7 +95,7 @@ def _found(store: Any, request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Member.__init__ = _init  # type: ignore[method-assign]
+    ServiceContext.__init__ = _init  # type: ignore[method-assign]
     pump.Pump.__init__ = _pump_init  # type: ignore[method-assign]
     pump.Pump._forward_incoming = _forward  # type: ignore[method-assign]
     SampleStore._found = _found  # type: ignore[method-assign]

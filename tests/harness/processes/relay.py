@@ -15,8 +15,8 @@ import zmq
 
 from tandem.common import keys
 from tandem.common.curve import Admitted, Gatekeeper, hear_members, new_key_pair, prove
-from tandem.common.keys import KeyPair, MemberKeys, RunKeys, read_run_keys
-from tandem.common.messages import PROTOCOL_VERSION, Enrolled, Hello, Refused, ServiceKind
+from tandem.common.keys import KeyPair, ProcessKeys, RunKeys, read_run_keys
+from tandem.common.messages import PROTOCOL_VERSION, Hello, KeyAccepted, Refused, ServiceKind
 from tandem.common.wire import Codec, Frames, encode
 
 Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -33,8 +33,8 @@ def registered(coordinator: str, kind: ServiceKind, run: RunKeys) -> KeyPair:
         hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, registers=own.public)
         socket.send_multipart(encode(hello))
         assert socket.poll(10_000), "the coordinator does not answer"
-        answer = Codec[Enrolled | Refused](Enrolled | Refused).decode(socket.recv_multipart()).message
-        assert isinstance(answer, Enrolled), answer
+        answer = Codec[KeyAccepted | Refused](KeyAccepted | Refused).decode(socket.recv_multipart()).message
+        assert isinstance(answer, KeyAccepted), answer
     return own
 
 
@@ -54,7 +54,7 @@ class Relay:
         own = registered(coordinator, kind, run)
         file = Path(f"relayed-{own.public[:4].encode().hex()}.json")
         file.touch(mode=0o600)
-        file.write_bytes(keys.encode(MemberKeys(coordinator=run.coordinator.public, own=own, is_joining=False)))
+        file.write_bytes(keys.encode(ProcessKeys(coordinator=run.coordinator.public, own=own, is_joining=False)))
         self._codec: Codec[Any] = Codec(union)
         self._is_wanted, self._tamper = is_wanted, tamper
         self._context = zmq.Context()

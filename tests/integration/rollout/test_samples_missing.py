@@ -39,7 +39,7 @@ RUN_ID = "run"
 BATCH = make_groups(4, 4)
 
 
-class Member:
+class Context:
     """Stands where the link to the coordinator would: keeps what the service sends."""
 
     run_id = RUN_ID
@@ -60,11 +60,11 @@ class Member:
 
 def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> None:
     """Carry out orders until there are no more; answer each with what was said, and what the weights are then."""
-    member = Member(config, index, own)
-    service = TrainerService(member)  # type: ignore[arg-type]
+    context = Context(config, index, own)
+    service = TrainerService(context)  # type: ignore[arg-type]
     while (command := end.recv()) is not None:
         service.handle(*command)
-        end.send((member.sent.pop(), digest_of(service._backend) if service._backend is not None else 0))
+        end.send((context.sent.pop(), digest_of(service._backend) if service._backend is not None else 0))
     service.close()
 
 
@@ -171,8 +171,8 @@ def test_what_one_rank_lacks_no_rank_trains_without(tmp_path: Path) -> None:
         table = table_of(config, {0: 0, 1: 1}, {0: 7, 1: 8})
         replies = there.train(3, table, {"rollout-0": first, "rollout-1": second})
         assert [reply for reply, _ in replies] == [
-            SamplesMissing(command_id=3, step=1, members={}),
-            SamplesMissing(command_id=3, step=1, members={"rollout-1": f"nobody answers at {second.address}"}),
+            SamplesMissing(command_id=3, step=1, rollouts={}),
+            SamplesMissing(command_id=3, step=1, rollouts={"rollout-1": f"nobody answers at {second.address}"}),
         ]
         assert [digest for _, digest in replies] == there.digests, "no weight has changed"
         # What was lost is made again; what rank 0 has fetched is not asked for again, and is not to be had any more.

@@ -26,7 +26,7 @@ from tandem.common.regular_files import irregular
 
 FOLDER = "keys"
 """Folder of the key files, within the run folder."""
-COORDINATOR_FILE, MEMBERS_FILE, ADMITTED_FILE = "coordinator.json", "members.json", "admitted.json"
+COORDINATOR_FILE, PROCESSES_FILE, ADMITTED_FILE = "coordinator.json", "members.json", "admitted.json"
 
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
 """A key as text."""
@@ -45,7 +45,7 @@ class KeyPair(msgspec.Struct, frozen=True):
         return f"KeyPair({self.public!r})"
 
 
-class MemberKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProcessKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys that a process needs to join a run and to authenticate its coordinator."""
 
     coordinator: Key
@@ -61,40 +61,40 @@ class RunKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     coordinator: KeyPair
     joining: KeyPair
 
-    def for_members(self) -> MemberKeys:
+    def for_processes(self) -> ProcessKeys:
         """Return the contents of the key file for services."""
-        return MemberKeys(coordinator=self.coordinator.public, own=self.joining, is_joining=True)
+        return ProcessKeys(coordinator=self.coordinator.public, own=self.joining, is_joining=True)
 
 
-class AdmittedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdmittedProcesses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The processes that a coordinator has admitted, saved for the coordinator that resumes its run."""
 
     address: str
     """Address where the coordinator listens, and where services look for the next one."""
-    members: dict[str, Key]
+    processes: dict[str, Key] = msgspec.field(name="members")
     """Public keys by process name."""
     departed: tuple[str, ...] = ()
     """Processes that have left and were not replaced."""
 
 
-def encode(keys: MemberKeys | RunKeys | AdmittedMembers) -> bytes:
+def encode(keys: ProcessKeys | RunKeys | AdmittedProcesses) -> bytes:
     """Return keys in the format of a key file."""
     return msgspec.json.format(msgspec.json.encode(keys)) + b"\n"
 
 
-def decode_member_keys(text: bytes) -> MemberKeys:
+def decode_process_keys(text: bytes) -> ProcessKeys:
     """Return the keys that the launching coordinator has passed through `encode`."""
-    return msgspec.json.decode(text, type=MemberKeys)
+    return msgspec.json.decode(text, type=ProcessKeys)
 
 
 def key_file(run: Path) -> Path:
     """Return the key file of a run, for services that are started by hand."""
-    return run.absolute() / FOLDER / MEMBERS_FILE
+    return run.absolute() / FOLDER / PROCESSES_FILE
 
 
-def read_key_file(path: Path) -> MemberKeys:
+def read_key_file(path: Path) -> ProcessKeys:
     """Return the keys in a file that the user named. Raises `ConfigError` if other users can read or write it."""
-    return _read(path, MemberKeys, "key file of a run's services")
+    return _read(path, ProcessKeys, "key file of a run's services")
 
 
 def read_run_keys(run: Path) -> RunKeys | None:
@@ -109,23 +109,23 @@ def write_run_keys(run: Path, keys: RunKeys) -> Path:
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         _write(folder / COORDINATOR_FILE, encode(keys))
-        _write(folder / MEMBERS_FILE, encode(keys.for_members()))
+        _write(folder / PROCESSES_FILE, encode(keys.for_processes()))
     except OSError as error:
         raise ConfigError(f"cannot write the run's keys to {folder}: {error.strerror}") from error
-    return folder / MEMBERS_FILE
+    return folder / PROCESSES_FILE
 
 
-def read_admitted(run: Path) -> AdmittedMembers | None:
+def read_admitted(run: Path) -> AdmittedProcesses | None:
     """Return the processes that the run's lost coordinator had admitted; None if it ended by itself.
 
     Raises `ConfigError` like `read_key_file`.
     """
     path = run.absolute() / FOLDER / ADMITTED_FILE
     what = "list of a run's processes"
-    return _read(path, AdmittedMembers, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
+    return _read(path, AdmittedProcesses, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
 
 
-def write_admitted(run: Path, admitted: AdmittedMembers) -> None:
+def write_admitted(run: Path, admitted: AdmittedProcesses) -> None:
     """Write atomically which processes the coordinator has admitted."""
     path = run.absolute() / FOLDER / ADMITTED_FILE
     try:

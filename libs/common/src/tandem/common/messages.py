@@ -5,7 +5,7 @@ one tagged union at the bottom of this module; receivers dispatch with ``match``
 ``docs/protocol.md`` is generated from the docstrings here.
 
 A field's type limits its values (`Count`, `Seconds`, ...), and decoding refuses anything else. Further checks lie
-elsewhere: replies against their commands in `tandem.coordinator.members.replies`, commands against the model in the
+elsewhere: replies against their commands in `tandem.coordinator.processes.replies`, commands against the model in the
 services, arrays in `tandem.samples.batch`.
 
 Arrays are never part of these structs. A message with arrays says so in its docstring (``Frames:``), and they travel
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -95,14 +95,14 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     under the joining key, and then says hello again under its own."""
 
 
-class Enrolled(Message, frozen=True, kw_only=True, tag=True):
+class KeyAccepted(Message, frozen=True, kw_only=True, tag=True):
     """Confirmation that the key of a `Hello` is registered."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
     """Admission of a process, with its place in the run."""
 
-    member: Name
+    name: Name
     """Name of the process in this run, such as ``trainer-0``; used in every log line and error."""
     index: Count
     """Index among the processes of its kind; for trainers, the rank."""
@@ -286,7 +286,7 @@ class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: Count
     step: Count
-    members: dict[Name, Text]
+    rollouts: dict[Name, Text]
     """Rollouts from which this rank lacks samples, possibly none, with the reason."""
 
 
@@ -851,10 +851,10 @@ class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
     """Digest of all of `version`; zero where ``refit.verify`` is off."""
 
 
-Membership = Hello | Heartbeat | Goodbye | Failed
+Presence = Hello | Heartbeat | Goodbye | Failed
 """Messages that any process may send to the coordinator."""
 
-Admission = Enrolled | Welcome | Refused | Heartbeat | Shutdown
+Admission = KeyAccepted | Welcome | Refused | Heartbeat | Shutdown
 """Messages that the coordinator may send to any process."""
 
 PlaneCommand = InstallProgram | ConnectTransferGroup | Refit | ReportDigests
@@ -884,13 +884,13 @@ RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
 
 ToTrainer = Admission | TrainerCommand
-FromTrainer = Membership | TrainerReply
+FromTrainer = Presence | TrainerReply
 
 ToRollout = Admission | TrainerKeys | RolloutCommand
-FromRollout = Membership | Leaving | RolloutReply
+FromRollout = Presence | Leaving | RolloutReply
 
 ToRefit = Admission | RefitCommand
-FromRefit = Membership | RefitReply
+FromRefit = Presence | RefitReply
 
 ToSampleStore = FetchSamples
 FromSampleStore = SamplesFetched | SamplesGone

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from tandem.common.keys import COORDINATOR_FILE, FOLDER, MEMBERS_FILE, RunKeys, encode
+from tandem.common.keys import COORDINATOR_FILE, FOLDER, PROCESSES_FILE, RunKeys, encode
 from tandem.config import Config, dump_yaml, load_config
 from tandem.launch.nodes import Node, nodes_of
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
@@ -26,7 +26,7 @@ PORT = 29400
 """Port of the coordinator within its pod."""
 _CONFIG = "/etc/tandem/config/config.yaml"
 _SECRET = "/etc/tandem/keys"
-_KEY_FILE = f"/tmp/{MEMBERS_FILE}"
+_KEY_FILE = f"/tmp/{PROCESSES_FILE}"
 _USER = 1000
 _RESTARTS = 10
 _GRACE_S = 300
@@ -60,8 +60,10 @@ def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
     """
     nodes = nodes_of(config)
     return [
-        _secret(needs, "coordinator-keys", {COORDINATOR_FILE: encode(keys), MEMBERS_FILE: encode(keys.for_members())}),
-        _secret(needs, "keys", {MEMBERS_FILE: encode(keys.for_members())}),
+        _secret(
+            needs, "coordinator-keys", {COORDINATOR_FILE: encode(keys), PROCESSES_FILE: encode(keys.for_processes())}
+        ),
+        _secret(needs, "keys", {PROCESSES_FILE: encode(keys.for_processes())}),
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -161,7 +163,7 @@ def _join_it(needs: PodNeeds) -> str:
     """Return the bash command that launches a node's services."""
     address = f"tcp://{needs.name}-coordinator-0-0.{needs.name}:{PORT}"
     return (
-        f"install -m 600 {_SECRET}/{MEMBERS_FILE} {_KEY_FILE} && "
+        f"install -m 600 {_SECRET}/{PROCESSES_FILE} {_KEY_FILE} && "
         f"exec coordinator join {_CONFIG} --node $((JOB_COMPLETION_INDEX + 1)) --coordinator {address} "
         f"--key-file {_KEY_FILE}"
     )

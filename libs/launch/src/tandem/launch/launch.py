@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.curve import Admitted, new_key_pair
-from tandem.common.keys import MemberKeys, encode
+from tandem.common.keys import ProcessKeys, encode
 from tandem.common.messages import Listener, ServiceKind
 from tandem.common.texts import last_lines
 from tandem.launch.fork_server import Child, ForkServer
@@ -88,7 +88,7 @@ class Admits:
         """Return the credentials of one process."""
         own = new_key_pair()
         self._admitted.add(own.public)  # before the process exists, so that it is never refused
-        keys = MemberKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
+        keys = ProcessKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
         return Credentials(
             arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=own.public
         )

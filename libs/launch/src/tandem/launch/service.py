@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from tandem.common import descriptors, gc_tuning, signals
 from tandem.common.errors import ConfigError, NotAdmitted, TandemError, WireError
-from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
+from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import (
     MAX_TEXT,
     MAX_TRACEBACK,
@@ -53,12 +53,12 @@ _EXIT_INTERRUPTED = 130
 _REMEMBERED_COMMANDS = 16
 
 
-class Member:
-    """This process's identity in the run, and its link: replies, and the phase that heartbeats report."""
+class ServiceContext:
+    """What a service knows of its run, and its link: replies, and the phase that heartbeats report."""
 
     def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
         self._link = link
-        self.name = welcome.member
+        self.name = welcome.name
         self.coordinator = coordinator
         """Address of the coordinator, as given on the command line."""
         self.keys = link.own
@@ -169,7 +169,7 @@ class Service(Protocol):
     """The interface that `run_service` drives."""
 
     def handle(self, command: Any, arrays: Arrays) -> None:
-        """Execute one command and reply through the `Member`; exceptions become `Failed`."""
+        """Execute one command and reply through the `ServiceContext`; exceptions become `Failed`."""
         ...
 
     def work(self) -> bool:
@@ -184,7 +184,7 @@ class Service(Protocol):
 def run_service(
     kind: ServiceKind,
     incoming: Any,
-    make_service: Callable[[Member], Service],
+    make_service: Callable[[ServiceContext], Service],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
@@ -212,17 +212,17 @@ def run_service(
         return _EXIT_INTERRUPTED
     service, code = None, 0
     try:
-        print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
-        member = Member(link, welcome, arguments.coordinator)
+        print(f"{welcome.name} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
+        context = ServiceContext(link, welcome, arguments.coordinator)
         if kind == "rollout" and _hears_of_signals():  # every other kind is indispensable
-            signals.leave_when_asked(member.leave, is_launched=bool(arguments.launched_by))
+            signals.leave_when_asked(context.leave, is_launched=bool(arguments.launched_by))
             if watch is not None:
                 watch.leave_first()
         with gc_tuning.paused():
-            fetch_models(member.config, partial(print, flush=True))  # needed on nodes other than the coordinator's
-            service = make_service(member)
+            fetch_models(context.config, partial(print, flush=True))  # needed on nodes other than the coordinator's
+            service = make_service(context)
         gc_tuning.keep()
-        shutdown = _answer_commands(link, member, service)
+        shutdown = _answer_commands(link, context, service)
         reason, code = shutdown.reason, exit_code(shutdown)
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -232,16 +232,16 @@ def run_service(
     if service is not None:
         service.close()
     link.close(reason)
-    print(f"{welcome.member} leaves: {reason}", flush=True)
+    print(f"{welcome.name} leaves: {reason}", flush=True)
     return code
 
 
-def _keys(arguments: argparse.Namespace) -> MemberKeys:
+def _keys(arguments: argparse.Namespace) -> ProcessKeys:
     """Return the keys of this process, which the coordinator hands to its own processes in a descriptor."""
     if arguments.key_fd is None:
         return read_key_file(arguments.key_file)
     with os.fdopen(arguments.key_fd, "rb") as file:
-        return decode_member_keys(file.read())
+        return decode_process_keys(file.read())
 
 
 def _heed_signals(launched_by: int) -> signals.Watch | None:
@@ -259,20 +259,20 @@ def _hears_of_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _answer_commands(link: Link[Any], member: Member, service: Service) -> Shutdown:
+def _answer_commands(link: Link[Any], context: ServiceContext, service: Service) -> Shutdown:
     """Answer commands until the coordinator ends this process; return its `Shutdown`.
 
     Raises `WireError` for a malformed message without a readable id.
     """
     busy = False
     while True:
-        member.say_if_leaving()
+        context.say_if_leaving()
         try:
             received = link.receive(0.0 if busy else _IDLE_POLL_S)
         except WireError as error:
             if error.command_id is None:
                 raise
-            member.fail(error.command_id, error)
+            context.fail(error.command_id, error)
             continue
         if received is None:
             busy = service.work()
@@ -281,14 +281,14 @@ def _answer_commands(link: Link[Any], member: Member, service: Service) -> Shutd
             case Shutdown() as shutdown:
                 return shutdown
             case Command() as command:
-                if member.accept(command):
+                if context.accept(command):
                     try:
                         service.handle(command, received.arrays)
                     except Exception as error:
-                        member.fail(command.command_id, error)
+                        context.fail(command.command_id, error)
                 busy = service.work()
             case other:
-                raise WireError(f"{member.name} did not expect {type(other).__name__}")
+                raise WireError(f"{context.name} did not expect {type(other).__name__}")
 
 
 def _parser(kind: ServiceKind) -> argparse.ArgumentParser:

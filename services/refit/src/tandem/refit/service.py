@@ -21,7 +21,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays
 from tandem.common.worker_shards import process_of
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
 from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
@@ -35,10 +35,10 @@ T = TypeVar("T")
 class RefitService:
     """The run's weight plane."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._verify = member.config.refit.verify
-        self._rates = member.config.cluster.links
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._verify = context.config.refit.verify
+        self._rates = context.config.cluster.links
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
@@ -50,10 +50,10 @@ class RefitService:
         """Execute one command."""
         match command:
             case PlanTransfers():
-                with self._member.phase("planning transfers"):
+                with self._context.phase("planning transfers"):
                     self._plan(command)
             case CommitVersion():
-                with self._member.phase(f"committing version {command.version}"):
+                with self._context.phase(f"committing version {command.version}"):
                     self._commit(command)
             case other:
                 assert_never(other)
@@ -90,7 +90,7 @@ class RefitService:
             seconds=time.perf_counter() - started,
             num_bytes_frozen=_by_link(plan.frozen_links),
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _commit(self, command: CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""
@@ -102,7 +102,7 @@ class RefitService:
             differing=verdict.differing,
             digest=verdict.digest,
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _compare(self, command: CommitVersion) -> Verdict:
         digests = _read(command.digests, comparison.from_bytes)

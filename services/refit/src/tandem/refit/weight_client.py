@@ -33,7 +33,7 @@ from tandem.common.messages import (
     TransferGroupConnected,
 )
 from tandem.common.worker_shards import process_of
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison
@@ -278,10 +278,10 @@ class _Joining(NamedTuple):
 class WeightClient:
     """The weight plane's command handler in one process."""
 
-    def __init__(self, member: Member, holder: Holder) -> None:
-        self._member = member
+    def __init__(self, context: ServiceContext, holder: Holder) -> None:
+        self._context = context
         self._holder = holder
-        self._verify: Verify = member.config.refit.verify
+        self._verify: Verify = context.config.refit.verify
         self._joining: dict[str, _Joining] = {}
         self._command: ReportDigests | None = None
         self._digest: Digesting | None = None
@@ -295,16 +295,16 @@ class WeightClient:
         """Execute one command."""
         match command:
             case InstallProgram():
-                with self._member.phase("installing the transfer program"):
+                with self._context.phase("installing the transfer program"):
                     self._install(command)
             case ConnectTransferGroup():
-                with self._member.phase(f"connecting transfer group {command.transfer_group}"):
+                with self._context.phase(f"connecting transfer group {command.transfer_group}"):
                     self._connect(command)
             case Refit():
-                with self._member.phase(f"refitting to version {command.version}"):
+                with self._context.phase(f"refitting to version {command.version}"):
                     self._refit(command)
             case ReportDigests():
-                with self._member.phase(f"verifying version {command.version}"):
+                with self._context.phase(f"verifying version {command.version}"):
                     self._begin_digest(command)
             case other:
                 assert_never(other)
@@ -325,7 +325,7 @@ class WeightClient:
                 time.sleep(min(early_s, _POLL_S))
             return True
         try:
-            with self._member.phase(f"verifying version {command.version}"), _one_thread():
+            with self._context.phase(f"verifying version {command.version}"), _one_thread():
                 started = time.perf_counter()
                 is_done = digest.advance(_SLICE_S if seconds is None else seconds)
                 self._digest_s += time.perf_counter() - started
@@ -333,7 +333,7 @@ class WeightClient:
                     self._report_digest(command, digest)
         except Exception as error:
             self.abandon_digest()
-            self._member.fail(command.command_id, error)
+            self._context.fail(command.command_id, error)
         return self._digest is not None or bool(self._joining)
 
     def digests(self, version: int) -> tuple[bytes, ...]:
@@ -363,7 +363,7 @@ class WeightClient:
         self._quantises = any(each.quantisations for each in programs)
         bound = self._holder.install(programs)
         reply = ProgramInstalled(command_id=command.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _connect(self, command: ConnectTransferGroup) -> None:
         transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
@@ -371,7 +371,7 @@ class WeightClient:
         meeting = process_group.Meeting(command.rendezvous_host, command.rendezvous_port, prefix)
         store = meeting.store(command.deadline_s)
         for shard in command.members:
-            if process_of(shard) == self._member.name:
+            if process_of(shard) == self._context.name:
                 process_group.announce(transfer_group, shard, store)
         # A process that it waits for may be dead and need replacing, so this must not block anything else.
         self._joining[command.transfer_group] = _Joining(
@@ -387,18 +387,18 @@ class WeightClient:
                 time.sleep(_POLL_S)
                 return
             del self._joining[command.transfer_group]
-            with self._member.phase(f"connecting transfer group {command.transfer_group}"):
+            with self._context.phase(f"connecting transfer group {command.transfer_group}"):
                 self._holder.connect(joining.transfer_group, joining.meeting, max(left_s, _POLL_S))
-            self._member.reply(
+            self._context.reply(
                 command.command_id,
                 TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
             )
         except Exception as error:
             self._joining.pop(command.transfer_group, None)
-            self._member.fail(command.command_id, error)
+            self._context.fail(command.command_id, error)
 
     def _refit(self, command: Refit) -> None:
-        if not command.only or self._member.name in command.only:  # a process that only sends continues its digest
+        if not command.only or self._context.name in command.only:  # a process that only sends continues its digest
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
@@ -411,7 +411,7 @@ class WeightClient:
             seconds=time.perf_counter() - started,
             memory=memory.use(),
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _begin_digest(self, command: ReportDigests) -> None:
         self._command, self._digest_s = command, 0.0
@@ -432,4 +432,4 @@ class WeightClient:
             seconds=self._digest_s,
         )
         self.abandon_digest()
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)

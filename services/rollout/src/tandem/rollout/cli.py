@@ -12,7 +12,7 @@ from tandem.common.messages import ToRollout
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
 from tandem.config.threads import num_threads
-from tandem.launch.service import Member, Service, run_service
+from tandem.launch.service import Service, ServiceContext, run_service
 from tandem.rollout.engines.vllm import insides
 
 
@@ -31,16 +31,16 @@ def preload() -> None:
     importlib.import_module("tandem.rollout.engines.transformers")
 
 
-def _make(member: Member) -> Service:
-    visible = visible_to_reward_models(member.config, member.index, os.environ)
+def _make(context: ServiceContext) -> Service:
+    visible = visible_to_reward_models(context.config, context.index, os.environ)
     os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
-    if member.config.policy.generation.backend == "vllm":
-        os.environ[VISIBLE] = visible_to_engine(member.config, member.index, os.environ)
-        insides.prepare_environment(num_threads(member.config, "rollouts", len(os.sched_getaffinity(0))))
+    if context.config.policy.generation.backend == "vllm":
+        os.environ[VISIBLE] = visible_to_engine(context.config, context.index, os.environ)
+        insides.prepare_environment(num_threads(context.config, "rollouts", len(os.sched_getaffinity(0))))
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService
 
-    return RolloutService(member)
+    return RolloutService(context)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import msgspec
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Generate, Generated, PromptGroup, Purpose, SampleScored, SamplesFinished
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
@@ -65,13 +65,13 @@ class Generation:
 class Generating:
     """The `Generate` commands that an engine is carrying out."""
 
-    def __init__(self, member: Member, parts: Parts, experts: RoutedExperts | None) -> None:
-        self._member = member
-        self._config = member.config
+    def __init__(self, context: ServiceContext, parts: Parts, experts: RoutedExperts | None) -> None:
+        self._context = context
+        self._config = context.config
         self._parts = parts
         self._experts = experts
-        self._vocabulary = vocabulary_size(member.config.policy)
-        self._max_turns = member.config.rollout_section.max_rollout_turns
+        self._vocabulary = vocabulary_size(context.config.policy)
+        self._max_turns = context.config.rollout_section.max_rollout_turns
         self.generations: dict[int, Generation] = {}
         """Generations in progress, by command."""
         self._generation_of: dict[int, Generation] = {}
@@ -87,7 +87,7 @@ class Generating:
         """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
         if command.command_id in self.generations:
             return  # repeated so late that it is not recognised as a repetition
-        with self._member.phase(f"reading the prompts of step {command.step}"):
+        with self._context.phase(f"reading the prompts of step {command.step}"):
             self._check(command)
         engine = self._parts.engine
         self._give_up([command_id for command_id in self.generations if command_id < command.cancel_before])
@@ -145,11 +145,11 @@ class Generating:
         step = next(iter(self.generations.values())).command.step
         begun = [*self.generations]  # a generation at its end may fail while answering
         try:
-            with self._member.phase(f"generating step {step}"):
+            with self._context.phase(f"generating step {step}"):
                 self._advance()
         except Exception as error:
             for command_id in begun:
-                self._member.fail(command_id, error)
+                self._context.fail(command_id, error)
             self.give_up_all()
 
     @property
@@ -259,7 +259,7 @@ class Generating:
                 purpose=command.purpose,
                 samples=tuple(_as_sent(scored, command.purpose) for _, scored, _ in samples),
             )
-            self._member.reply(command_id, message)
+            self._context.reply(command_id, message)
 
     def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, Batch]]) -> None:
         if self._parts.recorder is not None:
@@ -300,7 +300,7 @@ class Generating:
             memory=self._parts.engine.meter.use(),
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
         )
-        self._member.reply(generation.command.command_id, reply)
+        self._context.reply(generation.command.command_id, reply)
 
 
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:

@@ -13,7 +13,7 @@ from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.placement import gpus_per_engine
 from tandem.config.threads import limit_threads
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
@@ -50,27 +50,27 @@ class Parts:
     """None where it computes on the CPU."""
 
     @classmethod
-    def build(cls, command: BuildEngine, member: Member, experts: RoutedExperts | None) -> Parts:
+    def build(cls, command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> Parts:
         """Build all that a run's configuration asks for, in the order in which they need each other."""
-        config, host = member.config, address_towards(member.coordinator)
+        config, host = context.config, address_towards(context.coordinator)
         limit_threads(config, "rollouts")
         tokenizer = load_tokenizer(config)
         with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
             environments = None
             if config.agent is None:
-                environments = Environments(config, _program(command.reward_server, member.coordinator))
+                environments = Environments(config, _program(command.reward_server, context.coordinator))
                 stack.callback(environments.close)
             engine = _make_engine(config)
             stack.callback(engine.close)
             parts = cls(
                 tokenizer=tokenizer,
                 engine=engine,
-                weight_client=WeightClient(member, engine),
+                weight_client=WeightClient(context, engine),
                 environments=environments,
                 is_async=config.policy.generation.is_async,
             )
             if config.policy.generation.takes_external_requests:
-                parts.external_requests = _make_external_requests(member, engine, tokenizer, host)
+                parts.external_requests = _make_external_requests(context, engine, tokenizer, host)
                 stack.callback(parts.external_requests.close)
             if environments is not None:  # its import has begun beside the engine's
                 environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
@@ -83,10 +83,10 @@ class Parts:
                 stack.callback(parts.gpus.close)
             # After engine and agents: processes that they fork must not hold the socket.
             max_tokens = config.policy.generation.max_stored_tokens
-            parts.store = SampleStore(host, member.run_id, max_tokens, member.trainers)
+            parts.store = SampleStore(host, context.run_id, max_tokens, context.trainers)
             stack.callback(parts.store.close)
             if command.samples_folder:
-                parts.recorder = _make_recorder(Path(command.samples_folder), member, parts.store, tokenizer, experts)
+                parts.recorder = _make_recorder(Path(command.samples_folder), context, parts.store, tokenizer, experts)
             stack.pop_all()
             return parts
 
@@ -145,22 +145,24 @@ def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
     return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
 
 
-def _make_external_requests(member: Member, engine: Engine, tokenizer: Tokenizer, host: str) -> ExternalRequests:
+def _make_external_requests(
+    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str
+) -> ExternalRequests:
     # Likewise.
     from tandem.rollout.external_requests import ExternalRequests
 
     tokenizer.encode("")  # as for the recorder
-    return ExternalRequests(member.config, engine, tokenizer, host, member.wake)
+    return ExternalRequests(context.config, engine, tokenizer, host, context.wake)
 
 
 def _make_recorder(
-    folder: Path, member: Member, store: SampleStore, tokenizer: Tokenizer, experts: RoutedExperts | None
+    folder: Path, context: ServiceContext, store: SampleStore, tokenizer: Tokenizer, experts: RoutedExperts | None
 ) -> SampleRecorder:
     # Importing Arrow starts threads, and services are forked by a process that must have none.
     from tandem.rollout.sample_recorder import SampleRecorder
 
     tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
-    recorder = SampleRecorder(folder, member, store, tokenizer, vocabulary_size(member.config.policy), experts)
+    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary_size(context.config.policy), experts)
     store.give_after(recorder.flush)
     return recorder
 

@@ -36,7 +36,7 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesRecorded,
 )
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
@@ -86,7 +86,7 @@ class SampleRecorder:
     def __init__(
         self,
         folder: Path,
-        member: Member,
+        context: ServiceContext,
         store: SampleStore,
         tokenizer: Tokenizer,
         vocabulary: int,
@@ -98,7 +98,7 @@ class SampleRecorder:
         """
         self._experts = experts
         self._folder = folder
-        self._member = member
+        self._context = context
         self._store = store
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -186,9 +186,9 @@ class SampleRecorder:
                 self._restore(command)
         except OSError as error:
             why = SamplesError(f"cannot write to {self._folder}: {error.strerror}")
-            self._member.fail(command.command_id, why, aside=f"{doing} samples")
+            self._context.fail(command.command_id, why, aside=f"{doing} samples")
         except Exception as error:
-            self._member.fail(command.command_id, error, aside=f"{doing} samples")
+            self._context.fail(command.command_id, error, aside=f"{doing} samples")
 
     def _append(self, step: int, purpose: Purpose, samples: Iterable[RecordedSample]) -> None:
         """Append samples to those of their step, or report that this fails."""
@@ -197,8 +197,8 @@ class SampleRecorder:
         key = step, purpose
         try:
             if key not in self._files:
-                path = unfinished_path(self._folder, step, self._member.name, purpose)
-                self._files[key] = UnfinishedFile(path, self._member.run_id)
+                path = unfinished_path(self._folder, step, self._context.name, purpose)
+                self._files[key] = UnfinishedFile(path, self._context.run_id)
             self._files[key].append([*samples])
         except OSError as error:
             self._complain(error.strerror or str(error))
@@ -219,16 +219,16 @@ class SampleRecorder:
         ]
         of_rollout.sort(key=lambda path: path != own)  # the others belong to earlier processes of that name
         shard = shard_path(self._folder, command.step, command.rollout, command.purpose)
-        tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
+        tables = [read_unfinished(path, self._context.run_id) for path in of_rollout]
         if shard.exists():  # the command has come before
-            tables.append(read_shard(shard, self._member.run_id))
+            tables.append(read_shard(shard, self._context.run_id))
         advantages = {
             (group.command_id, group.group, sample): advantage
             for group in command.groups
             for sample, advantage in enumerate(group.advantages)
         }
         table = _chosen(tables, advantages)
-        run_id = self._member.run_id
+        run_id = self._context.run_id
         num_bytes = write_shard(self._folder, run_id, command.step, command.rollout, table, command.purpose)
         for path in of_rollout:
             path.unlink(missing_ok=True)
@@ -239,13 +239,13 @@ class SampleRecorder:
             num_bytes=num_bytes,
             num_missing=len(advantages) - table.num_rows,
         )
-        self._member.reply(command.command_id, recorded)
+        self._context.reply(command.command_id, recorded)
 
     def _restore(self, command: RestoreSamples) -> None:
         """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
         samples = [
             msgspec.structs.replace(
-                sample, step=command.step, rollout=self._member.name, command_id=command.command_id, advantage=None
+                sample, step=command.step, rollout=self._context.name, command_id=command.command_id, advantage=None
             )
             for name, groups in command.files.items()
             for sample in self._kept(name, groups)
@@ -262,7 +262,7 @@ class SampleRecorder:
             purpose="train",
             samples=tuple(msgspec.structs.replace(sample.scored, response="") for sample in samples),
         )
-        self._member.reply(command.command_id, finished)
+        self._context.reply(command.command_id, finished)
         generated = Generated(
             command_id=command.command_id,
             step=command.step,
@@ -272,13 +272,13 @@ class SampleRecorder:
             seconds={},
             memory=MemoryUse(peak=0, held=0),
         )
-        self._member.reply(command.command_id, generated)
+        self._context.reply(command.command_id, generated)
 
     def _kept(self, name: str, groups: Sequence[tuple[int, int]]) -> list[RecordedSample]:
         """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""
         path, wanted = self._folder / name, {*groups}
         read = read_shard if path.suffix == SHARD else read_unfinished
-        table = read(path, self._member.run_id)
+        table = read(path, self._context.run_id)
         rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in wanted]
         samples = samples_of(table.take(rows))
         for sample in samples:
@@ -301,7 +301,7 @@ class SampleRecorder:
     def _recorded(self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: Batch) -> RecordedSample:
         return RecordedSample(
             step=finished.step,
-            rollout=self._member.name,
+            rollout=self._context.name,
             command_id=finished.command_id,
             scored=scored,
             arrays=arrays,
@@ -320,7 +320,7 @@ class SampleRecorder:
         """Report once that samples are missing."""
         if not self._has_complained:
             self._has_complained = True
-            line = f"{self._member.name}: samples are missing in the record {self._folder}: {why}"
+            line = f"{self._context.name}: samples are missing in the record {self._folder}: {why}"
             print(line, file=sys.stderr, flush=True)
 
 

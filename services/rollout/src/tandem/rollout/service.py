@@ -30,7 +30,7 @@ from tandem.common.messages import (
     RolloutCommand,
 )
 from tandem.common.wire import Arrays
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.rollout.generating import Generating
 from tandem.rollout.parts import Parts
@@ -43,9 +43,9 @@ _DIGEST_SHARE = 0.25
 class RolloutService:
     """One engine's answers to the coordinator."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._config = member.config
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._config = context.config
         self._parts: Parts | None = None
         self._is_closed = False
         self._generating: Generating | None = None
@@ -68,10 +68,10 @@ class RolloutService:
         """Carry out one command; `Generate` goes on in `work`."""
         match command:
             case BuildEngine() if self._parts is None:
-                with self._member.phase("building the engine"):
+                with self._context.phase("building the engine"):
                     self._build(command)
             case BuildEngine():
-                with self._member.phase("beginning anew"):
+                with self._context.phase("beginning anew"):
                     self._begin_anew(command)
             case Refit():
                 self._refit(command)
@@ -120,8 +120,8 @@ class RolloutService:
     @gc_tuning.paused()
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
-        self._parts = Parts.build(command, self._member, experts)
-        self._generating = Generating(self._member, self._parts, experts)
+        self._parts = Parts.build(command, self._context, experts)
+        self._generating = Generating(self._context, self._parts, experts)
         self._say_built(command)
 
     def _say_built(self, command: BuildEngine) -> None:
@@ -133,7 +133,7 @@ class RolloutService:
             samples_at=parts.store.at,
             external_requests=None if parts.external_requests is None else parts.external_requests.address,
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _begin_anew(self, command: BuildEngine) -> None:
         """Give up all earlier commands, keep the engine, and answer once nothing of theirs is written any more.
@@ -161,7 +161,7 @@ class RolloutService:
         Commands are carried out between two steps of the engine: that is the token boundary.
         """
         parts, engine, config = self.parts, self.parts.engine, self._config
-        receives = not command.only or self._member.name in command.only
+        receives = not command.only or self._context.name in command.only
         # The same version again repairs an engine: tokens from the first attempt do not count.
         is_newer = engine.version is not None and command.version > engine.version
         keeps_requests = receives and is_newer and config.updates_in_flight

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToTrainer
-from tandem.launch.service import Member, Service, run_service
+from tandem.launch.service import Service, ServiceContext, run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,12 +22,12 @@ def preload() -> None:
     importlib.import_module("tandem.trainer.backends.dtensor")  # this also imports what Megatron-Core's backend needs
 
 
-def _make(member: Member) -> Service:
-    os.environ.update(member.config.policy.environment)
+def _make(context: ServiceContext) -> Service:
+    os.environ.update(context.config.policy.environment)
     # Imported once the process has joined: torch takes seconds, and heartbeats must flow meanwhile.
     from tandem.trainer.service import TrainerService
 
-    return TrainerService(member)
+    return TrainerService(context)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from tandem.config import Config
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.threads import limit_threads
-from tandem.launch.service import Member
+from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient, Weights
@@ -83,19 +83,19 @@ _FETCH_SHARE = 0.25
 class TrainerService:
     """The replies of one rank to the coordinator."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._config = member.config
-        self._vocabulary = vocabulary_size(member.config.policy)
-        self._model_group = model_group_at(member.config, member.index)
-        self._rank = data_parallel_ranks(member.config)[member.index] if self._model_group.has_policy else NO_RANK
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._vocabulary = vocabulary_size(context.config.policy)
+        self._model_group = model_group_at(context.config, context.index)
+        self._rank = data_parallel_ranks(context.config)[context.index] if self._model_group.has_policy else NO_RANK
         self._store: TCPStore | None = None
         self._exchange: Exchange | None = None
         """The exchange with trainers of other models; None if all hold the same."""
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._weight_client: WeightClient | None = None
-        self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys, replayed_experts(member.config))
+        self._fetcher = SampleFetcher(context.run_id, self._vocabulary, context.keys, replayed_experts(context.config))
         self._version = 0
         self._memory = MemoryMeter()
         self._gpus: GpuMonitor | None = None
@@ -109,16 +109,16 @@ class TrainerService:
         """Carry out one command and reply."""
         match command:
             case OpenRendezvous():
-                with self._member.phase("opening the rendezvous"):
+                with self._context.phase("opening the rendezvous"):
                     self._open_rendezvous(command)
             case BuildTrainer():
-                with self._member.phase("building the trainer"):
+                with self._context.phase("building the trainer"):
                     self._build(command)
             case Train():
-                with self._member.phase(f"training step {command.step}"):
+                with self._context.phase(f"training step {command.step}"):
                     self._train(command, self._table(command, arrays), arrays)
             case Evaluate():
-                with self._member.phase(f"evaluating step {command.step}"):
+                with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
             case InstallProgram() | ConnectTransferGroup() | Refit() | ReportDigests():
                 assert self._weight_client is not None, (
@@ -126,10 +126,10 @@ class TrainerService:
                 )
                 self._weight_client.handle(command)
             case CopyWeights():
-                with self._member.phase(f"copying the weights of version {command.version}"):
+                with self._context.phase(f"copying the weights of version {command.version}"):
                     self._copy(command)
             case SaveCheckpoint():
-                with self._member.phase(f"saving step {command.step}"):
+                with self._context.phase(f"saving step {command.step}"):
                     self._save(command)
             case AwaitCheckpoint():
                 assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
@@ -211,7 +211,7 @@ class TrainerService:
         return self._config.is_colocated and self._model_group.has_policy
 
     def _open_rendezvous(self, command: OpenRendezvous) -> None:
-        host = address_towards(self._member.coordinator)
+        host = address_towards(self._context.coordinator)
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         # A listening socket binds the store to one address. By itself it would listen on all of them.
@@ -224,14 +224,14 @@ class TrainerService:
             use_libuv=False,
             timeout=datetime.timedelta(seconds=command.deadline_s),
         )
-        self._member.reply(command.command_id, RendezvousOpened(command_id=command.command_id, host=host, port=port))
+        self._context.reply(command.command_id, RendezvousOpened(command_id=command.command_id, host=host, port=port))
 
     @gc_tuning.paused()
     def _build(self, command: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
         try_out(self._config)
         # The ranks meet on the interface of the run, and on no other.
-        own = address_towards(self._member.coordinator)
+        own = address_towards(self._context.coordinator)
         keep_to_interface(own, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         timeout = datetime.timedelta(seconds=command.deadline_s)
         if self._store is None:
@@ -239,7 +239,7 @@ class TrainerService:
                 command.rendezvous_host, command.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
             )
         assert command.world_size == self._config.num_trainers, "the coordinator has the same configuration"
-        self._exchange = meet(self._config, self._member.index, self._store, own, command.deadline_s)
+        self._exchange = meet(self._config, self._context.index, self._store, own, command.deadline_s)
         resume_from = Path(command.checkpoint) if command.checkpoint else None
         self._backend = make_backend(self._config, checkpoint=resume_from, model_group=self._model_group)
         if self._is_colocated:
@@ -250,17 +250,17 @@ class TrainerService:
             self._weights = self._backend.weights()
             if self._config.keeps_copy:
                 self._weights = shards.copy_of(self._weights)
-            self._weight_client = WeightClient(self._member, self._weights)
+            self._weight_client = WeightClient(self._context, self._weights)
             encoded = layout.encode(self._weights.layout)
         self._version = command.version
         if torch.cuda.is_available():
             self._gpus = GpuMonitor(self._config.logger)
-            self._gpus.begin(self._member.index, 1)
-        if command.samples_folder and self._member.index in scoring_trainers(self._config):
+            self._gpus.begin(self._context.index, 1)
+        if command.samples_folder and self._context.index in scoring_trainers(self._config):
             # Arrow starts threads when it is imported, and services are forked by a process that must have none.
             from tandem.trainer.logprob_recorder import LogprobRecorder
 
-            self._recorder = LogprobRecorder(Path(command.samples_folder), self._member.run_id, self._member.name)
+            self._recorder = LogprobRecorder(Path(command.samples_folder), self._context.run_id, self._context.name)
         reply = TrainerBuilt(
             command_id=command.command_id,
             version=self._version,
@@ -268,7 +268,7 @@ class TrainerService:
             shares_prompts=self._backend.shares_prompts,
             layout=encoded,
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _copy(self, command: CopyWeights) -> None:
         assert self._weights is not None, "the coordinator sends BuildTrainer first"
@@ -277,21 +277,21 @@ class TrainerService:
         self._weights.refresh()
         digests = self._weight_client.digests(command.version) if command.with_digests else ()
         reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _train(self, command: Train, table: Batch, arrays: Arrays) -> None:
         own: Batch | None
         num_aside, notes = 0, tuple[str, ...]()
         if command.sources:
             rows = table.rows_of(self._rank)
-            with self._member.phase(f"fetching the samples of step {command.step}"):
+            with self._context.phase(f"fetching the samples of step {command.step}"):
                 timeout_s = _FETCH_SHARE * command.deadline_s
                 own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
             least_S = least_logprobs(own) if own is not None else np.zeros(0, dtype=np.float32)
             num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int((least_S < 0).sum())])).tolist()
             if num_lacking:
-                lack = SamplesMissing(command_id=command.command_id, step=command.step, members=missing)
-                self._member.reply(command.command_id, lack)
+                lack = SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
+                self._context.reply(command.command_id, lack)
                 return
             assert own is not None, "all have theirs, so has this rank"
             if num_wild:
@@ -319,7 +319,7 @@ class TrainerService:
             keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
             self._recorder.add(command.step, keys, own.lengths_S, result.logprobs)
         metrics: dict[str, float] = {}
-        if self._member.index == self._model_group.first:
+        if self._context.index == self._model_group.first:
             metrics, unsaid = finite_metrics(result.metrics)
             notes = (*notes, *result.notes, *unsaid)
             if num_aside and self._model_group.has_policy:
@@ -329,7 +329,7 @@ class TrainerService:
             step=command.step,
             version=self._version,
             metrics=metrics,
-            notes=notes if self._member.index == 0 else (),
+            notes=notes if self._context.index == 0 else (),
             seconds=result.seconds if self._model_group.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,
@@ -338,7 +338,7 @@ class TrainerService:
             memory=self._memory.use(),
             gpus={} if self._gpus is None else self._gpus.means(),
         )
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all trainers. Collective: all of them reach this."""
@@ -352,23 +352,23 @@ class TrainerService:
         found = step.evaluate(self._built(), table, own, self._config, command.parts, self._exchange)
         metrics, notes = finite_metrics(found)
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _save(self, command: SaveCheckpoint) -> None:
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
         with self._training_state() as backend:
             self._writing = backend.save(Path(command.folder))
         reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
     def _answer_written(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
         """Report that the thread has written all, or could not. Called by the thread, or at once if it is done."""
         error = num_bytes.exception()
         if error is not None:
-            self._member.fail(command.command_id, error, aside=f"writing step {command.step}")
+            self._context.fail(command.command_id, error, aside=f"writing step {command.step}")
             return
         reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
-        self._member.reply(command.command_id, reply)
+        self._context.reply(command.command_id, reply)
 
 
 def _may_mask_all(config: Config) -> bool:

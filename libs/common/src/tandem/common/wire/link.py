@@ -18,13 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 from tandem.common import curve
 from tandem.common.curve import Admitted
 from tandem.common.errors import ConfigError, NotAdmitted, TandemError
-from tandem.common.keys import KeyPair, MemberKeys
+from tandem.common.keys import KeyPair, ProcessKeys
 from tandem.common.messages import (
     MAX_TEXT,
-    Enrolled,
     Goodbye,
     Heartbeat,
     Hello,
+    KeyAccepted,
     Refused,
     ServiceKind,
     Shutdown,
@@ -34,7 +34,7 @@ from tandem.common.wire.frames import Codec, Frames, Incoming, Received, encode
 from tandem.common.wire.hub import MOST_WAITING
 from tandem.common.wire.pump import SHUTDOWN_GRACE_S, Pump
 
-Answer = TypeVar("Answer", Welcome, Enrolled)
+Answer = TypeVar("Answer", Welcome, KeyAccepted)
 
 _MOST_BYTES_OF_ORDER = 1 << 30
 _AT_ONCE_S = 1.0
@@ -56,7 +56,7 @@ class Link(Generic[Incoming]):
     """
 
     def __init__(
-        self, coordinator: str, service: ServiceKind, identity: str, incoming: Any, keys: MemberKeys, keys_of: str = ""
+        self, coordinator: str, service: ServiceKind, identity: str, incoming: Any, keys: ProcessKeys, keys_of: str = ""
     ) -> None:
         """Create a link that has not joined yet; `keys_of` names the source of the keys, for errors."""
         self._coordinator = coordinator
@@ -112,7 +112,7 @@ class Link(Generic[Incoming]):
         """Register the key of this process with the coordinator."""
         with contextlib.closing(self._new_dealer(f"{self._identity}-joins", self._keys.own)) as dealer:
             said = msgspec.structs.replace(hello, registers=self.own.public)
-            self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
+            self._ask(dealer, said, KeyAccepted, deadline, timeout_s, is_waiting)
 
     def _disconnect(self) -> None:
         """Disconnect a socket after its key was refused, so that it can connect anew: libzmq does not retry by

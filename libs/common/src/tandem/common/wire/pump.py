@@ -167,8 +167,8 @@ class Pump:
 
     def _take_welcome(self, welcome: Welcome, now: float) -> None:
         """Rejoin the run under another coordinator, by the same name."""
-        if (welcome.run_id, welcome.member) != (self._welcome.run_id, self._welcome.member):
-            self._leave(f"another coordinator takes this process for {welcome.member} of run {welcome.run_id}", now)
+        if (welcome.run_id, welcome.name) != (self._welcome.run_id, self._welcome.name):
+            self._leave(f"another coordinator takes this process for {welcome.name} of run {welcome.run_id}", now)
             return
         self._trainer_keys = 0  # a new coordinator counts from the beginning
         self._trainers.replace(())
@@ -183,7 +183,7 @@ class Pump:
 
     def _say(self, what: str) -> None:
         with contextlib.suppress(OSError):
-            print(f"{self._welcome.member}: {what}", file=sys.stderr, flush=True)
+            print(f"{self._welcome.name}: {what}", file=sys.stderr, flush=True)
 
     def _end_process(self, why: str, code: int) -> None:
         self._say(f"ending: {why}")

@@ -25,7 +25,7 @@ IDLE_SHARE = 0.5
 """Share of an asynchronous run in which engines or trainers are idle."""
 STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
 """Seconds, and median steps, without anything new, after which a live run counts as stalled."""
-_LOST = re.compile(r"(?P<member>\S+) is lost: (?P<why>.*)", re.DOTALL)
+_LOST = re.compile(r"(?P<name>\S+) is lost: (?P<why>.*)", re.DOTALL)
 _OF_PROCESSES = ("ServiceLost", "DeadlineExceeded")
 _LEAST_STEPS = 3
 _LEAST_OF_A_SIDE = 4
@@ -42,9 +42,9 @@ def lost_processes(evidence: Evidence) -> Finding | None:
     ended = ending is not None and ending.kind in _OF_PROCESSES
     if not lost and not ended:
         return None
-    counts = Counter(found["member"] for found in lost)
-    told = ", ".join(f"{member} {count} times" if count > 1 else member for member, count in counts.most_common())
-    lines = [f"{found['member']}: {shortened(found['why'], 400)}" for found in lost[-_SHOWN:]]
+    counts = Counter(found["name"] for found in lost)
+    told = ", ".join(f"{name} {count} times" if count > 1 else name for name, count in counts.most_common())
+    lines = [f"{found['name']}: {shortened(found['why'], 400)}" for found in lost[-_SHOWN:]]
     if ended and ending is not None:
         lines.append(shortened(ending.why, 600))
     return Finding(

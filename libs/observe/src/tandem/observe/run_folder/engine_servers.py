@@ -23,14 +23,14 @@ class EngineServersFile:
         self._servers: dict[str, EngineServer] = {}
         self._write()
 
-    def open(self, member: str, server: EngineServer) -> None:
+    def open(self, process: str, server: EngineServer) -> None:
         """Add a rollout that answers."""
-        self._servers[member] = server
+        self._servers[process] = server
         self._write()
 
-    def close(self, member: str) -> None:
+    def close(self, process: str) -> None:
         """Remove a rollout."""
-        if self._servers.pop(member, None) is not None:
+        if self._servers.pop(process, None) is not None:
             self._write()
 
     def end(self) -> None:

@@ -21,10 +21,6 @@ from tandem.coordinator.loop.loop import Lasting, Loop
 from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.members.known_members import KnownMembers, orphan_timeout_s
-from tandem.coordinator.members.members import HeartbeatSettings, Listening, Registry
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.members.reply_checks import Limits
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
@@ -33,6 +29,10 @@ from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
+from tandem.coordinator.processes.known_processes import KnownProcesses, orphan_timeout_s
+from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
@@ -69,7 +69,7 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
     )
     logs = opened.journal.folder / "logs"
-    known = KnownMembers(
+    known = KnownProcesses(
         opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
     )
     interrupts = Interrupts()
@@ -90,7 +90,7 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
 def assemble(
     invocation: Invocation,
     opened: Opened,
-    members: Lasting,
+    lasting: Lasting,
     snapshot: RunSnapshot,
     checkpoints: CheckpointFolder,
     start: Start,
@@ -115,8 +115,8 @@ def assemble(
     )
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     run_id = opened.journal.run_id
-    sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
-    live, observers = _observers(invocation, opened, members.observers, spec, snapshot)
+    sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
+    live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
     stack.callback(observers.close)
     recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
     loop = Loop(
@@ -126,7 +126,7 @@ def assemble(
             is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
             first_command_id=snapshot.next_command_id,
         ),
-        members,
+        lasting,
         algorithm,
         Batches(config, algorithm, sources),
         recorder,
@@ -140,7 +140,7 @@ def first_command_id(opened: Opened) -> int:
     return 1 + (opened.journal.num_begun - 1) * _ORDERS_OF_A_COORDINATOR
 
 
-def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, known: KnownMembers) -> Registry:
+def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, known: KnownProcesses) -> Registry:
     replies = Replies(Limits.of(config), first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
     most = config.cluster.max_rollouts

@@ -29,10 +29,10 @@ from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.kept_samples import limits_of
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.loop.opening import Opened
-from tandem.coordinator.members.known_members import MembersSnapshot
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
-from tandem.coordinator.scheduler.engines.members import Failures
+from tandem.coordinator.processes.known_processes import ProcessesSnapshot
+from tandem.coordinator.scheduler.engines.processes import Failures
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Finish, Lost
 from tandem.launch.expected import launched_processes
@@ -57,8 +57,8 @@ class Attempts:
         self._opened = opened
         self._config = invocation.ready.config
         self._num_steps = invocation.ready.algorithm.num_steps
-        self._members = lasting(invocation, opened)
-        self._registry = self._members.registry
+        self._lasting = lasting(invocation, opened)
+        self._registry = self._lasting.registry
         self._origin = _origin(invocation)
         self._note = invocation.say
         """Function that prints a line, and records it while an attempt is in progress."""
@@ -98,13 +98,13 @@ class Attempts:
         outcome: Outcome = "failed"
         # While a new process starts, the others must still get their heartbeats.
         fork_server = self._invocation.fork_server
-        with signals.heard(self._members.interrupts.hear), fork_server.meanwhile(self._registry.beat):
+        with signals.heard(self._lasting.interrupts.hear), fork_server.meanwhile(self._registry.beat):
             try:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome
             finally:
                 self._stop(outcome)
-        is_out_of_time = outcome == "interrupted" and not self._members.interrupts.were_heard
+        is_out_of_time = outcome == "interrupted" and not self._lasting.interrupts.were_heard
         return msgspec.structs.replace(finish, is_out_of_time=is_out_of_time)
 
     def _expect_back(self) -> list[str]:
@@ -114,15 +114,15 @@ class Attempts:
         """
         supervision, launched = self._invocation.supervision, _launched_here(self._config)
         kept = {} if supervision is None else supervision.begun.kept
-        earlier = self._opened.earlier or MembersSnapshot(address="")
+        earlier = self._opened.earlier or ProcessesSnapshot(address="")
         earlier = earlier.without([name for name in launched if name not in kept])
         there = [name for name in launched if name in earlier.staying]
         if supervision is not None:
             for name, pid in kept.items():
                 if name in there:
-                    self._members.processes.take_up(name, earlier.staying[name], supervision.child(pid))
+                    self._lasting.processes.take_up(name, earlier.staying[name], supervision.child(pid))
                 else:
-                    self._members.processes.end(supervision.child(pid))
+                    self._lasting.processes.end(supervision.child(pid))
         self._registry.names.send_away(earlier.leaving)
         self._registry.names.expect_back(earlier.staying, there)
         if self._opened.earlier is not None:
@@ -139,7 +139,7 @@ class Attempts:
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
             absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._snapshot.departed}]
-            self._registry.names.reserve(*(self._members.processes.start(kind, index) for index in absent))
+            self._registry.names.reserve(*(self._lasting.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
             if not lost:
@@ -181,7 +181,7 @@ class Attempts:
         checkpoints = self._checkpoints()
         with contextlib.ExitStack() as stack:
             loop, self._live = assemble(
-                self._invocation, self._opened, self._members, self._snapshot, checkpoints, start, self._limits, stack
+                self._invocation, self._opened, self._lasting, self._snapshot, checkpoints, start, self._limits, stack
             )
             self._note = loop.recorder.note
             resuming = self._resuming(checkpoints)
@@ -236,10 +236,10 @@ class Attempts:
         if isinstance(error, ServiceLost | DeadlineExceeded):
             return {error.process: error.what}
         # After one rank is lost, others fail at once; the loss of one started by hand is noticed later.
-        others = [name for name in self._registry.members if _is_trainer(name) and name != error.process]
+        others = [name for name in self._registry.processes if _is_trainer(name) and name != error.process]
         if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
             return {}
-        if not all(map(self._members.processes.has_launched, others)) and (lost := self._silent_among(others)):
+        if not all(map(self._lasting.processes.has_launched, others)) and (lost := self._silent_among(others)):
             return lost
         what = error.what.splitlines()[0]
         if error.is_final or not self._failures.is_new("trainers", step, what):
@@ -249,10 +249,10 @@ class Attempts:
     def _silent_among(self, others: Sequence[str]) -> dict[str, str]:
         """Wait until one of these processes falls silent; return it with the reason, or nothing after `patience_s`."""
         patient_until = time.monotonic() + self._registry.patience_s
-        while time.monotonic() < patient_until and not self._members.interrupts.are_there:
+        while time.monotonic() < patient_until and not self._lasting.interrupts.are_there:
             for event, _ in self._registry.receive(_POLL_S):
-                if isinstance(event, Lost) and event.member in others:
-                    return {event.member: event.why}
+                if isinstance(event, Lost) and event.process in others:
+                    return {event.process: event.why}
         return {}
 
     # --- between two attempts ----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Attempts:
             names = [*dict.fromkeys([*trainers, *lost])]
             for name in names:
                 self._registry.dismiss(name, lost.get(name, _AGAIN))
-            launched = self._members.processes.restart(names)
+            launched = self._lasting.processes.restart(names)
             self._registry.names.reserve(*launched)
             start = self._find_start()
         except BaseException:
@@ -287,8 +287,8 @@ class Attempts:
     def _stop(self, outcome: Outcome) -> None:
         """End every process: ask, wait, kill."""
         self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
-        self._members.known.end()
-        self._members.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
+        self._lasting.known.end()
+        self._lasting.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
 
 
 def _launched_here(config: Config) -> list[str]:

@@ -40,12 +40,12 @@ class Batches:
         """Tokens for each data-parallel rank."""
         self._notes: tuple[str, ...] = ()
 
-    def take_reply(self, member: str, reply: Reply) -> None:
+    def take_reply(self, process: str, reply: Reply) -> None:
         """Take from any reply what matters here."""
         match reply:
             case EngineBuilt(samples_at=listener):
-                self._listeners[member] = listener
-            case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(member) < len(self._ranks):
+                self._listeners[process] = listener
+            case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(process) < len(self._ranks):
                 self._shares_prompts = shares_prompts
             case SamplesMissing():
                 self._made = None  # other samples will come in the place of some
@@ -70,7 +70,7 @@ class Batches:
         }
         arrays = self._table
         if self._tokens:
-            index = _index_of(action.member)
+            index = _index_of(action.process)
             # A trainer without the policy has no shard of the batch: the trainers of the policy send its model tokens.
             none = {name: array[:0] for name, array in self._tokens[0].items()}
             arrays = arrays | (self._tokens[self._ranks[index]] if index < len(self._ranks) else none)

@@ -35,9 +35,9 @@ from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
-from tandem.coordinator.members.known_members import KnownMembers
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.known_processes import KnownProcesses
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -48,6 +48,7 @@ from tandem.coordinator.scheduler.events import (
     DispatchBatch,
     DispatchPrompts,
     DispatchRecord,
+    Draining,
     DrawPrompts,
     DropRestored,
     Erred,
@@ -69,7 +70,6 @@ from tandem.coordinator.scheduler.events import (
     StepRecorded,
     StepValidated,
     Ticked,
-    ToldToLeave,
 )
 from tandem.launch.launch import LocalProcesses
 
@@ -91,7 +91,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     registry: Registry
     processes: LocalProcesses
     interrupts: Interrupts
-    known: KnownMembers
+    known: KnownProcesses
     observers: tuple[Observer, ...]
     """Observers that last as long."""
 
@@ -99,7 +99,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
 class Sent(msgspec.Struct, frozen=True):
     """A request on its way, kept until it is answered."""
 
-    member: str
+    process: str
     frames: Frames
     resend_at: float
 
@@ -162,7 +162,7 @@ class Loop:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Lost):
-            self.lost[event.member] = event.why
+            self.lost[event.process] = event.why
         actions = self._scheduler.handle(event)
         self._observers.handled(event, self._scheduler)
         for action in actions:
@@ -171,11 +171,11 @@ class Loop:
     def _events(self) -> Iterator[Event]:
         """Wait for events, `_POLL_S` at most, and end with a tick."""
         errors: dict[str, Erred] = {}
-        leaving: list[ToldToLeave] = []
+        leaving: list[Draining] = []
         for event, _ in self._registry.receive(_POLL_S):  # replies have no arrays
             if isinstance(event, Erred):
-                errors[event.member] = event
-            elif isinstance(event, ToldToLeave):
+                errors[event.process] = event
+            elif isinstance(event, Draining):
                 leaving.append(event)
             else:
                 yield event
@@ -187,9 +187,9 @@ class Loop:
             yield Interrupted(now=now)
         yield from leaving
         # A process that fails because another died is heard before that death is seen, and is not to blame.
-        yield from (event for event in lost if event.member not in errors)
+        yield from (event for event in lost if event.process not in errors)
         yield from errors.values()
-        yield from (event for event in lost if event.member in errors)
+        yield from (event for event in lost if event.process in errors)
         self._resend(now)
         yield Ticked(now=now)
 
@@ -199,21 +199,21 @@ class Loop:
         while not (dead := self._processes.died()) and time.monotonic() < deadline:
             time.sleep(0.02)
         now = time.monotonic()
-        return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
+        return [Lost(now=now, process=launched.name, why=launched.describe_death()) for launched in dead]
 
     def _keep(self, event: Event) -> None:
         """Keep the content of a reply, besides the fact that it came."""
         if isinstance(event, Erred):
-            self._observers.answered(event.member, event.failed, event.now)
+            self._observers.answered(event.process, event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
-        self._batches.take_reply(event.member, event.reply)
+        self._batches.take_reply(event.process, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
                 self._recorder.note_failures(finished.samples)
                 return  # more answers follow; the scheduler keeps the samples' records
             case Trained() as trained:
-                self._step_metrics.trained(event.member, trained)
+                self._step_metrics.trained(event.process, trained)
                 self._note(trained.step, trained.notes)
             case Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
@@ -221,17 +221,17 @@ class Loop:
             case Generated() as generated:
                 self._step_metrics.generated(generated)
             case Refitted() as refitted:
-                self._step_metrics.refitted(event.member, refitted)
+                self._step_metrics.refitted(event.process, refitted)
                 self._refits.refitted(refitted)
             case DigestsReported() as verified:
                 self._refits.verified(verified)
             case TrainerBuilt() as built:
-                self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
-            case CheckpointCopied(why_waited=why) if why and event.member == "trainer-0":
+                self._recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
+            case CheckpointCopied(why_waited=why) if why and event.process == "trainer-0":
                 self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
-        self._observers.answered(event.member, event.reply, event.now)
+        self._observers.answered(event.process, event.reply, event.now)
         self._sent.pop(event.reply.command_id, None)
 
     def _note(self, step: int, notes: Iterable[str]) -> None:
@@ -243,8 +243,8 @@ class Loop:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Dispatch(member=member, command=command):
-                self._send(member, command, None)
+            case Dispatch(process=process, command=command):
+                self._send(process, command, None)
             case DrawPrompts(step=step, purpose=purpose):
                 sizes = group_sizes(self._algorithm, action)
                 self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
@@ -274,21 +274,21 @@ class Loop:
             case other:
                 assert_never(other)
 
-    def _send(self, member: str, command: AnyCommand, arrays: Arrays | None) -> None:
+    def _send(self, process: str, command: AnyCommand, arrays: Arrays | None) -> None:
         if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
-            self._generated.setdefault(member, []).append((command.command_id, command.step))
+            self._generated.setdefault(process, []).append((command.command_id, command.step))
         frames = encode(command, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
-        self._sent[command.command_id] = Sent(member, frames, resend_at)
-        self._observers.sent(member, command, time.monotonic())
-        self._registry.command(member, command, frames)
+        self._sent[command.command_id] = Sent(process, frames, resend_at)
+        self._observers.sent(process, command, time.monotonic())
+        self._registry.command(process, command, frames)
 
     def _resend(self, now: float) -> None:
         """Send unanswered requests once more, in case their connection broke on the way."""
         self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
         for command_id, sent in self._sent.items():
             if now > sent.resend_at:
-                self._registry.send(sent.member, sent.frames)
+                self._registry.send(sent.process, sent.frames)
                 self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
 
     def _send_prompts(self, action: DispatchPrompts) -> None:
@@ -301,14 +301,14 @@ class Loop:
             sampling=self._algorithm.sampling(action.purpose),
             groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
-        self._send(action.member, command, None)
+        self._send(action.process, command, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         command, arrays, metrics = self._batches.command(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
         self._note(action.step, self._batches.take_notes())
-        self._send(action.member, command, arrays)
+        self._send(action.process, command, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
             self._record_commands.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
@@ -316,7 +316,7 @@ class Loop:
         """Carry out an action on the rollout log."""
         match action:
             case DispatchRecord():
-                self._send(action.member, self._record_commands.command(action), None)
+                self._send(action.process, self._record_commands.command(action), None)
             case StepValidated():
                 self._record_commands.keep(action.step, "validate", action.records)
             case StepRecorded():
@@ -327,48 +327,48 @@ class Loop:
 
     def _release_samples(self, step: int) -> None:
         """Let engines drop the samples of a finished step, and of those before."""
-        for member, commands in self._generated.items():
+        for process, commands in self._generated.items():
             done = tuple(command_id for command_id, its_step in commands if its_step <= step)
-            self._generated[member] = [command for command in commands if command[1] > step]
+            self._generated[process] = [command for command in commands if command[1] > step]
             if done:
                 release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
-                self._registry.send(member, encode(release))
+                self._registry.send(process, encode(release))
 
     def _do_without(self, action: Replace | LetGo) -> None:
         """Let the run go on without a process, or with another in its place."""
         match action:
-            case Replace(member=member, why=why):
-                self._replace(member, why)
+            case Replace(process=process, why=why):
+                self._replace(process, why)
             case LetGo():
                 self._let_go(action)
 
-    def _replace(self, member: str, why: str) -> None:
+    def _replace(self, process: str, why: str) -> None:
         """Launch a process in the place of a lost one, or ask for one if the lost one was started by hand."""
-        self.lost.pop(member, None)  # one that missed a deadline is not in it
+        self.lost.pop(process, None)  # one that missed a deadline is not in it
         self.replaced_at.append(time.monotonic())
-        self._registry.dismiss(member, f"it is replaced: {why}")
-        self._observers.lost(member)
-        self._generated.pop(member, None)
+        self._registry.dismiss(process, f"it is replaced: {why}")
+        self._observers.lost(process)
+        self._generated.pop(process, None)
         self._observers.replaced(1)
-        launched = self._processes.restart([member])
+        launched = self._processes.restart([process])
         if not launched:
-            how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
-            self._handle(AwaitedByHand(now=time.monotonic(), member=member))
+            how = f"start another: {self._registry.how_to_join(process.rpartition('-')[0])}"
+            self._handle(AwaitedByHand(now=time.monotonic(), process=process))
         else:
             self._registry.names.reserve(*launched)
             how = "another is launched in its place"
-        self._recorder.note(f"{member} is lost: {why}; {how}")
+        self._recorder.note(f"{process} is lost: {why}; {how}")
 
     def _let_go(self, action: LetGo) -> None:
         """Dismiss an engine that is not replaced by a launched one."""
-        member = action.member
-        self.lost.pop(member, None)
-        self._registry.dismiss(member, action.why, is_over=True, is_awaited=action.is_awaited)
-        self._processes.let_go(member, _LEAVES_S)
-        self._observers.lost(member)
-        self._generated.pop(member, None)
+        process = action.process
+        self.lost.pop(process, None)
+        self._registry.dismiss(process, action.why, is_over=True, is_awaited=action.is_awaited)
+        self._processes.let_go(process, _LEAVES_S)
+        self._observers.lost(process)
+        self._generated.pop(process, None)
         how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
-        self._recorder.note(f"{member} leaves the run: {action.why}{how}")
+        self._recorder.note(f"{process} leaves the run: {action.why}{how}")
 
     def _commit(self, action: CommitStep) -> None:
         if action.validated:

@@ -38,11 +38,11 @@ class StepMetrics:
         self._gpus: dict[str, list[float]] = {}
         """GPU readings of processes, named ``gpu_power_w_trainer``."""
 
-    def trained(self, member: str, reply: Trained) -> None:
+    def trained(self, process: str, reply: Trained) -> None:
         """Add a rank's training step; the slowest rank counts."""
         self.metrics.update(reply.metrics)
-        if member not in self._without_policy:  # one with another model has other work to do
-            rank = int(member.rpartition("-")[2])
+        if process not in self._without_policy:  # one with another model has other work to do
+            rank = int(process.rpartition("-")[2])
             self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
             self._queued_s[rank] = reply.queued_s
         _keep_maxima(self._training_seconds, reply.seconds)
@@ -63,9 +63,9 @@ class StepMetrics:
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
 
-    def refitted(self, member: str, reply: Refitted) -> None:
+    def refitted(self, process: str, reply: Refitted) -> None:
         """Add the memory that a refit took; `RefitMetrics` keeps the rest."""
-        kind = "trainer" if member.startswith("trainer") else "engine"
+        kind = "trainer" if process.startswith("trainer") else "engine"
         _keep_maxima(self._memory, {f"refit_{kind}": reply.memory.peak})
 
     def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:

@@ -13,12 +13,12 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
 from tandem.config import Config, config_to_json, dump_yaml, to_plain
 from tandem.coordinator.loop.invocation import Invocation
-from tandem.coordinator.members.known_members import MembersSnapshot, find_earlier
-from tandem.coordinator.members.members import Listening, new_run_keys
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.preparing.resuming import refuse_changes
+from tandem.coordinator.processes.known_processes import ProcessesSnapshot, find_earlier
+from tandem.coordinator.processes.registry import Listening, new_run_keys
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import Journal, read_journal
@@ -34,7 +34,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that a run holds open from its beginning to its end."""
 
     listening: Listening
-    earlier: MembersSnapshot | None
+    earlier: ProcessesSnapshot | None
     """Processes of a lost coordinator, if the run goes on after that."""
     journal: Journal
     writers: MetricWriters
@@ -99,7 +99,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     )
 
 
-def _listen(address: str, keys: RunKeys, folder: Path, earlier: MembersSnapshot | None) -> Listening:
+def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> Listening:
     """Listen; if any port will do, at the address of an earlier coordinator, where its processes look for one."""
     known = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):

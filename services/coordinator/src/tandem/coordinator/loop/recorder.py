@@ -8,9 +8,9 @@ from tandem.common.messages import SampleScored
 from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observers
 from tandem.coordinator.preparing.resuming import refuse_other_weights
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropRestored, RecordRefit, StepRecorded
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord

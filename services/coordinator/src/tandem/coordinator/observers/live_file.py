@@ -13,8 +13,8 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import Stage
 from tandem.coordinator.scheduler.engines.table import Engine
@@ -195,7 +195,7 @@ class LiveFile(Observer):
             name=name,
             status="idle" if asked is None else asked.phase.value,
             version=trained,
-            doing=registry.members[name].phase,
+            doing=registry.processes[name].phase,
             host=_host(registry, name),
             device=self._device(range(gpu, gpu + 1)),
         )
@@ -225,7 +225,7 @@ class LiveFile(Observer):
 
 
 def _trainers(registry: Registry) -> list[str]:
-    names = [name for name in registry.members if name.startswith("trainer-")]
+    names = [name for name in registry.processes if name.startswith("trainer-")]
     return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
 
 
@@ -235,8 +235,8 @@ def _status(engine: Engine) -> str:
 
 
 def _host(registry: Registry, name: str) -> str:
-    member = registry.members.get(name)
-    return "" if member is None else member.hello.host
+    process = registry.processes.get(name)
+    return "" if process is None else process.hello.host
 
 
 def _without_times(live: Live) -> Live:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
-from tandem.coordinator.members.members import Registry
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord

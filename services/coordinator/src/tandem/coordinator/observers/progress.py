@@ -16,9 +16,9 @@ from rich.text import Text
 
 from tandem.config import Config
 from tandem.config.models import hub
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.groups.table import GroupState
@@ -47,9 +47,9 @@ _PHASE_COLOURS = {
 def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
     """Describe what a run is doing, and the processes that it waits for."""
     waits: dict[str, list[str]] = {}
-    for name in scheduler.requests.members():
-        member = registry.members.get(name)
-        waits.setdefault(member.phase if member is not None else "gone", []).append(name)
+    for name in scheduler.requests.processes():
+        process = registry.processes.get(name)
+        waits.setdefault(process.phase if process is not None else "gone", []).append(name)
     parts = []
     for phase, names in waits.items():
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
@@ -181,7 +181,7 @@ def _health(registry: Registry, now: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("process", "host", "pid", "last seen", "doing"):
         table.add_column(heading, style="dim" if heading != "process" else "")
-    for name, member in sorted(registry.members.items()):
-        age = f"{now - member.last_seen:.0f} s ago"
-        table.add_row(name, member.hello.host, str(member.hello.pid), age, member.phase)
+    for name, process in sorted(registry.processes.items()):
+        age = f"{now - process.last_seen:.0f} s ago"
+        table.add_row(name, process.hello.host, str(process.hello.pid), age, process.phase)
     return table

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tandem.common.messages import AnyCommand, CheckpointSaved, Failed, Reply, SaveCheckpoint
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.observe.run_folder.journal import StepRecord
 

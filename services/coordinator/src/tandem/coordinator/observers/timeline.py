@@ -39,8 +39,8 @@ from tandem.common.messages import (
     Train,
     Trained,
 )
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.coordinator.scheduler.phases import Phase

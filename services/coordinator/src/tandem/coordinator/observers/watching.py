@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tandem.common.messages import EngineBuilt, Failed, Reply
 from tandem.config import Config
 from tandem.config.schema import Logger
-from tandem.coordinator.members.members import Registry
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import Supervision

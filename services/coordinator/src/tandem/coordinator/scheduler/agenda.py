@@ -27,7 +27,7 @@ from tandem.coordinator.scheduler.events import Action
 class Table(enum.Enum):
     """The tables that rules read."""
 
-    MEMBERS = "processes that have joined"
+    PROCESSES = "processes that have joined"
     REQUESTS = "commands without an answer"
     GROUPS = "rollout groups, and which engine each is at"
     READY = "steps whose groups are all ready"
@@ -36,7 +36,7 @@ class Table(enum.Enum):
     ENGINES = "engines, and what they hold"
     JOINING = "engines on their way into the table of engines"
     LEAVING = "draining engines"
-    SUSPECTS = "engines whose samples no longer count"
+    INVALIDATED = "engines whose samples no longer count"
     WEIGHTS = "the version that trainers hold, and how far it is"
     STEPS = "the step in progress, and how far the run is"
     SAVING = "the checkpoint that is being written"

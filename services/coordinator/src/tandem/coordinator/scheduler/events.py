@@ -69,7 +69,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     """A process was admitted."""
 
     now: float
-    member: str
+    process: str
     kind: ServiceKind
 
 
@@ -77,7 +77,7 @@ class Replied(msgspec.Struct, frozen=True, kw_only=True):
     """A process answered a command, or a part of it."""
 
     now: float
-    member: str
+    process: str
     reply: Reply
 
 
@@ -85,7 +85,7 @@ class Erred(msgspec.Struct, frozen=True, kw_only=True):
     """A process could not carry out a command."""
 
     now: float
-    member: str
+    process: str
     failed: Failed
 
 
@@ -93,7 +93,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     """A process died or fell silent."""
 
     now: float
-    member: str
+    process: str
     why: str
 
 
@@ -101,14 +101,14 @@ class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
     """A lost process is not replaced by the launcher. Another may be started by hand."""
 
     now: float
-    member: str
+    process: str
 
 
-class ToldToLeave(msgspec.Struct, frozen=True, kw_only=True):
+class Draining(msgspec.Struct, frozen=True, kw_only=True):
     """An engine was told to leave the run. The event may come again and again."""
 
     now: float
-    member: str
+    process: str
 
 
 class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,9 +140,7 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = (
-    Joined | Replied | Erred | Lost | AwaitedByHand | ToldToLeave | PromptsDrawn | RestoredFound | Ticked | Interrupted
-)
+Event = Joined | Replied | Erred | Lost | AwaitedByHand | Draining | PromptsDrawn | RestoredFound | Ticked | Interrupted
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -168,7 +166,7 @@ PlainCommand = (
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     """Send this command."""
 
-    member: str
+    process: str
     command: PlainCommand
 
 
@@ -187,7 +185,7 @@ class FindRestored(msgspec.Struct, frozen=True, kw_only=True):
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
     """Send an engine the rollout groups `groups` of `step` as a `Generate`. With no groups, it only cancels others."""
 
-    member: str
+    process: str
     command_id: int
     deadline_s: float
     step: int
@@ -200,7 +198,7 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
 class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Send this trainer the batch of `step`, as a `Train` or an `Evaluate`."""
 
-    member: str
+    process: str
     command_id: int
     deadline_s: float
     step: int
@@ -210,7 +208,7 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
 class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Have this rollout log the samples of a step, from itself or another rollout, as a `RecordSamples`."""
 
-    member: str
+    process: str
     command_id: int
     deadline_s: float
     step: int
@@ -254,14 +252,14 @@ class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
 class Replace(msgspec.Struct, frozen=True, kw_only=True):
     """Start a new process in the place of a lost engine."""
 
-    member: str
+    process: str
     why: str
 
 
 class LetGo(msgspec.Struct, frozen=True, kw_only=True):
     """Let an engine go that is draining, or that cannot join."""
 
-    member: str
+    process: str
     why: str
     is_awaited: bool = False
     """Whether the run must wait for another engine to join."""

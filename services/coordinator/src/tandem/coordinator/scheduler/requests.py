@@ -16,7 +16,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A command without an answer."""
 
     command_id: int
-    member: str
+    process: str
     phase: Phase
     """The phase that it belongs to."""
     deadline: float
@@ -39,7 +39,7 @@ class PendingRequests:
         self._changed = changed
         self.now = now
         self._by_id: dict[int, Request] = {}
-        self._of_member: dict[str, dict[int, Request]] = {}
+        self._of_process: dict[str, dict[int, Request]] = {}
         self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._deadlines: list[tuple[float, int]] = []
         """A heap, which still has answered requests."""
@@ -54,18 +54,18 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, member: str, phase: Phase, allowed_s: float) -> CommandFields:
-        """Open a request to `member`, which belongs to `phase`."""
+    def open(self, process: str, phase: Phase, allowed_s: float) -> CommandFields:
+        """Open a request to `process`, which belongs to `phase`."""
         fields = self.notice(allowed_s)
         request = Request(
             command_id=fields["command_id"],
-            member=member,
+            process=process,
             phase=phase,
             deadline=self.now + allowed_s,
             allowed_s=allowed_s,
         )
         self._by_id[request.command_id] = request
-        self._of_member.setdefault(member, {})[request.command_id] = request
+        self._of_process.setdefault(process, {})[request.command_id] = request
         self._num_of_phase[phase] += 1
         heapq.heappush(self._deadlines, (request.deadline, request.command_id))
         self._changed()
@@ -81,7 +81,7 @@ class PendingRequests:
         """Close a request that is answered or given up, and return it; None if it was not pending."""
         request = self._by_id.pop(command_id, None)
         if request is not None:
-            del self._of_member[request.member][command_id]
+            del self._of_process[request.process][command_id]
             self._num_of_phase[request.phase] -= 1
             self._changed()
         return request
@@ -93,18 +93,18 @@ class PendingRequests:
             num += self._num_of_phase[phase]
         return num
 
-    def of(self, member: str, *phases: Phase) -> Iterator[Request]:
-        """Return the pending requests to `member`, oldest first: all of them, or those in some phases."""
-        requests = self._of_member.get(member, {}).values()
+    def of(self, process: str, *phases: Phase) -> Iterator[Request]:
+        """Return the pending requests to `process`, oldest first: all of them, or those in some phases."""
+        requests = self._of_process.get(process, {}).values()
         return (request for request in requests if not phases or request.phase in phases)
 
-    def members(self) -> list[str]:
+    def processes(self) -> list[str]:
         """Return the processes with a pending request."""
-        return [member for member, requests in self._of_member.items() if requests]
+        return [process for process, requests in self._of_process.items() if requests]
 
-    def drop(self, member: str, *phases: Phase) -> None:
-        """Drop the requests to `member`: all of them, or those in some phases."""
-        self._close_all(list(self.of(member, *phases)))
+    def drop(self, process: str, *phases: Phase) -> None:
+        """Drop the requests to `process`: all of them, or those in some phases."""
+        self._close_all(list(self.of(process, *phases)))
 
     def drop_all(self, *phases: Phase) -> None:
         """Drop all requests in these phases."""

@@ -32,6 +32,7 @@ from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
+    Draining,
     Erred,
     Event,
     Interrupted,
@@ -41,7 +42,6 @@ from tandem.coordinator.scheduler.events import (
     Replied,
     RestoredFound,
     Ticked,
-    ToldToLeave,
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def missing(self) -> str:
         """The processes that have yet to join, for people; empty once all have."""
-        return self.tables.members.missing()
+        return self.tables.processes.missing()
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
@@ -124,19 +124,19 @@ class Scheduler:
 def _apply(tables: Tables, event: Event) -> list[Action]:
     """Apply an event to the tables; return the actions that follow at once."""
     match event:
-        case Replied(member=member, reply=reply):
-            return _apply_reply(tables, member, reply)
-        case Joined(member=member, kind=kind):
-            return losing.take_joined(tables, member, kind)
-        case Erred(member=member, failed=failed):
-            return losing.take_failure(tables, member, failed)
-        case Lost(member=member, why=why):
-            return losing.take_loss(tables, member, why)
-        case AwaitedByHand(member=member):
-            tables.engines.await_by_hand(member)
+        case Replied(process=process, reply=reply):
+            return _apply_reply(tables, process, reply)
+        case Joined(process=process, kind=kind):
+            return losing.take_joined(tables, process, kind)
+        case Erred(process=process, failed=failed):
+            return losing.take_failure(tables, process, failed)
+        case Lost(process=process, why=why):
+            return losing.take_loss(tables, process, why)
+        case AwaitedByHand(process=process):
+            tables.engines.await_by_hand(process)
             return []
-        case ToldToLeave(member=member):
-            return leaving.take_leaving(tables, member)
+        case Draining(process=process):
+            return leaving.take_leaving(tables, process)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
             return []
@@ -154,29 +154,29 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
             assert_never(other)
 
 
-def _apply_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
+def _apply_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
     if reply.command_id not in tables.requests:
         return []  # a repetition, or the answer to a command that was given up
     if isinstance(reply, SamplesFinished):  # a part of an answer
-        return generation.take_results(tables, member, reply)
+        return generation.take_results(tables, process, reply)
     tables.requests.close(reply.command_id)
     tables.groups.close_request(reply.command_id)
     match reply:
-        case SamplesMissing(members=missing):
+        case SamplesMissing(rollouts=missing):
             tables.progress.missing |= missing
         case Trained(has_update=has_update):
             tables.progress.has_update |= has_update
         case CheckpointSaved():
-            tables.saving.take_written(member)
+            tables.saving.take_written(process)
         case SamplesRecorded():
             return tables.recording.take_recorded(reply)
         case RendezvousOpened():
-            recovery.take_reply(tables, member, reply)
+            recovery.take_reply(tables, process, reply)
             return setting_up.build_trainers(tables, reply)
         case _:
             if isinstance(reply, EngineBuilt):
-                tables.recording.take_built(member)
-            return recovery.take_reply(tables, member, reply)
+                tables.recording.take_built(process)
+            return recovery.take_reply(tables, process, reply)
     return []
 
 

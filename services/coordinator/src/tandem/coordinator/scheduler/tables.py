@@ -13,7 +13,7 @@ from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose, SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
-from tandem.coordinator.scheduler.engines.members import Failures, Membership, Replacements
+from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
 from tandem.coordinator.scheduler.engines.table import EngineTable, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
@@ -47,7 +47,7 @@ class Tables:
         """Take the run's spec, and `Agenda.changes`."""
         self.spec = spec
         self.is_informative = is_informative
-        self.members = Membership(spec.expected, spec.departed, changes(Table.MEMBERS))
+        self.processes = Processes(spec.expected, spec.departed, changes(Table.PROCESSES))
         self.engines_to_begin: list[str] = []
         """The engines that everything is set up with. Others may join later."""
         self.told_to_leave: dict[str, None] = {}
@@ -126,7 +126,7 @@ class Tables:
     @property
     def senders(self) -> list[str]:
         """The trainers that engines get weights from: those that hold the policy."""
-        return [name for name in self.members.all("trainer") if name not in self.spec.without_policy]
+        return [name for name in self.processes.all("trainer") if name not in self.spec.without_policy]
 
     @property
     def is_last(self) -> bool:
@@ -224,7 +224,7 @@ class Tables:
         fixed: tuple[Purpose, ...] = ("validate",) if self.spec.updates_in_flight else ()
         return not self.groups.num_in_flight(engine, *fixed)
 
-    def open(self, member: str, phase: Phase, num_batches: int = 1) -> CommandFields:
+    def open(self, process: str, phase: Phase, num_batches: int = 1) -> CommandFields:
         """Open a request to a process, with the time that is allowed for this number of batches."""
         deadlines = self.spec.deadlines
         allowed: dict[Phase, float] = {
@@ -233,7 +233,7 @@ class Tables:
             Phase.TRAINING: deadlines.train,
             Phase.VALIDATING: deadlines.generate if self.spec.has_engines else deadlines.evaluate,
         }
-        return self.requests.open(member, phase, num_batches * allowed[phase])
+        return self.requests.open(process, phase, num_batches * allowed[phase])
 
     def abandon_step(self) -> None:
         """Go back to the last finished step, and save it if it was not saved."""

@@ -113,19 +113,19 @@ class Joining:
             actions.append(command)
         return actions
 
-    def take_reply(self, member: str, reply: Reply) -> tuple[list[Action], list[str]]:
+    def take_reply(self, process: str, reply: Reply) -> tuple[list[Action], list[str]]:
         """Take an engine's reply, or the plan for some. Return also the engines that can now enter the table."""
         self._changed()
         match reply:
             case TransfersPlanned():
                 return self._take_plan(reply), []
             case EngineBuilt(layouts=layouts):
-                self._transfers.enter(member, layouts)
-                self._stages[member] = Stage.BUILT
+                self._transfers.enter(process, layouts)
+                self._stages[process] = Stage.BUILT
                 return [], []
             case _:  # its program is installed
-                del self._stages[member]
-                return [], [member]
+                del self._stages[process]
+                return [], [process]
 
     def enter(self, name: str) -> None:
         """Note that an engine is in the table."""
@@ -194,7 +194,7 @@ class Recovery:
     def replace(self, engine: Engine, why: str) -> list[Action]:
         """Ask for a process in the place of a lost engine."""
         self.vacate(engine)
-        return [Replace(member=engine.name, why=why)]
+        return [Replace(process=engine.name, why=why)]
 
     def vacate(self, engine: Engine) -> None:
         """Wait for a process in the place of an engine."""

@@ -66,8 +66,8 @@ class EngineTable:
         """Take the engines that left earlier, and `Agenda.changes`."""
         self._changed = changes(Table.ENGINES)
         self._changed_leaving = changes(Table.LEAVING)
-        self._changed_suspects = changes(Table.SUSPECTS)
-        self.suspects: list[str] = []
+        self._changed_invalidated = changes(Table.INVALIDATED)
+        self.invalidated: list[str] = []
         """The engines with samples that no longer count. The reader empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
@@ -126,15 +126,15 @@ class EngineTable:
         self._changed()
         self._changed_leaving()
 
-    def suspect(self, name: str) -> None:
+    def invalidate(self, name: str) -> None:
         """Note that an engine's samples no longer count, because it did not hold the right weights."""
-        self.suspects.append(name)
-        self._changed_suspects()
+        self.invalidated.append(name)
+        self._changed_invalidated()
 
     def trust(self, name: str) -> None:
         """Note that none of an engine's samples are left to discard."""
-        self.suspects = [suspect for suspect in self.suspects if suspect != name]
-        self._changed_suspects()
+        self.invalidated = [invalidate for invalidate in self.invalidated if invalidate != name]
+        self._changed_invalidated()
 
     def await_by_hand(self, name: str) -> None:
         """Note that no process is launched in the place of a lost engine."""

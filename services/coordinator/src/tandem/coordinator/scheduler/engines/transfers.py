@@ -60,21 +60,21 @@ class Transfers:
         assert self._planned is not None, "transfers are planned before anything else"
         return self._planned
 
-    def take(self, member: str, reply: Reply) -> None:
+    def take(self, process: str, reply: Reply) -> None:
         """Take the layouts, the plan or the byte counts in a reply."""
         match reply:
             case RendezvousOpened(host=host, port=port):
                 self._rendezvous = (host, port)
             case TrainerBuilt(layout=layout):
-                self._layouts[member] = {member: layout}
+                self._layouts[process] = {process: layout}
             case EngineBuilt(layouts=layouts):
-                self._take_layouts(member, by_part(member, layouts))
+                self._take_layouts(process, by_part(process, layouts))
             case TransfersPlanned() if self._planned is None:
                 self._planned, self._programmed = reply, dict(self._layouts)
             case TransfersPlanned():
                 pass  # from a replaced refit service: the installed programs stay
             case Refitted():
-                self._check_bytes(member, reply)
+                self._check_bytes(process, reply)
             case _:
                 pass
 
@@ -89,7 +89,7 @@ class Transfers:
             reward_server=self._spec.reward_server,
             **self._requests.open(engine, Phase.BUILDING, self._build_s),
         )
-        return Dispatch(member=engine, command=command)
+        return Dispatch(process=engine, command=command)
 
     @property
     def is_planning(self) -> bool:
@@ -105,7 +105,7 @@ class Transfers:
             alias_frozen=self._spec.alias_frozen,
             **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
-        return Dispatch(member=SERVICE, command=command)
+        return Dispatch(process=SERVICE, command=command)
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
@@ -138,19 +138,19 @@ class Transfers:
         )
         return True
 
-    def request_install(self, members: Iterable[str] | None = None) -> list[Action]:
+    def request_install(self, processes: Iterable[str] | None = None) -> list[Action]:
         """Install the programs of all processes, or of the given ones."""
         programs = self.plan.programs
         every_process = dict.fromkeys(map(process_of, programs))
         return [
             Dispatch(
-                member=member,
+                process=process,
                 command=InstallProgram(
-                    programs=tuple(programs[part] for part in self._layouts[member]),
-                    **self._requests.open(member, Phase.INSTALLING, self._build_s),
+                    programs=tuple(programs[part] for part in self._layouts[process]),
+                    **self._requests.open(process, Phase.INSTALLING, self._build_s),
                 ),
             )
-            for member in (every_process if members is None else members)
+            for process in (every_process if processes is None else processes)
         ]
 
     def request_connect(self, transfer_group: PlannedTransferGroup) -> list[Dispatch]:
@@ -159,7 +159,7 @@ class Transfers:
         host, port = self._rendezvous
         return [
             Dispatch(
-                member=member,
+                process=process,
                 command=ConnectTransferGroup(
                     transfer_group=transfer_group.name,
                     members=transfer_group.members,
@@ -167,10 +167,10 @@ class Transfers:
                     epoch=epoch,
                     rendezvous_host=host,
                     rendezvous_port=port,
-                    **self._requests.open(member, Phase.CONNECTING, self._build_s),
+                    **self._requests.open(process, Phase.CONNECTING, self._build_s),
                 ),
             )
-            for member in processes_in(transfer_group)
+            for process in processes_in(transfer_group)
         ]
 
     def transfer_group_of(self, engine: str) -> PlannedTransferGroup | None:
@@ -186,14 +186,14 @@ class Transfers:
             raise CommandFailed(engine, Phase.BUILDING.value, what)
         self._layouts[engine] = layouts
 
-    def _check_bytes(self, member: str, reply: Refitted) -> None:
+    def _check_bytes(self, process: str, reply: Refitted) -> None:
         """Raise `CommandFailed` if a link carried more or fewer bytes than planned."""
         joining_engines = self._joining_engines.pop(reply.command_id, ())
         for link, counted in reply.num_bytes.items():
             planned = self._planned_bytes(link, joining_engines)
             if counted != planned:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
-                raise CommandFailed(member, Phase.REFITTING.value, what)
+                raise CommandFailed(process, Phase.REFITTING.value, what)
 
     def _planned_bytes(self, link: str, joining_engines: tuple[str, ...]) -> int | None:
         """Return the bytes of one refit on a link; None if nothing was planned there."""
@@ -209,9 +209,9 @@ def processes_in(transfer_group: PlannedTransferGroup) -> list[str]:
     return list(dict.fromkeys(map(process_of, transfer_group.members)))
 
 
-def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
+def by_part(process: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
     """Return the parts that a process sent, by their names."""
-    return dict(zip(worker_shard_names(member, len(sent)), sent, strict=True))
+    return dict(zip(worker_shard_names(process, len(sent)), sent, strict=True))
 
 
 _NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.REFITTING}

@@ -75,11 +75,11 @@ def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
     tables.assignment.add(groups, engines.staying() or engines.names())
 
 
-def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list[Action]:
+def take_results(tables: Tables, process: str, finished: SamplesFinished) -> list[Action]:
     """Take finished samples. Regenerate groups made with weights too old for their step."""
-    news = tables.groups.take_results(member, finished)
+    news = tables.groups.take_results(process, finished)
     for group, num_samples in news:
-        tables.assignment.finished(member, group, num_samples)
+        tables.assignment.finished(process, group, num_samples)
     ready = [group for group, _ in news if group.state is GroupState.READY]
     return regeneration.drop_too_old(tables, ready) if ready else []
 
@@ -162,7 +162,7 @@ def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> li
             **fields,
         )
         tables.groups.assign(kept, engine, command.command_id)
-        actions.append(Dispatch(member=engine, command=command))
+        actions.append(Dispatch(process=engine, command=command))
     return actions
 
 
@@ -175,7 +175,7 @@ def _dispatch_prompts(tables: Tables, engine: str, groups: Sequence[Group]) -> A
     oldest = next(tables.requests.of(engine, *GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
     return DispatchPrompts(
-        member=engine,
+        process=engine,
         step=step,
         purpose=purpose,
         groups=tuple(group.number for group in groups),

@@ -21,28 +21,28 @@ from tandem.coordinator.scheduler.tables import Tables
 _STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
 
 
-def take_leaving(tables: Tables, member: str) -> list[Action]:
+def take_leaving(tables: Tables, process: str) -> list[Action]:
     """Stop giving groups to an engine that was told to leave. Let one go at once that is not yet in the table."""
     engines = tables.engines
     if tables.error is not None or tables.steps.is_interrupted:
         return []  # it is let go at the end, which is near
-    if member in tables.joining:
-        return turn_away(tables, member, "it was told to")
+    if process in tables.joining:
+        return turn_away(tables, process, "it was told to")
     if tables.stage is not None:
-        tables.told_to_leave[member] = None
+        tables.told_to_leave[process] = None
         return []
-    engine = engines.get(member)
+    engine = engines.get(process)
     if engine is None or engine.leave_by is not None or engine.status is Status.ABSENT:
         return []
-    if tables.is_last and engines.staying() == [member]:
-        if member in tables.told_to_leave:
+    if tables.is_last and engines.staying() == [process]:
+        if process in tables.told_to_leave:
             return []
-        tables.told_to_leave[member] = None
-        return [Say(text=f"{member} {_STAYS}")]
+        tables.told_to_leave[process] = None
+        return [Say(text=f"{process} {_STAYS}")]
     engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
     num_groups = len(_needed(tables, engine.name))
     when = f"when {num_groups} rollout groups of its are trained on" if num_groups else "at once"
-    return [Say(text=f"{member} was told to leave: it gets nothing more, and goes {when}")]
+    return [Say(text=f"{process} was told to leave: it gets nothing more, and goes {when}")]
 
 
 def let_go(tables: Tables) -> list[Action] | None:
@@ -76,7 +76,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     tables.recording.take_loss(name)
     is_last = not _others(tables, name)
     recovery.do_without(tables, engine, is_last=is_last)
-    tables.members.remove(name)
+    tables.processes.remove(name)
     discarded = regeneration.put_back(tables, groups)
     if name in engines:  # for the process that comes in its place
         tables.assignment.withdraw(name)
@@ -85,7 +85,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
         tables.assignment.forget(name)
     again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
     is_awaited = name in engines
-    return [*discarded, LetGo(member=name, why=why + again, is_awaited=is_awaited)]
+    return [*discarded, LetGo(process=name, why=why + again, is_awaited=is_awaited)]
 
 
 def welcome(tables: Tables) -> list[Action] | None:
@@ -106,14 +106,14 @@ def welcome(tables: Tables) -> list[Action] | None:
     return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
 
 
-def turn_away(tables: Tables, member: str, why: str) -> list[Action]:
+def turn_away(tables: Tables, process: str, why: str) -> list[Action]:
     """Do without an engine that has joined, and is not ready yet."""
-    tables.recording.take_loss(member)
-    tables.joining.remove(member)
-    tables.members.remove(member)
+    tables.recording.take_loss(process)
+    tables.joining.remove(process)
+    tables.processes.remove(process)
     engines = tables.engines
     is_awaited = any(engines[name].is_vacant for name in engines.leaving())
-    return [LetGo(member=member, why=why, is_awaited=is_awaited)]
+    return [LetGo(process=process, why=why, is_awaited=is_awaited)]
 
 
 def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:

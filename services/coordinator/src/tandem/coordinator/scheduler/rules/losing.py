@@ -1,6 +1,6 @@
 """Processes that join, are lost, fail, or are late, and how the run goes on.
 
-`Membership` (`engines.members`) knows the processes that are there. This module decides what follows from a loss.
+`Processes` (`engines.processes`) knows the processes that are there. This module decides what follows from a loss.
 
 | lost | then |
 |---|---|
@@ -42,83 +42,83 @@ _MOST_UNUSABLE = 3
 """The times in a row that trainers cannot use an engine's samples before it counts as lost."""
 
 
-def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
+def take_joined(tables: Tables, process: str, kind: ServiceKind) -> list[Action]:
     """Note a process that has joined. One in the place of a lost engine is brought to the state of the others."""
-    tables.members.add(member, kind)
+    tables.processes.add(process, kind)
     engines = tables.engines
     if tables.error is not None:
         return []
-    if member in engines and not engines[member].is_vacant:
-        tables.recovery.take_joined(member)
+    if process in engines and not engines[process].is_vacant:
+        tables.recovery.take_joined(process)
         return []
     if kind == "rollout" and tables.stage is not Phase.JOINING:
-        tables.joining.add(member)
-        return [Say(text=f"{member} joins the run, beside those that it began with")]
+        tables.joining.add(process)
+        return [Say(text=f"{process} joins the run, beside those that it began with")]
     return recovery.take_service(tables) if tables.service.is_absent and kind == "refit" else []
 
 
-def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
+def take_loss(tables: Tables, process: str, why: str) -> list[Action]:
     """Go on without a process, as far as the run can. Raises `ServiceLost` if it cannot."""
-    tables.recording.take_loss(member)
-    if tables.stage is None and tables.members.kind(member) is None:
+    tables.recording.take_loss(process)
+    if tables.stage is None and tables.processes.kind(process) is None:
         return []  # it was let go
-    if tables.saving.is_awaited_from(member):
+    if tables.saving.is_awaited_from(process):
         tables.saving.give_up()
     elif tables.error is not None:
         return []
-    engine = tables.engines.get(member)
-    if member in tables.joining:
-        return leaving.turn_away(tables, member, why)
+    engine = tables.engines.get(process)
+    if process in tables.joining:
+        return leaving.turn_away(tables, process, why)
     if engine is not None and engine.leave_by is not None:
         return leaving.depart(tables, engine, why)
-    match tables.members.kind(member):
+    match tables.processes.kind(process):
         case "rollout" | "refit" if tables.steps.is_interrupted:
-            tables.requests.drop(member)
+            tables.requests.drop(process)
             return []
-        case "rollout" if member in tables.engines:
-            return _replace_engine(tables, member, why)
+        case "rollout" if process in tables.engines:
+            return _replace_engine(tables, process, why)
         case "refit" if tables.stage is None:
             return recovery.replace_service(tables, tables.phase.value, why)
         case _:
-            raise ServiceLost(member, tables.phase.value, why)
+            raise ServiceLost(process, tables.phase.value, why)
 
 
-def is_replaceable(tables: Tables, member: str) -> bool:
+def is_replaceable(tables: Tables, process: str) -> bool:
     """Tell whether a process would be replaced, or done without, if it was lost now."""
     engines = tables.engines
-    engine = engines.get(member)
-    if member in tables.joining or (engine is not None and engine.leave_by is not None):
+    engine = engines.get(process)
+    if process in tables.joining or (engine is not None and engine.leave_by is not None):
         return True
     if tables.stage is not None or tables.error is not None or tables.steps.is_interrupted:
         return False
-    return tables.replacements.are_left(tables.requests.now) and (member in engines or member == SERVICE)
+    return tables.replacements.are_left(tables.requests.now) and (process in engines or process == SERVICE)
 
 
-def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
+def take_failure(tables: Tables, process: str, failed: Failed) -> list[Action]:
     """Do without what a process could not do, or have it done again. Raises `CommandFailed` if the run cannot go on."""
     request = tables.requests.close(failed.command_id)
     if request is None:
         return []
     if request.phase is Phase.RECORDING:
         return tables.recording.take_failure(failed.command_id, failed.error)
-    if member in tables.joining:
-        return leaving.turn_away(tables, member, failed.error)
+    if process in tables.joining:
+        return leaving.turn_away(tables, process, failed.error)
     if tables.joining.is_planned_by(failed.command_id):
         tables.joining.refuse_planned(failed.error)
         return []
     if tables.restored.is_restored(failed.command_id):
-        return regeneration.make_instead(tables, member, failed)
-    is_engine = tables.members.kind(member) == "rollout"
+        return regeneration.make_instead(tables, process, failed)
+    is_engine = tables.processes.kind(process) == "rollout"
     if request.phase is Phase.REFITTING or (request.phase is Phase.VERIFYING and is_engine):
-        recovery.take_failure(tables, member, failed, request.phase)
+        recovery.take_failure(tables, process, failed, request.phase)
         return []
     if request.phase is Phase.WRITING:
         tables.saving.give_up()
     tables.groups.close_request(failed.command_id)
     is_its_own = not failed.expected
-    if is_its_own and is_replaceable(tables, member) and tables.failures.is_new(member, tables.step, failed.error):
-        return take_loss(tables, member, f"it failed while {failed.phase}: {failed.error}")
-    raise CommandFailed(member, failed.phase, failed.account, is_its_own=is_its_own)
+    if is_its_own and is_replaceable(tables, process) and tables.failures.is_new(process, tables.step, failed.error):
+        return take_loss(tables, process, f"it failed while {failed.phase}: {failed.error}")
+    raise CommandFailed(process, failed.phase, failed.account, is_its_own=is_its_own)
 
 
 def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
@@ -159,7 +159,7 @@ def check(tables: Tables) -> list[Action]:
     """Give up what is late and not needed. Raise `DeadlineExceeded` for any other late request or process."""
     allowed_s = tables.spec.deadlines.join
     if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
-        what = f"{tables.members.missing()} did not join within {allowed_s:g} s"
+        what = f"{tables.processes.missing()} did not join within {allowed_s:g} s"
         raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
     given_up = [*_check_requests(tables), *leaving.check(tables)]
     if tables.full and _is_stuck(tables):
@@ -187,12 +187,12 @@ def _check_requests(tables: Tables) -> list[Action]:
         if late.phase is Phase.RECORDING:
             tables.requests.close(late.command_id)
             given_up += tables.recording.take_failure(late.command_id, no_answer)
-        elif is_replaceable(tables, late.member):
-            given_up += take_loss(tables, late.member, f"{no_answer} ({late.phase.value})")
+        elif is_replaceable(tables, late.process):
+            given_up += take_loss(tables, late.process, f"{no_answer} ({late.phase.value})")
         else:
             if late.phase is Phase.WRITING:
                 tables.saving.give_up()
-            raise DeadlineExceeded(late.member, late.phase.value, no_answer)
+            raise DeadlineExceeded(late.process, late.phase.value, no_answer)
     return given_up
 
 

@@ -57,7 +57,7 @@ SET_UP = Rule(
     fire=set_up,
     opens_with=(),
     is_open=lambda tables: True,
-    reads=(Table.MEMBERS, Table.REQUESTS),
+    reads=(Table.PROCESSES, Table.REQUESTS),
 )
 LET_GO = Rule(
     fire=let_go,
@@ -85,8 +85,8 @@ PUBLISH = Rule(
 )
 DISCARD = Rule(
     fire=discard,
-    opens_with=(Table.SUSPECTS,),
-    is_open=lambda tables: bool(tables.engines.suspects),
+    opens_with=(Table.INVALIDATED,),
+    is_open=lambda tables: bool(tables.engines.invalidated),
 )
 RECORD = Rule(
     fire=record,

@@ -89,17 +89,17 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
     if weights.transfers.plan.num_bytes_frozen:
         joining_engines = tuple(name for name in takers if not weights.engines[name].has_frozen)
     actions: list[Action] = []
-    for member in dict.fromkeys([*senders, *takers]):
-        fields = weights.requests.open(member, Phase.REFITTING, weights.remaining_s())
-        if member in takers:
-            weights.num_behind -= weights.is_behind(weights.engines[member])
-            weights.engines.move(weights.engines[member], Status.REFITTING, version=weights.version)
-            weights.engines[member].awaited = {fields["command_id"]}
+    for process in dict.fromkeys([*senders, *takers]):
+        fields = weights.requests.open(process, Phase.REFITTING, weights.remaining_s())
+        if process in takers:
+            weights.num_behind -= weights.is_behind(weights.engines[process])
+            weights.engines.move(weights.engines[process], Status.REFITTING, version=weights.version)
+            weights.engines[process].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
         weights.transfers.note_refit(fields["command_id"], joining_engines)
         command = Refit(version=weights.version, only=only, joining_engines=joining_engines, **fields)
-        actions.append(Dispatch(member=member, command=command))
+        actions.append(Dispatch(process=process, command=command))
     return actions
 
 

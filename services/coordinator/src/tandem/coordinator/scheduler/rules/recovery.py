@@ -19,30 +19,30 @@ from tandem.coordinator.scheduler.tables import Tables
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-def take_reply(tables: Tables, member: str, reply: Reply) -> list[Action]:
+def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
     """Take a reply to a pending request about weights or their set-up."""
-    if member in tables.joining or tables.joining.is_planned_by(reply.command_id):
-        actions, entering = tables.joining.take_reply(member, reply)
+    if process in tables.joining or tables.joining.is_planned_by(reply.command_id):
+        actions, entering = tables.joining.take_reply(process, reply)
         for name in entering:
             _enter(tables, name)
         return actions
     weights = tables.weights
-    tables.transfers.take(member, reply)
+    tables.transfers.take(process, reply)
     match reply:
         case DigestsReported(digests=digests):
-            weights.verification.take_digests(member, digests)
+            weights.verification.take_digests(process, digests)
         case WeightsCopied(digests=digests):
-            weights.take_copied(member, digests)
+            weights.take_copied(process, digests)
         case VersionCommitted():
             _take_committed(tables, reply)
         case TransfersPlanned() if weights.version >= 0:  # from a replacement of the refit service
             weights.take_service()
         case _:
-            return _take_answer(tables, member, reply)
+            return _take_answer(tables, process, reply)
     return []
 
 
-def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> None:
+def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> None:
     """Take the failure of a process in a refit, or of an engine's verification; `phase` tells which.
 
     The engine is refitted once more. Raises `CommandFailed` at the limit.
@@ -50,21 +50,21 @@ def take_failure(tables: Tables, member: str, failed: Failed, phase: Phase) -> N
     engines = tables.engines
     if not len(engines):
         return
-    engine = engines.get(member)
+    engine = engines.get(process)
     # In a refit, an engine that only passes weights on fails like any sender.
     if engine is not None and (phase is Phase.VERIFYING or failed.command_id in engine.awaited):
         quarantine(tables, engine, failed.phase, failed.account)
         return
     # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
     times = tables.weights.record.num_failures_to_send
-    times[member] = times.get(member, 0) + 1
-    if times[member] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
-        raise CommandFailed(member, failed.phase, failed.account)
+    times[process] = times.get(process, 0) + 1
+    if times[process] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
+        raise CommandFailed(process, failed.phase, failed.account)
 
 
-def _take_answer(tables: Tables, member: str, reply: Reply) -> list[Action]:
+def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
     """Advance an engine by one status if no other answer of it is awaited."""
-    engine = tables.engines.get(member)
+    engine = tables.engines.get(process)
     is_of_group = tables.weights.transfer_groups.take_reply(reply.command_id)
     if is_of_group or engine is None or reply.command_id not in engine.awaited:
         return []

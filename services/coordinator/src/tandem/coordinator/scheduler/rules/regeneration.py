@@ -17,10 +17,10 @@ from tandem.coordinator.scheduler.tables import Tables
 
 def discard(tables: Tables) -> list[Action] | None:
     """Discard the samples of engines that no longer count."""
-    suspects = tables.engines.suspects
+    invalidated = tables.engines.invalidated
     actions: list[Action] = []
-    while suspects:
-        engine = suspects.pop(0)
+    while invalidated:
+        engine = invalidated.pop(0)
         groups = tables.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
         if tables.groups.num_in_flight(engine) and tables.engines[engine].status is not Status.ABSENT:
             actions.append(stop(tables, engine))
@@ -56,10 +56,10 @@ def drop_restored(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     return [DropRestored(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
 
 
-def make_instead(tables: Tables, member: str, failed: Failed) -> list[Action]:
+def make_instead(tables: Tables, process: str, failed: Failed) -> list[Action]:
     """Generate the groups that could not be restored."""
     tables.groups.close_request(failed.command_id)
-    groups = tables.groups.of_engine(member, GroupState.IN_FLIGHT)
+    groups = tables.groups.of_engine(process, GroupState.IN_FLIGHT)
     lost = [group for group in groups if group.request == failed.command_id]
     tables.restored.lose(lost)
     return [Say(text=f"{failed.error}; they are generated again"), *_take_back(tables, lost)]
@@ -104,7 +104,7 @@ def stop(tables: Tables, engine: str) -> Action:
     group = tables.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
     fields = tables.requests.notice(tables.spec.deadlines.generate)
     return DispatchPrompts(
-        member=engine,
+        process=engine,
         step=group.step,
         purpose=group.purpose,
         groups=(),

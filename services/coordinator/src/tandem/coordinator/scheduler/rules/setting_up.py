@@ -12,14 +12,14 @@ from tandem.coordinator.scheduler.tables import Tables
 def set_up(tables: Tables) -> list[Action] | None:
     """Go on once every process has done what the stage asks for."""
     assert tables.stage is not None, "a rule of the time before everything is set up"
-    if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
+    if tables.requests.num_for(tables.stage) or not tables.processes.is_complete:
         return None
     trainers, engines = tables.senders, tables.engines_to_begin
     transfers = tables.transfers
     match tables.stage:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
-            engines = tables.engines_to_begin = tables.members.all("rollout")
+            engines = tables.engines_to_begin = tables.processes.all("rollout")
             builds: list[Action] = [transfers.request_build(engine) for engine in engines]
             return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
         case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
@@ -48,7 +48,7 @@ def set_up(tables: Tables) -> list[Action] | None:
 def _have_trainers_meet(tables: Tables) -> Action:
     """Begin to build trainers, which are told where they meet once that is known."""
     tables.trainers_meet = True
-    return Dispatch(member="trainer-0", command=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
+    return Dispatch(process="trainer-0", command=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
 
 
 def start(tables: Tables) -> list[Action] | None:
@@ -64,10 +64,10 @@ def start(tables: Tables) -> list[Action] | None:
 
 def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
     """Build every rank, now that their meeting place is known."""
-    ranks = tables.members.all("trainer")
+    ranks = tables.processes.all("trainer")
     return [
         Dispatch(
-            member=rank,
+            process=rank,
             command=BuildTrainer(
                 rendezvous_host=opened.host,
                 rendezvous_port=opened.port,

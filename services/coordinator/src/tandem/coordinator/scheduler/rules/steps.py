@@ -38,11 +38,11 @@ def save(tables: Tables) -> list[Action] | None:
     if tables.saving.is_copied:
         if tables.requests.num_for(Phase.SAVING):
             return None
-        return tables.saving.write(tables.members.all("trainer"))
+        return tables.saving.write(tables.processes.all("trainer"))
     if not tables.may_commit or tables.engines_use_devices:
         return None
     tables.steps.saved = tables.step
-    return tables.saving.copy(tables.step, tables.members.all("trainer"))
+    return tables.saving.copy(tables.step, tables.processes.all("trainer"))
 
 
 def publish_checkpoint(tables: Tables) -> list[Action] | None:
@@ -162,8 +162,8 @@ def dispatch_batches(tables: Tables, purpose: Purpose) -> list[Action]:
     """Send every rank its data-parallel shard of the step's batch, to train on or to evaluate."""
     phase = Phase.TRAINING if purpose == "train" else Phase.VALIDATING
     return [
-        DispatchBatch(member=rank, step=tables.step, purpose=purpose, **tables.open(rank, phase))
-        for rank in tables.members.all("trainer")
+        DispatchBatch(process=rank, step=tables.step, purpose=purpose, **tables.open(rank, phase))
+        for rank in tables.processes.all("trainer")
     ]
 
 

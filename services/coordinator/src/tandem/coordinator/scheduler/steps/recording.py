@@ -76,12 +76,12 @@ class Recording:
         """Ask rollouts to write the parts that wait, as far as there is a rollout to ask."""
         actions: list[Action] = []
         for part in [*self._waiting] if self._able else []:
-            member = part.rollout if part.rollout in self._able else next(iter(self._able))
-            fields = self._requests.open(member, Phase.RECORDING, self._allowed_s)
+            process = part.rollout if part.rollout in self._able else next(iter(self._able))
+            fields = self._requests.open(process, Phase.RECORDING, self._allowed_s)
             del self._waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
-            actions.append(DispatchRecord(member=member, **of_part, **fields))
+            actions.append(DispatchRecord(process=process, **of_part, **fields))
             self._changed()
         return actions
 

@@ -46,7 +46,7 @@ class Saving(Tracked):
         self._copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
-            Dispatch(member=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
+            Dispatch(process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
             for rank in trainers
         ]
 
@@ -56,13 +56,13 @@ class Saving(Tracked):
         step, self._copied = self._copied, None
         self._written, self._awaited = step, set(trainers)
         return [
-            Dispatch(member=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
+            Dispatch(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
             for rank in trainers
         ]
 
-    def take_written(self, member: str) -> None:
+    def take_written(self, process: str) -> None:
         """Note that a trainer's part is on disk. With the last part, the checkpoint is whole."""
-        self._awaited = self._awaited - {member}
+        self._awaited = self._awaited - {process}
 
     @property
     def whole(self) -> int | None:
@@ -76,9 +76,9 @@ class Saving(Tracked):
         self._written = None
         return [publish]
 
-    def is_awaited_from(self, member: str) -> bool:
+    def is_awaited_from(self, process: str) -> bool:
         """Whether the checkpoint cannot become whole without this process."""
-        return self.is_out and member in self._awaited
+        return self.is_out and process in self._awaited
 
     def give_up(self) -> None:
         """Give up the checkpoint, as a part is not going to be written."""

@@ -52,7 +52,7 @@ class RefitService(Tracked):
         self._requests.drop(SERVICE)
         self._verification.forget_comparison()
         self._replace_by = self._requests.now + self._join_s
-        return [Replace(member=SERVICE, why=why)]
+        return [Replace(process=SERVICE, why=why)]
 
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell the replacement which layouts the processes hold and want."""

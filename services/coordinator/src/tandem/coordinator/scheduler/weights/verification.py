@@ -61,26 +61,26 @@ class Verification:
         self._digests = {}
         self._changed()
 
-    def command(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
+    def command(self, processes: Sequence[str], version: int, allowed_s: float) -> list[Action]:
         """Take digests of the weights that these processes hold, unless the run does not verify."""
         if not self._is_verified:
             return []
-        self._unverified.update(members)
-        self._unverified_trainers.update(member for member in members if member not in self._engines)
+        self._unverified.update(processes)
+        self._unverified_trainers.update(process for process in processes if process not in self._engines)
         self._changed()
         return [
             Dispatch(
-                member=member,
-                command=ReportDigests(version=version, **self._requests.open(member, Phase.VERIFYING, allowed_s)),
+                process=process,
+                command=ReportDigests(version=version, **self._requests.open(process, Phase.VERIFYING, allowed_s)),
             )
-            for member in members
+            for process in processes
         ]
 
-    def take_digests(self, member: str, digests: tuple[bytes, ...]) -> None:
+    def take_digests(self, process: str, digests: tuple[bytes, ...]) -> None:
         """Note the digests of the weights that a process holds, or that a trainer has copied."""
-        self._digests[member] = by_part(member, digests)
-        self._unverified.discard(member)
-        self._unverified_trainers.discard(member)
+        self._digests[process] = by_part(process, digests)
+        self._unverified.discard(process)
+        self._unverified_trainers.discard(process)
         self._changed()
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
@@ -95,7 +95,7 @@ class Verification:
             has_update=has_update,
             **self._requests.open(SERVICE, Phase.VERIFYING, allowed_s),
         )
-        return [Dispatch(member=SERVICE, command=command)]
+        return [Dispatch(process=SERVICE, command=command)]
 
     def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
         """Take the result of the refit service; return the engines that are now verified, and those that differ."""

@@ -153,9 +153,9 @@ class Weights(Tracked):
         """Tell whether an engine can be brought to a newer version than its own."""
         return self.is_readable and engine.status is Status.HOLDING and engine.version < self.version
 
-    def verify(self, members: list[str]) -> list[Action]:
+    def verify(self, processes: list[str]) -> list[Action]:
         """Take digests of the version on these processes."""
-        return self.verification.command(members, self.version, self.remaining_s())
+        return self.verification.command(processes, self.version, self.remaining_s())
 
     def begin_record(self, deadline: float) -> None:
         """Begin a new record of the version; `deadline` is that of its refit."""
@@ -199,7 +199,7 @@ class Weights(Tracked):
         self._uncopied = {*self.trainers}
         return [
             Dispatch(
-                member=rank,
+                process=rank,
                 command=CopyWeights(
                     version=version,
                     with_digests=self.spec.is_verified,
@@ -241,7 +241,7 @@ class Weights(Tracked):
         self.num_behind -= self.is_behind(engine)
         engine.has_frozen = False
         self.verification.forget(engine.name)
-        self.engines.suspect(engine.name)
+        self.engines.invalidate(engine.name)
 
     def expect_one(self) -> None:
         """Note that one engine is to be brought to the version by itself, if the others hold it."""

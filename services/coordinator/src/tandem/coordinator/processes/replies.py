@@ -25,8 +25,8 @@ from tandem.common.messages import (
     SamplesFinished,
 )
 from tandem.common.wire import Arrays
-from tandem.coordinator.members.reply_checks import SHOWN, Asked, Limits, Member, must
-from tandem.coordinator.members.reply_rules import RULES
+from tandem.coordinator.processes.reply_checks import SHOWN, Asked, KnownState, Limits, must
+from tandem.coordinator.processes.reply_rules import RULES
 
 
 class Replies:
@@ -36,7 +36,7 @@ class Replies:
         """`newest` is at least every command id that an earlier coordinator gave out."""
         self._limits = limits
         self._asked: dict[int, Asked] = {}
-        self._members: dict[str, Member] = {}
+        self._states: dict[str, KnownState] = {}
         self._newest = newest
         """Highest command id so far."""
 
@@ -44,14 +44,14 @@ class Replies:
         """Note a request that is sent to a process."""
         self._newest = max(self._newest, command.command_id)
         if isinstance(command, BuildEngine):  # it begins anew, without any version
-            self._members[name] = Member()
-        member = self._members.setdefault(name, Member())
+            self._states[name] = KnownState()
+        state = self._states.setdefault(name, KnownState())
         match command:
             case BuildEngine():
-                member.is_engine = True
+                state.is_engine = True
             case Refit() if name in command.only or not command.only:
-                if command.version not in member.versions[-1:]:
-                    bisect.insort(member.versions, command.version)
+                if command.version not in state.versions[-1:]:
+                    bisect.insort(state.versions, command.version)
             case Generate() | ReportDigests():  # the requests that this cancels are never answered
                 oldest = command.cancel_before if isinstance(command, Generate) else command.command_id
                 self._asked = {
@@ -61,12 +61,12 @@ class Replies:
                 }
             case _:
                 pass
-        self._asked[command.command_id] = Asked(name, command, member, self._limits)
+        self._asked[command.command_id] = Asked(name, command, state, self._limits)
 
     def forget(self, name: str) -> None:
         """Expect nothing more of a process; another of its name begins anew."""
         self._asked = {i: asked for i, asked in self._asked.items() if asked.name != name}
-        self._members.pop(name, None)
+        self._states.pop(name, None)
 
     def forget_commands(self) -> None:
         """Accept no more answers to earlier requests."""

@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Member:
+class KnownState:
     """The state of a process as its requests and replies tell it."""
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class Member:
 class Asked:
     """A request without a complete answer."""
 
-    def __init__(self, name: str, command: AnyCommand, member: Member, limits: Limits) -> None:
+    def __init__(self, name: str, command: AnyCommand, state: KnownState, limits: Limits) -> None:
         self.name = name
         self.command: Any = command
         """Request of the type that the reply's rule names."""
-        self.member = member
+        self.state = state
         self.limits = limits
-        self.oldest_version = member.version
+        self.oldest_version = state.version
         """Oldest version with which the process may generate for this request."""
         self.arrived: set[tuple[int, int]] = set()
         """Samples received so far, by group and index."""
@@ -142,7 +142,7 @@ def check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
 def check_digests(asked: Asked, digests: tuple[bytes, ...]) -> None:
     """Compare the sizes of digests with those of their layouts."""
     sizes = tuple(map(len, digests))
-    wanted = tuple(8 * num for num in asked.member.num_tensors)
+    wanted = tuple(8 * num for num in asked.state.num_tensors)
     must(sizes == wanted, "digests", f"{some(sizes)} bytes", f"{some(wanted)}: 8 for each tensor of a part's layout")
 
 

@@ -1,4 +1,4 @@
-"""Members: the processes that a run expects, those that have joined, and the replacements left.
+"""Processes: those that a run expects, those that have joined, and the replacements left.
 
 A run of weeks may lose a process now and then; one that loses them one after the other makes no progress.
 """
@@ -13,7 +13,7 @@ from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.launch.restarts import within
 
 
-class Membership:
+class Processes:
     """The processes that have joined."""
 
     def __init__(
@@ -27,22 +27,22 @@ class Membership:
         }
         self._kinds: dict[str, ServiceKind] = {}
 
-    def add(self, member: str, kind: ServiceKind) -> None:
+    def add(self, name: str, kind: ServiceKind) -> None:
         """Note a process that has joined, perhaps in the place of one of the same name."""
-        self._kinds[member] = kind
+        self._kinds[name] = kind
         self._changed()
 
-    def remove(self, member: str) -> None:
+    def remove(self, name: str) -> None:
         """Note a process that has left."""
-        self._kinds.pop(member, None)
+        self._kinds.pop(name, None)
         self._changed()
 
-    def kind(self, member: str) -> ServiceKind | None:
+    def kind(self, name: str) -> ServiceKind | None:
         """Return the kind of a process; None if it has not joined."""
-        return self._kinds.get(member)
+        return self._kinds.get(name)
 
     def all(self, kind: ServiceKind) -> list[str]:
-        """Return the members of a kind, in the order of their index."""
+        """Return the processes of a kind, in the order of their index."""
         return sorted((m for m, k in self._kinds.items() if k == kind), key=lambda m: int(m.rpartition("-")[2]))
 
     @property
@@ -66,10 +66,10 @@ class Failures:
     def __init__(self) -> None:
         self._seen: set[tuple[str, int, str]] = set()
 
-    def is_new(self, member: str, step: int, error: str) -> bool:
+    def is_new(self, name: str, step: int, error: str) -> bool:
         """Note an error; return whether it is the first such error of the process and its predecessor in the step."""
-        seen = (member, step, error) in self._seen
-        self._seen.add((member, step, error))
+        seen = (name, step, error) in self._seen
+        self._seen.add((name, step, error))
         return not seen
 
 
@@ -87,10 +87,10 @@ class Replacements:
         self._at = within(self._window_s, now, self._at)
         return len(self._at) < self._most
 
-    def count(self, now: float, member: str, doing: str, why: str) -> None:
+    def count(self, now: float, name: str, doing: str, why: str) -> None:
         """Count the loss of a process that is to be replaced. Raises `ServiceLost` at the limit."""
         if not self.are_left(now):
-            raise ServiceLost(member, doing, why + self.spent())
+            raise ServiceLost(name, doing, why + self.spent())
         self._at.append(now)
 
     def spent(self) -> str:

@@ -123,15 +123,15 @@ class Names:
 
     # --- processes of an earlier coordinator -------------------------------------------------------------------------
 
-    def expect_back(self, members: Mapping[str, Key], launched: Iterable[str]) -> None:
+    def expect_back(self, earlier: Mapping[str, Key], launched: Iterable[str]) -> None:
         """Reserve the names of an earlier coordinator's processes.
 
         The `launched` ones certainly exist; the place of another is given to the first process that joins.
         """
-        self._expected_back |= members
+        self._expected_back |= earlier
         self._is_launched |= {*launched}
-        self._reserved |= {key: name for name, key in members.items()}
-        for key in members.values():
+        self._reserved |= {key: name for name, key in earlier.items()}
+        for key in earlier.values():
             self._admitted.add(key)
 
     def wait_until(self, when: float) -> None:

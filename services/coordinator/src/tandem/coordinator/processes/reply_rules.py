@@ -47,7 +47,7 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.worker_shards import process_of
-from tandem.coordinator.members.reply_checks import (
+from tandem.coordinator.processes.reply_checks import (
     Asked,
     all_among,
     check_branches,
@@ -78,7 +78,7 @@ class Rule(NamedTuple):
 def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
     """`version` is that of the command, and `layout` can be read."""
     same(asked, reply, "version")
-    asked.member.num_tensors = (num_tensors_of("layout", reply.layout),)
+    asked.state.num_tensors = (num_tensors_of("layout", reply.layout),)
 
 
 def _trained(asked: Asked, reply: Trained) -> None:
@@ -96,9 +96,9 @@ def _trained(asked: Asked, reply: Trained) -> None:
 
 
 def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
-    """`step` is that of the command. `members` are sources of the command."""
+    """`step` is that of the command. `rollouts` are sources of the command."""
     same(asked, reply, "step")
-    all_among("members", reply.members, {*asked.command.sources})
+    all_among("rollouts", reply.rollouts, {*asked.command.sources})
 
 
 def _evaluated(asked: Asked, reply: Evaluated) -> None:
@@ -118,15 +118,15 @@ def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
         external_requests,
         "http://HOST:PORT",
     )
-    asked.member.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+    asked.state.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
 def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
     """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
     command: InstallProgram = asked.command
     received = map(program.num_received, command.programs)
-    numbers = zip(asked.member.num_tensors, received, strict=False)
-    asked.member.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
+    numbers = zip(asked.state.num_tensors, received, strict=False)
+    asked.state.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
 
 
 def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
@@ -138,7 +138,7 @@ def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
     """
     same(asked, reply, "step", "purpose")
     check_samples(asked, reply.samples)
-    versions = asked.member.versions
+    versions = asked.state.versions
     held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
     for row, sample in enumerate(reply.samples):
         for field in ("oldest_version", "newest_version"):
@@ -229,7 +229,7 @@ def _refitted(asked: Asked, reply: Refitted) -> None:
         ends = [process_of(end) for end in link.split(">")]
         must(len(ends) == 2 and asked.name in ends, "num_bytes", link, f"a link of {asked.name}")
     if asked.name in asked.command.only or not asked.command.only:
-        asked.member.version = reply.version
+        asked.state.version = reply.version
 
 
 def _verified(asked: Asked, reply: DigestsReported) -> None:

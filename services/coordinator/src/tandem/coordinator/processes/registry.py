@@ -19,7 +19,6 @@ from tandem.common.messages import (
     MAX_TEXT,
     MAX_TRACEBACK,
     AnyCommand,
-    Enrolled,
     Failed,
     FromRefit,
     FromRollout,
@@ -27,6 +26,7 @@ from tandem.common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    KeyAccepted,
     Leaving,
     Message,
     Refused,
@@ -36,10 +36,10 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.texts import shortened
-from tandem.coordinator.members.known_members import KnownMembers
-from tandem.coordinator.members.names import Names
-from tandem.coordinator.members.replies import Replies
-from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied, ToldToLeave
+from tandem.coordinator.processes.known_processes import KnownProcesses
+from tandem.coordinator.processes.names import Names
+from tandem.coordinator.processes.replies import Replies
+from tandem.coordinator.scheduler.events import Draining, Erred, Event, Joined, Lost, Replied
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),
@@ -58,7 +58,7 @@ class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     orphan_timeout_s: float = 0.0
 
 
-class Member:
+class RegisteredProcess:
     """One admitted process."""
 
     def __init__(self, hello: Hello, name: str, peer: wire.Peer, now: float) -> None:
@@ -107,7 +107,7 @@ class Registry:
         heartbeat: HeartbeatSettings,
         replies: Replies,
         max_rollouts: int | None = None,
-        known: KnownMembers | None = None,
+        known: KnownProcesses | None = None,
     ) -> None:
         """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
@@ -129,8 +129,8 @@ class Registry:
         self._run_id = run_id
         self._heartbeat = heartbeat
         self._replies = replies
-        self._by_peer: dict[wire.Peer, Member] = {}
-        self.members: dict[str, Member] = {}
+        self._by_peer: dict[wire.Peer, RegisteredProcess] = {}
+        self.processes: dict[str, RegisteredProcess] = {}
         self._last_beat = time.monotonic()
         self._stalls = wire.Stalls()
 
@@ -154,13 +154,13 @@ class Registry:
         Its further messages are ignored, and it cannot come back. With `is_over`, it is not to restart either.
         `is_awaited` says whether the name is given out again before any other.
         """
-        member = self.members.pop(name, None)
-        if member is not None:
-            del self._by_peer[member.peer]
+        process = self.processes.pop(name, None)
+        if process is not None:
+            del self._by_peer[process.peer]
             shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=not is_over)
-            self._hub.send(member.peer, wire.encode(shutdown))
-            self._admitted.remove(member.peer.key)
-            self._note_trainers(member)
+            self._hub.send(process.peer, wire.encode(shutdown))
+            self._admitted.remove(process.peer.key)
+            self._note_trainers(process)
         self._replies.forget(name)
         self.names.release(name, is_awaited=is_awaited)
         if self._known is not None:
@@ -171,33 +171,33 @@ class Registry:
         self._replies.forget_commands()
         now = time.monotonic()
         self.names.wait_until(now + self.patience_s)
-        return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
+        return [Joined(now=now, process=each.name, kind=each.hello.service) for each in self.processes.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
         """Wait up to `timeout_s` for messages; yield the events with their arrays."""
         for peer, frames in self._hub.receive(timeout_s):
             now = time.monotonic()
-            member = self._by_peer.get(peer)
-            if member is None:
+            process = self._by_peer.get(peer)
+            if process is None:
                 joined = self._admit(peer, frames, now)
                 if joined is not None:
                     yield joined, {}
                 continue
-            member.last_seen = now
+            process.last_seen = now
             try:
-                received = _CODECS[member.hello.service].decode(frames)
-                event = self._to_event(member, received, now)
+                received = _CODECS[process.hello.service].decode(frames)
+                event = self._to_event(process, received, now)
             except WireError as error:
                 why = f"it broke the protocol: {error}"
                 self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
-                yield Lost(now=now, member=member.name, why=why), {}
+                yield Lost(now=now, process=process.name, why=why), {}
                 continue
             if event is not None:
                 yield event, received.arrays
         now = time.monotonic()
         stall_s = self._stalls.until(now, timeout_s + self._heartbeat.interval_s)
-        for member in self.members.values():
-            member.last_seen = min(now, member.last_seen + stall_s)
+        for process in self.processes.values():
+            process.last_seen = min(now, process.last_seen + stall_s)
         yield from ((event, {}) for event in self._watch(now))
 
     def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
@@ -208,12 +208,12 @@ class Registry:
 
     def send(self, name: str, frames: wire.Frames) -> bool:
         """Send to a process; return False if its connection is gone."""
-        return self._hub.send(self.members[name].peer, frames)
+        return self._hub.send(self.processes[name].peer, frames)
 
     def broadcast(self, message: Message) -> None:
         """Send to every process that can still be reached."""
-        for member in self.members.values():
-            self._hub.send(member.peer, wire.encode(message))
+        for process in self.processes.values():
+            self._hub.send(process.peer, wire.encode(message))
 
     def beat(self) -> None:
         """Send a heartbeat to all processes, if it is due."""
@@ -223,26 +223,26 @@ class Registry:
             self.broadcast(Heartbeat())
             self._tell_trainer_keys()
 
-    def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
+    def _to_event(self, process: RegisteredProcess, received: wire.Received[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):
-                member.phase = shortened(phase)
-                if number < member.trainer_keys:  # they may have been lost with a connection
-                    member.trainer_keys, self._all_told = number, False
+                process.phase = shortened(phase)
+                if number < process.trainer_keys:  # they may have been lost with a connection
+                    process.trainer_keys, self._all_told = number, False
                 return None
             case Hello():
                 return None  # sent again before the welcome arrived
             case Leaving():
-                return ToldToLeave(now=now, member=member.name)
+                return Draining(now=now, process=process.name)
             case Goodbye(reason=reason):
-                return Lost(now=now, member=member.name, why=f"it left: {shortened(reason)}")
+                return Lost(now=now, process=process.name, why=f"it left: {shortened(reason)}")
             case reply:
-                if not self._replies.take(member.name, reply, received.arrays):
+                if not self._replies.take(process.name, reply, received.arrays):
                     return None  # a repeat, or the answer to an abandoned request
                 if isinstance(reply, Failed):
-                    return Erred(now=now, member=member.name, failed=_readable(reply))
-                return Replied(now=now, member=member.name, reply=reply)
+                    return Erred(now=now, process=process.name, failed=_readable(reply))
+                return Replied(now=now, process=process.name, reply=reply)
 
     def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
         """Welcome or reject a process that says hello; drop anything else."""
@@ -262,13 +262,13 @@ class Registry:
             return None  # the joining key serves to register, and only that
         if hello.registers is None and not self.names.has_place_for(peer.key):
             return None  # a second connection of an admitted process
-        name = self.names.find(hello, peer.key, self.members)
+        name = self.names.find(hello, peer.key, self.processes)
         if name is None:
             self._hub.send(peer, wire.encode(self.names.refusal(hello)))
             return None
         if hello.registers is not None:
             self.names.register(hello.registers)
-            self._hub.send(peer, wire.encode(Enrolled()))
+            self._hub.send(peer, wire.encode(KeyAccepted()))
             return None
         return self._welcome(peer, hello, name, now)
 
@@ -276,10 +276,10 @@ class Registry:
         self.names.take(name, peer.key)
         if self._known is not None:
             self._known.note(name, peer.key)
-        member = Member(hello, name, peer, now)
-        self._by_peer[peer] = self.members[name] = member
+        process = RegisteredProcess(hello, name, peer, now)
+        self._by_peer[peer] = self.processes[name] = process
         welcome = Welcome(
-            member=name,
+            name=name,
             index=int(name.rpartition("-")[2]),
             run_id=self._run_id,
             heartbeat_interval_s=self._heartbeat.interval_s,
@@ -288,14 +288,14 @@ class Registry:
             config_json=self._config_json,
         )
         self._hub.send(peer, wire.encode(welcome))
-        self._note_trainers(member)
+        self._note_trainers(process)
         self._all_told = False
-        return Joined(now=now, member=name, kind=hello.service)
+        return Joined(now=now, process=name, kind=hello.service)
 
-    def _note_trainers(self, changed: Member) -> None:
+    def _note_trainers(self, changed: RegisteredProcess) -> None:
         """Admit the current trainers, and no others, to the samples."""
         if changed.hello.service == "trainer":
-            self.trainers.replace(m.peer.key for m in self.members.values() if m.hello.service == "trainer")
+            self.trainers.replace(m.peer.key for m in self.processes.values() if m.hello.service == "trainer")
             self._trainer_keys += 1
             self._all_told = False
 
@@ -304,19 +304,19 @@ class Registry:
         if self._all_told:
             return
         told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
-        for member in self.members.values():
-            if member.hello.service == "rollout" and member.trainer_keys < self._trainer_keys:
-                self._hub.send(member.peer, told)
-                member.trainer_keys = self._trainer_keys
+        for process in self.processes.values():
+            if process.hello.service == "rollout" and process.trainer_keys < self._trainer_keys:
+                self._hub.send(process.peer, told)
+                process.trainer_keys = self._trainer_keys
         self._all_told = True
 
     def _watch(self, now: float) -> Iterator[Event]:
         """Send heartbeats when due; report processes that have been silent for too long."""
         self.beat()
-        for member in list(self.members.values()):  # the caller may remove the process meanwhile
-            silent_s = now - member.last_seen
+        for process in list(self.processes.values()):  # the caller may remove the process meanwhile
+            silent_s = now - process.last_seen
             if silent_s > self._heartbeat.timeout_s:
-                yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")
+                yield Lost(now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})")
 
 
 def _readable(failed: Failed) -> Failed:
