@@ -51,7 +51,7 @@ def serve() -> None:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.SNDHWM, 0)
         if way == "encrypted":
-            curve.hear_members(socket, own)
+            curve.hear_processes(socket, own)
         print(socket.bind_to_random_port("tcp://127.0.0.1"))
         poller.register(socket, zmq.POLLIN)
     print(own.public, flush=True)

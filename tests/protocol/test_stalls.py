@@ -21,9 +21,9 @@ WAIT_S = 20.0
 CHILD = f"""
 import sys, time
 from tandem.common.messages import *
-from tandem.common.keys import decode_member_keys
+from tandem.common.keys import decode_process_keys
 from tandem.common.wire import Link
-link = Link(sys.argv[1], "rollout", "child", ToRollout, decode_member_keys(sys.argv[2].encode()))
+link = Link(sys.argv[1], "rollout", "child", ToRollout, decode_process_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="h", pid=1), {WAIT_S})
 while not isinstance(link.receive({WAIT_S}).message, Shutdown):
     pass

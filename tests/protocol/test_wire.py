@@ -315,9 +315,9 @@ def say_often(link: Link[Any], word: str) -> None:
 CHILD = """
 import sys, time
 from tandem.common.messages import *
-from tandem.common.keys import decode_member_keys
+from tandem.common.keys import decode_process_keys
 from tandem.common.wire import Link
-link = Link(sys.argv[1], "refit", "child", ToRefit, decode_member_keys(sys.argv[2].encode()))
+link = Link(sys.argv[1], "refit", "child", ToRefit, decode_process_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
 link.set_phase("sleeping")
 time.sleep(60)
@@ -350,9 +350,9 @@ def test_a_busy_process_ends_with_its_coordinator(hub: Hub, end: str, code: int)
 BUSY = """
 import sys, time
 from tandem.common.messages import *
-from tandem.common.keys import decode_member_keys
+from tandem.common.keys import decode_process_keys
 from tandem.common.wire import Link
-link = Link(sys.argv[1], "refit", "busy", ToRefit, decode_member_keys(sys.argv[2].encode()))
+link = Link(sys.argv[1], "refit", "busy", ToRefit, decode_process_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
 link.set_phase("counting")
 until = time.monotonic() + 3.0

@@ -48,11 +48,11 @@ def main(arguments):
 OWNER = """
 import os, time
 from tandem.common.curve import new_key_pair
-from tandem.common.keys import MemberKeys, encode
+from tandem.common.keys import ProcessKeys, encode
 from tandem.launch.fork_server import ForkServer
 
 fork_server = ForkServer(lambda: None, 20.0)
-keys = encode(MemberKeys(coordinator=new_key_pair().public, own=new_key_pair(), is_joining=False))
+keys = encode(ProcessKeys(coordinator=new_key_pair().public, own=new_key_pair(), is_joining=False))
 arguments = ["--coordinator", "tcp://127.0.0.1:1", "--launched-by", str(os.getpid())]
 fork_server.start("tandem.refit.cli", arguments, open(os.devnull, "wb"), keys=keys)
 print("ready", flush=True)

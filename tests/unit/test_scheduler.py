@@ -267,7 +267,7 @@ def test_seconds_by_phase_add_up(validate_at_start: bool) -> None:
 # --- failure ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("member", ["trainer-1", "refit-0"])
+@pytest.mark.parametrize("process", ["trainer-1", "refit-0"])
 def test_a_lost_process_ends_the_run_and_is_named(process: str) -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=0))
     cluster.join_all()
@@ -662,7 +662,7 @@ def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
 
 def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> None:
     cluster = Cluster(GRPO)
-    transfer_group = PlannedTransferGroup(name="to rollout-1", processes=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster.adjust = lambda reply: (
         msgspec.structs.replace(reply, transfer_groups=(transfer_group,), senders=("trainer-0",))
         if isinstance(reply, TransfersPlanned)
@@ -683,7 +683,7 @@ def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> No
 
 def with_mesh(*processes: str) -> Callable[[Reply], Reply]:
     """Have one mesh planned, in which `trainer-0` and every engine send."""
-    transfer_group = PlannedTransferGroup(name="the mesh", processes=processes)
+    transfer_group = PlannedTransferGroup(name="the mesh", members=processes)
     senders = ("trainer-0", *(process for process in processes if process.startswith("rollout")))
 
     def adjust(reply: Reply) -> Reply:
@@ -858,7 +858,7 @@ def miss(cluster: Cluster, **processes: str) -> list[Action]:
     actions: list[Action] = []
     for rank in ranks:
         lacks = {name.replace("_", "-"): why for name, why in processes.items()} if rank is ranks[-1] else {}
-        reply = SamplesMissing(command_id=rank.command_id, step=rank.step, processes=lacks)
+        reply = SamplesMissing(command_id=rank.command_id, step=rank.step, rollouts=lacks)
         actions += cluster.give(Replied(now=cluster.now, process=rank.process, reply=reply))
     return actions
 

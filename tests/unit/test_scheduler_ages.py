@@ -415,7 +415,7 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
 
 def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
-    transfer_group = PlannedTransferGroup(name="to rollout-1", processes=("trainer-0", "rollout-1"))
+    transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
     planned = cluster.plan.tables.transfers._planned
     assert planned is not None

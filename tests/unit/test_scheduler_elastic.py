@@ -7,7 +7,7 @@ import pytest
 from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
 
 from tandem.common.messages import Failed, PlannedTransferGroup, PlanTransfers, Reply, TransfersPlanned
-from tandem.coordinator.scheduler.engines.processes import Presence
+from tandem.coordinator.scheduler.engines.processes import Processes
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -86,7 +86,7 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
         if not isinstance(reply, TransfersPlanned):
             return reply
         return msgspec.structs.replace(
-            reply, transfer_groups=(PlannedTransferGroup(name="m", processes=("rollout-2", "trainer-0")),)
+            reply, transfer_groups=(PlannedTransferGroup(name="m", members=("rollout-2", "trainer-0")),)
         )
 
     cluster.adjust = streamed
@@ -98,7 +98,7 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
     assert cluster.commits() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("member", "kind"), [("rollout-2", "BuildEngine"), ("refit-0", "PlanTransfers")])
+@pytest.mark.parametrize(("process", "kind"), [("rollout-2", "BuildEngine"), ("refit-0", "PlanTransfers")])
 def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(process: str, kind: str) -> None:
     cluster = generating()
     join(cluster, "rollout-2")
@@ -288,7 +288,7 @@ def test_the_last_of_those_that_were_told_to_leave_before_the_last_step_was_trai
 
 
 def test_a_term_expects_nobody_who_has_left_and_somebody_at_all() -> None:
-    processes = Presence({"trainer": 1, "rollout": 2}, departed=("rollout-0", "rollout-1"))
+    processes = Processes({"trainer": 1, "rollout": 2}, departed=("rollout-0", "rollout-1"))
     processes.add("trainer-0", "trainer")
     assert (processes.is_complete, processes.missing()) == (False, "1 rollout")
     processes.add("rollout-7", "rollout")

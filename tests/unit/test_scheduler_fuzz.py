@@ -69,7 +69,7 @@ NAMES = [f"rollout-{index}" for index in range(6)]
 LEAVE_S = 50.0
 JOIN_S = 1e6
 """Longer than a run takes, unless nobody comes in the place of who is lost."""
-MESHES = (PlannedTransferGroup(name="the mesh", processes=("trainer-0", "rollout-0", "rollout-1")),)
+MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
 FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
@@ -441,7 +441,7 @@ class Harried(Cluster):
             assert isinstance(reply, Trained)
             return reply
         processes = self.lacking[action.step] if action.process == "trainer-0" else {}
-        return SamplesMissing(command_id=action.command_id, step=action.step, processes=processes)
+        return SamplesMissing(command_id=action.command_id, step=action.step, rollouts=processes)
 
     def go_on_generating(self, job: Job) -> None:
         command, history = job.command, self.history[job.command.process]

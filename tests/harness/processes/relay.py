@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from tandem.common import keys
-from tandem.common.curve import Admitted, Gatekeeper, hear_members, new_key_pair, prove
+from tandem.common.curve import Admitted, Gatekeeper, hear_processes, new_key_pair, prove
 from tandem.common.keys import KeyPair, ProcessKeys, RunKeys, read_run_keys
 from tandem.common.messages import PROTOCOL_VERSION, Hello, KeyAccepted, Refused, ServiceKind
 from tandem.common.wire import Codec, Frames, encode
@@ -63,7 +63,7 @@ class Relay:
         for socket in (self._front, self._back):
             socket.setsockopt(zmq.LINGER, 0)
         Gatekeeper(self._context, Admitted([own.public]))
-        hear_members(self._front, run.coordinator)
+        hear_processes(self._front, run.coordinator)
         prove(self._back, own, run.coordinator.public)
         port = self._front.bind_to_random_port("tcp://127.0.0.1")
         self.joins = ["--coordinator", f"tcp://127.0.0.1:{port}", "--key-file", str(file.absolute())]

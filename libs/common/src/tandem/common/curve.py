@@ -218,7 +218,7 @@ def _has_proven(connection: socket.socket) -> bool:
     return bool(struct.unpack_from("=Q", told, _TCP_INFO_BYTES_SENT)[0] > _SENT_TO_UNPROVEN)
 
 
-def hear_members(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+def hear_processes(socket: zmq.Socket[bytes], own: KeyPair) -> None:
     """Make a socket, before it binds, prove `own` and admit only the keys of its context's gatekeeper."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)

@@ -78,7 +78,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The base of every message; the tag on the wire is the class name."""
 
 
-# --- membership: the same on every link ------------------------------------------------------------------------------
+# --- presence: the same on every link ------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):

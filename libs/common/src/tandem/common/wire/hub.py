@@ -59,7 +59,7 @@ class Hub:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        curve.hear_members(self._socket, own)
+        curve.hear_processes(self._socket, own)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
