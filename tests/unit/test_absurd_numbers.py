@@ -129,7 +129,7 @@ def test_a_replay_drops_a_recorded_sample_that_has_one() -> None:
     finally:
         algorithm.close()
     assert metrics["environment_dropped"] == 1
-    assert batch.num_counted_S.astype(bool).tolist() == [True, True, False, True]
+    assert batch.num_valid_S.astype(bool).tolist() == [True, True, False, True]
     assert np.isfinite(batch.advantages_S).all()
 
 
@@ -147,7 +147,7 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
     ]
     batch, metrics = training_batch(config, records, {0: "a", 1: "b"})
     assert metrics["groups_set_aside/rewards"] == 1
-    assert batch.num_counted_S.astype(bool).tolist() == [False] * 3 + [True] * 3
+    assert batch.num_valid_S.astype(bool).tolist() == [False] * 3 + [True] * 3
     assert batch.advantages_S.tolist()[:3] == [0.0] * 3
     (note,) = batch.notes
     assert note.startswith("group 0, sample 0: its advantage is ")
@@ -181,7 +181,7 @@ def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     assert least_S.tolist() == [0.0, -100.0, 0.0, 0.0]
     aside = set_aside(table, share, np.arange(4), least_S, lambda values: 2 * values)
     assert aside.num_groups == 1
-    assert aside.table.num_counted_S.astype(bool).tolist() == [False, False, True, True]
+    assert aside.table.num_valid_S.astype(bool).tolist() == [False, False, True, True]
     assert aside.own.loss_mask_T.tolist() == [False] * 9 + [True] * 9
     assert aside.note == (
         "group 0, sample 1 of rollout-0 has a log-probability of -100 for a token that was drawn, below -40, which is "

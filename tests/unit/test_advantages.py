@@ -124,7 +124,7 @@ def test_each_sequence_gets_the_advantage_of_its_sample() -> None:
     np.testing.assert_array_equal(table.advantages_S, expected)
     assert table.advantages_S.dtype == np.float32
     assert table.lengths_S.tolist() == [3, 4, 5, 6, 7, 8]
-    assert table.num_counted_S.tolist() == [1, 2, 3, 4, 5, 6]
+    assert table.num_valid_S.tolist() == [1, 2, 3, 4, 5, 6]
     assert table.prompt_S.tolist() == [0, 0, 0, 3, 3, 3]
     assert table.source_S.tolist() == [0, 1] * 3
     assert table.command_S.tolist() == [7, 8, 9, 10, 11, 12]
@@ -205,7 +205,7 @@ def test_a_sample_that_was_cut_off_counts_in_the_baseline_but_not_in_the_loss() 
     plain, _ = batch_with(grpo_config(), records)
     filtered, metrics = batch_with(with_grpo(overlong_filtering=True), records)
     np.testing.assert_array_equal(filtered.advantages_S, plain.advantages_S)
-    assert filtered.num_counted_S.tolist() == [*plain.num_counted_S[:-1].tolist(), 0]
+    assert filtered.num_valid_S.tolist() == [*plain.num_valid_S[:-1].tolist(), 0]
     assert filtered.prompt_S.tolist() == [0, 0, 0, 3, 3, NO_PROMPT]
     assert metrics["truncated_fraction"] == pytest.approx(1 / 6)
 
@@ -348,7 +348,7 @@ def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_ou
     else:
         first, last = -2.5, 2.5
     assert batch.advantages_S.tolist() == pytest.approx([first, 0.0, last, 0.0, 0.0, 0.0])
-    assert batch.num_counted_S.tolist() == [1, 0, 3, 4, 0, 0]
+    assert batch.num_valid_S.tolist() == [1, 0, 3, 4, 0, 0]
     assert metrics["reward"] == pytest.approx(3.0)
     assert metrics["reward_std"] == pytest.approx(math.sqrt((4 + 9 + 1) / 3))
     assert (metrics["reward_min"], metrics["reward_max"], metrics["accuracy"]) == (1.0, 6.0, 1.0)
@@ -380,7 +380,7 @@ def test_a_step_of_which_everything_was_dropped_has_no_rewards_and_trains_nothin
     records = records_of()
     scaling = RewardScaling(enabled=True)
     batch, metrics = batch_with(with_grpo(reward_scaling=scaling), with_failures(records, range(6)))
-    assert not batch.num_counted_S.any()
+    assert not batch.num_valid_S.any()
     assert not batch.advantages_S.any()
     assert not {"reward", "reward_std", "accuracy", "training_reward"} & metrics.keys()
     assert metrics["groups_without_spread"] == 1.0
@@ -393,7 +393,7 @@ def test_a_failure_that_is_worth_nothing_is_a_sample_like_others() -> None:
     batch, metrics = batch_with(grpo_config(), failed)
     plain, usual = batch_with(grpo_config(), records)
     np.testing.assert_array_equal(batch.advantages_S, plain.advantages_S)
-    np.testing.assert_array_equal(batch.num_counted_S, plain.num_counted_S)
+    np.testing.assert_array_equal(batch.num_valid_S, plain.num_valid_S)
     assert metrics == usual | {"environment_failures": 6.0, "environment_timeouts": 0.0, "environment_dropped": 0.0}
 
 

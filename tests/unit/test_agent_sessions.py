@@ -148,7 +148,7 @@ def test_branches_in_a_table_follow_one_another() -> None:
     column = np.zeros(2, dtype=np.int32)
     table = Batch(
         lengths_S=column + 3,
-        num_counted_S=column + 1,
+        num_valid_S=column + 1,
         prompt_S=column - 1,
         prompt_lengths_S=column + 1,
         rank_S=column,

@@ -328,7 +328,7 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoAlgori
     assert table.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
     assert (metrics["reward"], metrics["accuracy"], metrics["groups_without_spread"]) == (0.5, 0.5, 0)
     assert table.prompt_lengths_S.tolist() == [len(group.prompt_ids) for group in groups for _ in range(2)]
-    assert (table.lengths_S - table.prompt_lengths_S).tolist() == table.num_counted_S.tolist() == [1] * 8
+    assert (table.lengths_S - table.prompt_lengths_S).tolist() == table.num_valid_S.tolist() == [1] * 8
     assert table.prompt_S.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
     assert table.sources == ("rollout-0", "rollout-1")
     assert table.source_S.tolist() == [0, 0, 1, 1] * 2
@@ -450,7 +450,7 @@ def test_the_loss_counts_the_solution_and_nothing_else() -> None:
     made, metrics = DataSetAlgorithm(config, tokenizer).batch(1, "train")
     assert metrics == {}
     batch = made
-    assert made.num_counted_S.tolist() == batch.num_counted().tolist()
+    assert made.num_valid_S.tolist() == batch.num_valid().tolist()
     assert set(made.source_S.tolist()) == {-1}
     assert len(batch.lengths_S) == config.policy.train_global_batch_size
     for tokens, mask in rows_of(batch):

@@ -50,7 +50,7 @@ def table_of(**changes: Any) -> Batch:
 
     table = Batch(
         lengths_S=column(*LENGTHS),
-        num_counted_S=column(*(length - PROMPT for length in LENGTHS)),
+        num_valid_S=column(*(length - PROMPT for length in LENGTHS)),
         prompt_S=column(0, 0, 2, 2, 4, 4),
         prompt_lengths_S=column(*[PROMPT] * 6),
         rank_S=column(0, 0, 1, 1, 0, 0),
@@ -76,14 +76,14 @@ def sources_of(stores: list[SampleStore]) -> dict[str, Listener]:
 
 
 def test_a_share_is_what_the_table_says(fetcher: SampleFetcher, stores: list[SampleStore]) -> None:
-    table = table_of(num_counted_S=np.array([3, 0, 4, 5, 6, 3], dtype=np.int32))
+    table = table_of(num_valid_S=np.array([3, 0, 4, 5, 6, 3], dtype=np.int32))
     share, missing = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert missing == {}
     assert share is not None
     assert share.lengths_S.tolist() == [5, 9, 8, 5]
     assert share.advantages_S.tolist() == [0, 1, 4, 5]
     assert share.rewards_S.tolist() == [0, 0.5, 2, 2.5]
-    assert share.num_counted().tolist() == [3, 0, 6, 3], "the second is masked whole"
+    assert share.num_valid().tolist() == [3, 0, 6, 3], "the second is masked whole"
     expected = Batch.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
     np.testing.assert_array_equal(share.token_ids_T, expected.token_ids_T)
     np.testing.assert_array_equal(share.generation_logprobs_T, expected.generation_logprobs_T)

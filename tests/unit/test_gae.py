@@ -98,9 +98,9 @@ def test_lambda_grows_with_the_response() -> None:
 
 def test_nothing_counts() -> None:
     nothing_T = np.zeros(3, dtype=np.float32)
-    lengths_S, counted_T = np.array([3], dtype=np.int32), np.zeros(3, dtype=np.bool_)
-    assert not token_rewards(np.ones(1, dtype=np.float32), counted_T, lengths_S).any()
-    for found_T in advantages_and_returns(nothing_T, nothing_T + 1, counted_T, lengths_S, GaeEstimator()):
+    lengths_S, valid_T = np.array([3], dtype=np.int32), np.zeros(3, dtype=np.bool_)
+    assert not token_rewards(np.ones(1, dtype=np.float32), valid_T, lengths_S).any()
+    for found_T in advantages_and_returns(nothing_T, nothing_T + 1, valid_T, lengths_S, GaeEstimator()):
         assert found_T.tolist() == [0, 0, 0]
 
 

@@ -80,12 +80,12 @@ def trainer(tmp_path: Path) -> Callable[..., TrainerService]:
 TRAIN = Train(command_id=5, deadline_s=60.0, step=1, sources={})
 NAN = float("nan")
 BATCHES: dict[str, tuple[str, Any, str]] = {
-    "no loss": ("num_counted_S", np.zeros(2, np.int32), "Train.loss_mask_T: must have as many tokens of each .*"),
+    "no loss": ("num_valid_S", np.zeros(2, np.int32), "Train.loss_mask_T: must have as many tokens of each .*"),
     "other loss": ("loss_mask_T", np.zeros(5, np.bool_), "Train.loss_mask_T: must have as many tokens of each .*"),
     "counted": (
-        "num_counted_S",
+        "num_valid_S",
         np.array([4, 1], np.int32),
-        "Train.num_counted_S: 4 for sequence 0, must be from 0 .*",
+        "Train.num_valid_S: 4 for sequence 0, must be from 0 .*",
     ),
     "prompt": ("prompt_lengths_S", np.array([1, -1], np.int32), "Train.prompt_lengths_S: -1 for sequence 1, must .*"),
     "rank": ("rank_S", np.array([0, 1], np.int32), "Train.rank_S: 1 for sequence 1, must be from 0 to 0"),
@@ -113,9 +113,9 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
 def test_some_token_of_a_data_set_counts() -> None:
     table = Batch.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
     table.check_table(num_ranks=1)
-    none = table.replace(num_counted_S=np.zeros(2, np.int32))
+    none = table.replace(num_valid_S=np.zeros(2, np.int32))
     none.check_table(num_ranks=1, may_mask_all=True)
-    with pytest.raises(WireError, match=r"^num_counted_S: no token counts in the loss$"):
+    with pytest.raises(WireError, match=r"^num_valid_S: no token counts in the loss$"):
         none.check_table(num_ranks=1)
 
 
@@ -130,7 +130,7 @@ def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callab
 
 
 def test_all_responses_may_be_cut_off_where_such_do_not_count(trainer: Callable[..., TrainerService]) -> None:
-    frames = {**batch(), "loss_mask_T": np.zeros(5, np.bool_), "num_counted_S": np.zeros(2, np.int32)}
+    frames = {**batch(), "loss_mask_T": np.zeros(5, np.bool_), "num_valid_S": np.zeros(2, np.int32)}
     service = trainer(overlong_filtering=True)
     with pytest.raises(AssertionError, match="the coordinator sends BuildTrainer first"):
         service.handle(TRAIN, frames)

@@ -43,8 +43,8 @@ def test_the_width_is_rounded_up(divisible_by: int, width: int) -> None:
 
 def test_the_first_token_of_a_sequence_never_counts() -> None:
     batch = batch_of("xxx", "x", ".x")
-    assert batch.counted().tolist() == [False, True, True, False, False, True]
-    assert batch.num_counted().tolist() == [2, 0, 1]
+    assert batch.valid().tolist() == [False, True, True, False, False, True]
+    assert batch.num_valid().tolist() == [2, 0, 1]
     assert batch.loss_mask_T[0], "the batch itself is left as it was"
 
 

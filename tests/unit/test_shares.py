@@ -98,7 +98,7 @@ def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     for rank, frames in enumerate(shares):
         rows = table.rows_of(rank)
         given_tokens = Batch.from_frames({"lengths_S": table.lengths_S[rows], **frames}, TOKENS, may_be_empty=True)
-        given_tokens.check_tokens(20, table.num_counted_S[rows])
+        given_tokens.check_tokens(20, table.num_valid_S[rows])
         np.testing.assert_array_equal(given_tokens.token_ids_T, batch.take(rows).token_ids_T)
     assert sum(len(frames["token_ids_T"]) for frames in shares) == len(batch.token_ids_T)
     lengths_S = table.lengths_S[table.rows_of(0)]

@@ -126,7 +126,7 @@ def test_what_is_kept_is_what_the_model_says_before_it_is_trained(case: str, tmp
     expected = [logprobs_of(model, sequence["token_ids"], temperature) for sequence in sequences_of(batch)]
     first = 0
     for length, expected_T in zip(batch.lengths_S.tolist(), expected, strict=True):
-        found, counted = found_T[first : first + length], batch.counted()[first : first + length]
+        found, counted = found_T[first : first + length], batch.valid()[first : first + length]
         assert np.isnan(found[~counted]).all()
         values = np.concatenate([[0.0], expected_T.detach().numpy()])[-length:]
         np.testing.assert_allclose(found[counted], values[counted], atol=1e-4)

@@ -307,7 +307,7 @@ def test_a_value_model_may_begin_as_a_reward_model(backend: str, model: Path, tm
     (num_ranks, policy, learns) = (1, {}, {}) if backend == "DTensor" else (2, {"megatron_cfg": MEGATRON | TP2}, LEARNS)
     value = {"model_name": str(tmp_path / "reward"), "megatron_cfg": learns}
     config = ppo_config(model, policy, value, num_ranks)
-    (batch, *_), tokens = BATCHES, BATCHES[0].counted()
+    (batch, *_), tokens = BATCHES, BATCHES[0].valid()
     plain = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "reward", num_labels=1).eval()
     torch.nn.init.zeros_(plain.score.bias)
     with torch.no_grad():

@@ -71,7 +71,7 @@ class Batch:
     """Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
     versions_T = Declared(np.int32)
     """Weight version that generated each token; -1 for tokens the policy did not generate."""
-    num_counted_S = Declared(np.int32)
+    num_valid_S = Declared(np.int32)
     """Valid tokens: those that count in the loss. Zero if the sequence is masked whole."""
     prompt_S = Declared(np.int32)
     """Number of the prompt, which sequences with the same prompt share; -1 if it shares its prompt with no other."""
@@ -192,16 +192,16 @@ class Batch:
         own = self.columns.get(f"{name}_T")
         return np.repeat(self.columns[f"{name}_S"], self.lengths_S) if own is None else own
 
-    def counted(self) -> Bools:
+    def valid(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
         mask_T = self.loss_mask_T.copy()
         firsts = np.cumsum(self.lengths_S, dtype=np.int64) - self.lengths_S
         mask_T[firsts[self.lengths_S > 0]] = False
         return mask_T
 
-    def num_counted(self) -> Int64s:
+    def num_valid(self) -> Int64s:
         """Return the number of valid tokens of each sequence."""
-        cumulative = np.concatenate([[0], np.cumsum(self.counted(), dtype=np.int64)])
+        cumulative = np.concatenate([[0], np.cumsum(self.valid(), dtype=np.int64)])
         ends = np.cumsum(self.lengths_S, dtype=np.int64)
         return np.asarray(cumulative[ends] - cumulative[ends - self.lengths_S], dtype=np.int64)
 
@@ -227,7 +227,7 @@ class Batch:
         nothing_S = np.zeros(len(firsts), dtype=np.int32)
         return Batch(
             lengths_S=self.lengths_S,
-            num_counted_S=self.num_counted().astype(np.int32),
+            num_valid_S=self.num_valid().astype(np.int32),
             prompt_S=np.array(firsts, dtype=np.int32),
             prompt_lengths_S=np.array(lengths, dtype=np.int32),
             rank_S=nothing_S,
@@ -246,7 +246,7 @@ class Batch:
         Prompts and valid tokens are no longer than their sequences. Advantages, rewards and columns are finite. Every
         sequence has a data-parallel rank, and a source if there are any. Some token is valid, unless `may_mask_all`.
         """
-        for name in ("num_counted_S", "prompt_lengths_S"):
+        for name in ("num_valid_S", "prompt_lengths_S"):
             values_S = self.columns[name]
             self._refuse(name, (values_S < 0) | (values_S > self.lengths_S), "must be from 0 to the sequence's length")
         self._refuse("rank_S", (self.rank_S < 0) | (self.rank_S >= num_ranks), f"must be from 0 to {num_ranks - 1}")
@@ -258,16 +258,16 @@ class Batch:
             self._refuse(name, self.columns[name] < 0, "must be at least 0")
         follows_S = self.branch_S == np.concatenate([[-1], self.branch_S[:-1]]) + 1
         self._refuse("branch_S", (self.branch_S != 0) & ~follows_S, "must be 0, or follow the one before it")
-        if not (may_mask_all or self.num_counted_S.any()):
-            raise WireError("num_counted_S: no token counts in the loss")
+        if not (may_mask_all or self.num_valid_S.any()):
+            raise WireError("num_valid_S: no token counts in the loss")
 
-    def check_tokens(self, vocabulary: int, num_counted_S: Int32s | None = None) -> None:
+    def check_tokens(self, vocabulary: int, num_valid_S: Int32s | None = None) -> None:
         """Raise `WireError` unless token ids are in the vocabulary, and the counts of valid tokens match, if given."""
         # As unsigned numbers, negative ones are the largest: one comparison.
         wrong_T = self.token_ids_T.view(np.uint32) >= np.uint32(vocabulary)
         self._refuse("token_ids_T", wrong_T, f"must be from 0 to {vocabulary - 1}")
-        if num_counted_S is not None and self.num_counted().tolist() != num_counted_S.tolist():
-            raise WireError("loss_mask_T: must have as many tokens of each sequence as num_counted_S")
+        if num_valid_S is not None and self.num_valid().tolist() != num_valid_S.tolist():
+            raise WireError("loss_mask_T: must have as many tokens of each sequence as num_valid_S")
 
     def check_samples(self, vocabulary: int) -> None:
         """Raise `WireError` unless the numbers of samples are possible.
@@ -303,7 +303,7 @@ SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
 TABLE = (
     "lengths_S",
-    "num_counted_S",
+    "num_valid_S",
     "prompt_S",
     "prompt_lengths_S",
     "rank_S",

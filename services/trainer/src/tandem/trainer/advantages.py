@@ -63,7 +63,7 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
     advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
     if settings.use_kl_in_reward:
         advantages_T = minus_kl(advantages_T, scored.scores["policy"], scored.scores["reference"], settings)
-    advantages_T = whitened(advantages_T, scored.batch.counted(), scored.sum_over_ranks)
+    advantages_T = whitened(advantages_T, scored.batch.valid(), scored.sum_over_ranks)
     if (bounds := config.grpo.advantage_bounds) is not None:
         advantages_T = np.clip(advantages_T, *bounds)
     return Finished({ADVANTAGES: advantages_T}, {})
@@ -75,11 +75,11 @@ def on_policy_distillation(config: Config, scored: Scored) -> Finished:
     Their mean over samples of the policy is minus the reverse divergence between the two, and the same holds for the
     gradients (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation). No reward is read.
     """
-    counted_T = scored.batch.counted()
+    valid_T = scored.batch.valid()
     apart_T = scored.scores["teacher"] - scored.scores["policy"]
-    advantages_T = np.where(counted_T, apart_T, np.float32(0.0)).astype(np.float32)
+    advantages_T = np.where(valid_T, apart_T, np.float32(0.0)).astype(np.float32)
     own = advantages_T.astype(np.float64)
-    count, total = scored.sum_over_ranks(torch.tensor([int(counted_T.sum()), own.sum()], dtype=torch.float64)).tolist()
+    count, total = scored.sum_over_ranks(torch.tensor([int(valid_T.sum()), own.sum()], dtype=torch.float64)).tolist()
     return Finished({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
 
 
@@ -90,14 +90,14 @@ def generalised(config: Config, scored: Scored) -> Finished:
     from its reward.
     """
     batch, settings, estimator = scored.batch, config.loss_fn, config.ppo.adv_estimator
-    counted_T, values_T = batch.counted(), scored.scores["value"]
-    rewards_T = gae.token_rewards(batch.rewards_S, counted_T, batch.lengths_S)
+    valid_T, values_T = batch.valid(), scored.scores["value"]
+    rewards_T = gae.token_rewards(batch.rewards_S, valid_T, batch.lengths_S)
     if settings.use_kl_in_reward:
         rewards_T = minus_kl(rewards_T, scored.scores["policy"], scored.scores["reference"], settings)
-    advantages_T, returns_T = gae.advantages_and_returns(rewards_T, values_T, counted_T, batch.lengths_S, estimator)
-    explained = explained_variance(values_T[counted_T], returns_T[counted_T], scored.sum_over_ranks)
+    advantages_T, returns_T = gae.advantages_and_returns(rewards_T, values_T, valid_T, batch.lengths_S, estimator)
+    explained = explained_variance(values_T[valid_T], returns_T[valid_T], scored.sum_over_ranks)
     if estimator.normalize_advantages:
-        advantages_T = np.where(counted_T, whitened(advantages_T, counted_T, scored.sum_over_ranks), np.float32(0.0))
+        advantages_T = np.where(valid_T, whitened(advantages_T, valid_T, scored.sum_over_ranks), np.float32(0.0))
     return Finished({ADVANTAGES: advantages_T, RETURNS: returns_T}, {"value/explained_variance": explained})
 
 
@@ -121,15 +121,15 @@ def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s
     return np.asarray(advantages_T - np.float32(settings.reference_policy_kl_penalty) * kl, dtype=np.float32)
 
 
-def whitened(advantages_T: Float32s, counted_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
+def whitened(advantages_T: Float32s, valid_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
     """Return (A_t - mean) / deviation, both over all valid tokens of the batch (arXiv:2501.03262, section 3).
 
     Args:
         advantages_T: advantages of this rank's tokens.
-        counted_T: True for valid tokens. Over all ranks, every valid token of the batch is there once.
+        valid_T: True for valid tokens. Over all ranks, every valid token of the batch is there once.
         sum_over_ranks: adds a float64 tensor over the ranks.
     """
-    own = advantages_T[counted_T].astype(np.float64)
+    own = advantages_T[valid_T].astype(np.float64)
     count, total = sum_over_ranks(torch.tensor([len(own), own.sum()], dtype=torch.float64)).tolist()
     mean = total / max(1.0, count)
     (squares,) = sum_over_ranks(torch.tensor([np.square(own - mean).sum()], dtype=torch.float64)).tolist()

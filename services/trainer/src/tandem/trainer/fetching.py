@@ -255,10 +255,10 @@ def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedE
     num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
     ends_of_prompts = starts + table.prompt_lengths_S
     is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
-    is_made_S |= table.num_counted_S == 0  # an agent that failed may have asked for none
+    is_made_S |= table.num_valid_S == 0  # an agent that failed may have asked for none
     if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
         raise WireError("loss_mask_T: not the prompts that were announced")
-    if ((table.num_counted_S > 0) & (arrays.num_counted() != table.num_counted_S)).any():
+    if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
         raise WireError("loss_mask_T: not the numbers of tokens that were announced")
     return arrays
 
@@ -282,7 +282,7 @@ def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) 
     arrays = Batch.concatenate(samples)
     if [*places] != [*range(len(arrays))]:
         arrays = arrays.take(places)
-    loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S)
+    loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_valid_S > 0, arrays.lengths_S)
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
 

@@ -19,23 +19,23 @@ def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:
 
     A sequence without valid tokens has 0. Over all tokens of a batch, this is the metric ``token_mult_prob_error``.
     """
-    counted_T = batch.counted()
+    valid_T = batch.valid()
     differences_T = np.abs(policy_T.astype(np.float64) - batch.generation_logprobs_T)
-    errors_T = np.where(counted_T, np.exp(np.minimum(differences_T, _LARGEST)), 0.0)
+    errors_T = np.where(valid_T, np.exp(np.minimum(differences_T, _LARGEST)), 0.0)
     rows_T = np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)
     sums_S = np.bincount(rows_T, weights=errors_T, minlength=len(batch.lengths_S))
-    return np.asarray(sums_S / np.maximum(1, batch.num_counted()), dtype=np.float64)
+    return np.asarray(sums_S / np.maximum(1, batch.num_valid()), dtype=np.float64)
 
 
 def kept_sequences(
-    errors_S: NDArray[np.float64], counted_S: NDArray[np.int32], rewards_S: Float32s, threshold: float
+    errors_S: NDArray[np.float64], num_valid_S: NDArray[np.int32], rewards_S: Float32s, threshold: float
 ) -> tuple[NDArray[np.bool_], dict[str, float]]:
     """Return a mask of the sequences to train on, and metrics under NeMo-RL's names.
 
     The largest error is over all sequences with a valid token. A reward of 1 is a correct answer.
     """
     kept_S = errors_S <= threshold
-    masked_S = ~kept_S & (counted_S > 0)
+    masked_S = ~kept_S & (num_valid_S > 0)
     num_masked = int(masked_S.sum())
     return kept_S, {
         "max_seq_mult_prob_error": float(errors_S.max(initial=0.0)),

@@ -374,22 +374,22 @@ def pad(
         return torch.from_numpy(values).to(device)
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
-    counted_BT = padded(batch.counted(), np.bool_)
+    valid_BT = padded(batch.valid(), np.bool_)
     routed_BTX = None
     if experts is not None and COLUMN in batch.columns:  # an empty shard has no columns
         routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
     row = None
     if row_divisible_by is not None:
         divisors = {"divisible_by": divisible_by, "row_divisible_by": row_divisible_by}
-        row = pack_row(token_ids_BT, lengths_B, counted_BT, **divisors, device=device)
+        row = pack_row(token_ids_BT, lengths_B, valid_BT, **divisors, device=device)
     elif shares_prompts:
-        row = _shared(batch, rows, token_ids_BT, counted_BT, routed_BTX, divisible_by=divisible_by, device=device)
+        row = _shared(batch, rows, token_ids_BT, valid_BT, routed_BTX, divisible_by=divisible_by, device=device)
     return MicroBatch(
         rows=tuple(rows),
         lengths_B=moved(lengths_B),
         token_ids_BT=moved(token_ids_BT),
         attention_mask_BT=moved(valid_BT),
-        loss_mask_BT=moved(counted_BT),
+        loss_mask_BT=moved(valid_BT),
         columns={
             column.name: moved(padded(values_T, column.dtype, column.fill))
             for column, values_T in (columns or {}).items()
@@ -407,7 +407,7 @@ def _shared(
     batch: Batch,
     rows: Sequence[int],
     token_ids_BT: NDArray[np.int64],
-    counted_BT: NDArray[np.bool_],
+    valid_BT: NDArray[np.bool_],
     routed_BTX: NDArray[np.uint8] | None,
     *,
     divisible_by: int,
@@ -425,7 +425,7 @@ def _shared(
     held = prompt_B[prompt_B != EMPTY_ROW]
     if len(np.unique(held)) == len(held):
         return None
-    return share_prompts(token_ids_BT, counted_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
+    return share_prompts(token_ids_BT, valid_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
 
 
 def prompts_of(batch: Batch, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -467,7 +467,7 @@ def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: Batch, ro
 def pack_row(
     token_ids_BT: NDArray[np.int64],
     lengths_B: NDArray[np.int64],
-    counted_BT: NDArray[np.bool_],
+    valid_BT: NDArray[np.bool_],
     *,
     divisible_by: int,
     row_divisible_by: int,
@@ -486,7 +486,7 @@ def pack_row(
     if num_tokens > used:
         lengths.append(num_tokens - used)
 
-    row_K, position_K = np.nonzero(counted_BT)
+    row_K, position_K = np.nonzero(valid_BT)
     token_ids_N = np.zeros(num_tokens, dtype=np.int64)
     valid_BT = np.arange(token_ids_BT.shape[1]) < lengths_B[:, None]
     place_V = (firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[valid_BT]
@@ -508,7 +508,7 @@ def pack_row(
 
 def share_prompts(
     token_ids_BT: NDArray[np.int64],
-    counted_BT: NDArray[np.bool_],
+    valid_BT: NDArray[np.bool_],
     prompt_B: NDArray[np.int64],
     prompt_lengths_B: NDArray[np.int64],
     *,
@@ -520,8 +520,8 @@ def share_prompts(
     Rows of equal `prompt_B` begin with the same `prompt_lengths_B` tokens. Tokens after the last one that predicts a
     valid token are left out, and so are samples without valid tokens.
     """
-    num_samples, width = counted_BT.shape
-    last_B = np.where(counted_BT.any(axis=1), width - 1 - counted_BT[:, ::-1].argmax(axis=1), 0)
+    num_samples, width = valid_BT.shape
+    last_B = np.where(valid_BT.any(axis=1), width - 1 - valid_BT[:, ::-1].argmax(axis=1), 0)
     position_W = np.arange(max(1, int(last_B.max())))
     is_used_BW = position_W < last_B[:, None]
     owner_B = _owners(prompt_B, last_B > 0)
@@ -543,7 +543,7 @@ def share_prompts(
         position_ids_1N=moved(np.pad(position_N, padding)[None]),
         source_BW=moved(source_BW),
         taken_N=moved(np.pad(taken_N, padding)),
-        predictor_K=moved(source_BW[:, : width - 1][counted_BT[:, 1 : len(position_W) + 1]]),
+        predictor_K=moved(source_BW[:, : width - 1][valid_BT[:, 1 : len(position_W) + 1]]),
         source_N=moved(np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1)),
     )
 

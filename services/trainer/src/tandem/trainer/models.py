@@ -207,10 +207,10 @@ class Scorer:
 
         Position ``t`` holds the score of token ``t`` given the tokens before it.
         """
-        counted_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
+        valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
-        others_KN = None if others_BTN is None else others_BTN[counted_BT].long()
-        task = _Task(predictor_K, batch.token_ids_BT[counted_BT], others_KN)
+        others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
+        task = _Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
         if self._replay is not None:
             self._replay.give(self._routed(batch))
         is_here_K = predictor_K >= 0
@@ -222,7 +222,7 @@ class Scorer:
         kind = type(scores_K)
         if self._context is not None:
             scores_K = [sum_shares(placed(each_K, is_here_K), self._context) for each_K in scores_K]
-        return kind(*(placed(each_K, counted_BT) for each_K in scores_K))
+        return kind(*(placed(each_K, valid_BT) for each_K in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the model's inputs, and the token that predicts each valid one, -1 if another rank has that.

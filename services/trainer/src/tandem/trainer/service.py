@@ -185,7 +185,7 @@ class TrainerService:
         try:
             tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
             given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, TOKENS, may_be_empty=True)
-            given.check_tokens(self._vocabulary, own.num_counted_S)
+            given.check_tokens(self._vocabulary, own.num_valid_S)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))

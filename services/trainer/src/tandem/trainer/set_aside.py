@@ -79,7 +79,7 @@ def set_aside(
         f"below {LEAST_LOGPROB:g}, which is as far as float32 carries: {set_aside_note(kept_S, table)}"
     )
     return SetAside(
-        table=table.replace(num_counted_S=np.where(kept_S, table.num_counted_S, 0).astype(np.int32)),
+        table=table.replace(num_valid_S=np.where(kept_S, table.num_valid_S, 0).astype(np.int32)),
         own=own.keeping(kept_S[rows]),
         num_groups=num_groups(kept_S, table),
         note=note,

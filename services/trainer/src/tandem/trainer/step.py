@@ -147,9 +147,9 @@ def evaluate(
         found[name] = _evaluated(backend, part, own.take(slice(first_own, first_own + num_own)), config, exchange)
         first, first_own = first + count, first_own + num_own
     assert first == len(whole), "the parts are the batch"
-    num_counted = max(1, sum(counted for _, counted in found.values()))
+    num_valid = max(1, sum(counted for _, counted in found.values()))
     metrics = {
-        name: sum(part[name] * (1 if name in NUMBERS else counted / num_counted) for part, counted in found.values())
+        name: sum(part[name] * (1 if name in NUMBERS else counted / num_valid) for part, counted in found.values())
         for name in next(iter(found.values()))[0]
     }
     return metrics | {f"{part}/{name}": value for part, (its, _) in found.items() for name, value in its.items()}
@@ -216,7 +216,7 @@ class Step:
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return the divisors of means over these sequences on all ranks."""
-        counted = self._whole.num_counted_S[list(rows)]
+        counted = self._whole.num_valid_S[list(rows)]
         positive = int(counted[self._whole.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
@@ -291,16 +291,16 @@ class Step:
         own = self.shards["policy"]
         errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, _scores(columns)["policy"]))
         errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
-        counted_S, rewards_S = self._whole.num_counted_S, self._whole.rewards_S
-        kept_S, metrics = kept_sequences(errors, counted_S, rewards_S, threshold)
+        num_valid_S, rewards_S = self._whole.num_valid_S, self._whole.rewards_S
+        kept_S, metrics = kept_sequences(errors, num_valid_S, rewards_S, threshold)
         self.metrics |= metrics
         self._keep(kept_S)
         return {}
 
     def _keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Mask the sequences of the batch that are not kept."""
-        counted_S = self._whole.num_counted_S
-        self._whole = self._whole.replace(num_counted_S=np.where(kept_S, counted_S, 0).astype(counted_S.dtype))
+        num_valid_S = self._whole.num_valid_S
+        self._whole = self._whole.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
         for shard in self.shards.values():
             shard.own = shard.own.keeping(kept_S[shard.rows])
 
@@ -386,7 +386,7 @@ class Step:
             for place in not_finite(loss, micro_batch, scores):
                 found_S[shard.rows[place]] = 1
         wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0
-        in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (self._whole.num_counted_S > 0)
+        in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (self._whole.num_valid_S > 0)
         kept_S = ~of_groups(wild_S & in_step_S, self._whole)
         if kept_S.all() or not (kept_S & in_step_S).any():
             return False
@@ -469,7 +469,7 @@ class _KeptLogprobs:
             values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
             for rows, logprobs_BT in self._scored:
                 unpad_into(values_T, logprobs_BT, self._batch, rows)
-        return np.where(self._batch.counted(), values_T, np.float32(np.nan))
+        return np.where(self._batch.valid(), values_T, np.float32(np.nan))
 
     def _keep(self, loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         self._scored.append((micro_batch.rows, scores_BT.logprobs.detach()))

@@ -112,7 +112,7 @@ TAKEN = frozenset(
     {
         TEACHER,
         "lengths",
-        "num_counted",
+        "num_valid",
         "prompt",
         "prompt_lengths",
         "rank",

@@ -25,8 +25,8 @@ def advantages(
     if settings.name == "reinforce_plus_plus":
         if not settings.minus_baseline:
             return np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
-        return counted_advantages(rewards_GN, counts_GN, leave_one_out=False, normalize=False)
-    return counted_advantages(
+        return valid_advantages(rewards_GN, counts_GN, leave_one_out=False, normalize=False)
+    return valid_advantages(
         rewards_GN,
         counts_GN,
         leave_one_out=settings.use_leave_one_out_baseline,
@@ -53,7 +53,7 @@ def decoupled_advantages(
         counts_GN = np.ones(rewards_GNC.shape[:2], dtype=np.bool_)
     weights_C = settings.reward_weights or (1.0,) * rewards_GNC.shape[2]
     parts = [
-        counted_advantages(
+        valid_advantages(
             rewards_GNC[:, :, component],
             counts_GN,
             leave_one_out=settings.use_leave_one_out_baseline,
@@ -87,7 +87,7 @@ def clipped(
     return np.where(counts_GN, np.clip(advantages_GN, *bounds), advantages_GN)
 
 
-def counted_advantages(
+def valid_advantages(
     rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_], *, leave_one_out: bool, normalize: bool
 ) -> NDArray[np.float32]:
     """Return `group_advantages` of the samples that count, as if each group had only these; zero for the others.

@@ -346,9 +346,9 @@ def batch_of(
     first_rows: dict[Hashable, int] = {}
     numbers = [
         first_rows.setdefault(prompts[record.scored.group], row)
-        if num_counted and not record.scored.branches
+        if num_valid and not record.scored.branches
         else NO_PROMPT
-        for row, ((_, record, *_), num_counted) in enumerate(zip(rows, counted, strict=True))
+        for row, ((_, record, *_), num_valid) in enumerate(zip(rows, counted, strict=True))
     ]
 
     def column(values: Sequence[int]) -> NDArray[np.int32]:
@@ -357,7 +357,7 @@ def batch_of(
     places = [place for place, *_ in rows]
     return Batch(
         lengths_S=column([sequence.num_tokens for *_, sequence in rows]),
-        num_counted_S=column(counted),
+        num_valid_S=column(counted),
         prompt_S=column(numbers),
         prompt_lengths_S=column([sequence.prompt_length for *_, sequence in rows]),
         rank_S=column([0] * len(rows)),

@@ -103,10 +103,10 @@ class Pipeline:
             return (hidden * 0.0).sum(), num_tokens, {}
         if self._is_sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        counted_BT = row.batch.loss_mask_BT
+        valid_BT = row.batch.loss_mask_BT
         scores = self._said(row, row.batch, hidden[:, 0].index_select(0, row.predictor_L))
-        scores_K = [self._of_all_ranks(values_L, row, int(counted_BT.sum())) for values_L in scores]
-        scores_BT = type(scores)(*(placed(values_K, counted_BT) for values_K in scores_K))
+        scores_K = [self._of_all_ranks(values_L, row, int(valid_BT.sum())) for values_L in scores]
+        scores_BT = type(scores)(*(placed(values_K, valid_BT) for values_K in scores_K))
         return scored(row.batch, scores_BT) * scale, num_tokens, {}
 
     def blank(self, batch: MicroBatch) -> Scores:
@@ -132,10 +132,10 @@ class Pipeline:
         return score_tokens(
             hidden_LE,
             weight_VE,
-            batch.token_ids_BT[batch.loss_mask_BT][row.counted_L],
+            batch.token_ids_BT[batch.loss_mask_BT][row.valid_L],
             temperature=self._temperature,
             vocabulary=vocabulary,
-            others_KN=None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.counted_L].long(),
+            others_KN=None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.valid_L].long(),
             learns_entropy=self._learns_entropy,
         )
 
@@ -149,15 +149,15 @@ class Pipeline:
         group = parallel_state.get_tensor_model_parallel_group()
         return weight_VE, VocabularyShard(group=group, first_row=first_row, num_rows=self._num_tokens)
 
-    def _of_all_ranks(self, values_L: torch.Tensor, row: Row, num_counted: int) -> torch.Tensor:
+    def _of_all_ranks(self, values_L: torch.Tensor, row: Row, num_valid: int) -> torch.Tensor:
         """Return ``[K]`` values, each from the rank of context parallelism that has its predictor.
 
         Every rank computes the same loss from them, and keeps the gradients of its own values.
         """
         if self._sizes.cp == 1:
             return values_L
-        zeros_K = torch.zeros((num_counted, *values_L.shape[1:]), dtype=values_L.dtype, device=values_L.device)
-        values_K = zeros_K.index_put((row.counted_L,), values_L)
+        zeros_K = torch.zeros((num_valid, *values_L.shape[1:]), dtype=values_L.dtype, device=values_L.device)
+        values_K = zeros_K.index_put((row.valid_L,), values_L)
         group = parallel_state.get_context_parallel_group()
         whole_K: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(values_K, group=group)
         return whole_K

@@ -31,7 +31,7 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """Bounds of the whole row's sequences, with the experts of this rank's tokens."""
     predictor_L: torch.Tensor
     """Tokens of this rank that predict valid ones."""
-    counted_L: torch.Tensor
+    valid_L: torch.Tensor
     """Indices of these among the ``K`` valid tokens."""
 
 
@@ -86,11 +86,11 @@ def _share(batch: MicroBatch, row: micro_batches.Row, rank: int, size: int) -> R
         routed_experts_MLK=None if experts_BTLK is None else of_row(experts_BTLK, source_M)[0],
     )
     if mine_M is None:
-        counted_L = torch.arange(len(row.predictor_K), device=device)
-        return Row(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, counted_L)
+        valid_L = torch.arange(len(row.predictor_K), device=device)
+        return Row(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, valid_L)
     number_N = torch.full((sum(row.lengths),), -1, device=device)
     number_N[mine_M] = torch.arange(len(mine_M), device=device)
     predictor_K = number_N[row.predictor_K]
-    counted_L = (predictor_K >= 0).nonzero()[:, 0]
+    valid_L = (predictor_K >= 0).nonzero()[:, 0]
     mine = row.token_ids_1N[:, mine_M], row.position_ids_1N[:, mine_M]
-    return Row(batch, *mine, sequences, predictor_K[counted_L], counted_L)
+    return Row(batch, *mine, sequences, predictor_K[valid_L], valid_L)
