@@ -54,7 +54,7 @@ _REMEMBERED_COMMANDS = 16
 
 
 class ServiceContext:
-    """What a service knows of its run, and its link: replies, and the phase that heartbeats report."""
+    """The run as a service knows it, and the link to it: replies, and the phase that heartbeats report."""
 
     def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
         self._link = link

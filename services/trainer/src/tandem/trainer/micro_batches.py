@@ -362,12 +362,12 @@ def pad(
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
     firsts_B = np.array([0 if row == EMPTY_ROW else ends_S[row] - batch.lengths_S[row] for row in rows], dtype=np.int64)
     width = -(-max(1, int(lengths_B.max())) // divisible_by) * divisible_by
-    valid_BT = np.arange(width)[None, :] < lengths_B[:, None]
-    sources = (firsts_B[:, None] + np.arange(width)[None, :])[valid_BT]
+    filled_BT = np.arange(width)[None, :] < lengths_B[:, None]
+    sources = (firsts_B[:, None] + np.arange(width)[None, :])[filled_BT]
 
     def padded(values_T: NDArray[Any], dtype: DTypeLike, fill: float = 0) -> NDArray[Any]:
-        values_BT = np.full((*valid_BT.shape, *values_T.shape[1:]), fill, dtype=dtype)
-        values_BT[valid_BT] = values_T[sources]
+        values_BT = np.full((*filled_BT.shape, *values_T.shape[1:]), fill, dtype=dtype)
+        values_BT[filled_BT] = values_T[sources]
         return values_BT
 
     def moved(values: NDArray[Any]) -> torch.Tensor:
@@ -388,7 +388,7 @@ def pad(
         rows=tuple(rows),
         lengths_B=moved(lengths_B),
         token_ids_BT=moved(token_ids_BT),
-        attention_mask_BT=moved(valid_BT),
+        attention_mask_BT=moved(filled_BT),
         loss_mask_BT=moved(valid_BT),
         columns={
             column.name: moved(padded(values_T, column.dtype, column.fill))
@@ -398,7 +398,7 @@ def pad(
         routed_experts_BTLK=None
         if routed_BTX is None or experts is None
         else moved(
-            experts.decode(routed_BTX.reshape(-1, experts.num_bytes)).reshape(*valid_BT.shape, -1, experts.top_k)
+            experts.decode(routed_BTX.reshape(-1, experts.num_bytes)).reshape(*filled_BT.shape, -1, experts.top_k)
         ),
     )
 
@@ -488,11 +488,11 @@ def pack_row(
 
     row_K, position_K = np.nonzero(valid_BT)
     token_ids_N = np.zeros(num_tokens, dtype=np.int64)
-    valid_BT = np.arange(token_ids_BT.shape[1]) < lengths_B[:, None]
-    place_V = (firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[valid_BT]
-    token_ids_N[place_V] = token_ids_BT[valid_BT]
+    filled_BT = np.arange(token_ids_BT.shape[1]) < lengths_B[:, None]
+    place_V = (firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[filled_BT]
+    token_ids_N[place_V] = token_ids_BT[filled_BT]
     source_N = np.full(num_tokens, -1, dtype=np.int64)
-    source_N[place_V] = np.flatnonzero(valid_BT)
+    source_N[place_V] = np.flatnonzero(filled_BT)
 
     def moved(values: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
