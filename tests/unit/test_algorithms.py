@@ -20,7 +20,7 @@ from tandem.samples.batch import SAMPLES, TABLE
 
 ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
-WRITERS = ("coordinator/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
+WRITERS = ("launch/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
 SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm", "Distillation", "OffPolicyDistillation"}
 

@@ -93,6 +93,12 @@ class Batch:
     """Place of the sample in the group."""
     branch_S = Declared(np.int32)
     """Place among its sample's consecutive sequences; 0 if it is the only one."""
+    num_images_S = Declared(np.int32)
+    """Images in each sequence; only in batches of models that see."""
+    image_digests_IX = Declared(np.uint8)
+    """SHA-256 of each image's encoded bytes, in the order of the sequences and of the images in them: ``[I, 32]``."""
+    image_grids_IX = Declared(np.int32)
+    """Patches of each image, as its family counts them (`tandem.common.messages.ImageRef.grid`): ``[I, 3]``."""
 
     sources: tuple[str, ...] = ()
     """Names of the processes that have the tokens, sorted; `source_S` is an index into them."""
@@ -163,13 +169,11 @@ class Batch:
     def take(self, rows: slice | Sequence[int] | Int64s) -> Batch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
         if isinstance(rows, slice):
-            first, last, _ = rows.indices(len(self))
-            start, size = (int(self.lengths_S[each].sum()) for each in (slice(first), slice(first, last)))
-            tokens: slice | Int64s = slice(start, start + size)
+            chosen = {axis: self._range(axis, rows) for axis in self._axes_there()}
         else:
             rows = np.asarray(rows, dtype=np.int64)
-            tokens = self.tokens_of(rows) if any(name.endswith("_T") for name in self.columns) else rows[:0]
-        arrays = {name: array[rows if name.endswith("_S") else tokens] for name, array in self.columns.items()}
+            chosen = {axis: self._places(axis, rows) for axis in self._axes_there()}
+        arrays = {name: array[chosen.get(_axes(name)[0], rows)] for name, array in self.columns.items()}
         return Batch(**arrays).with_sources(self.sources, self.notes)
 
     def rows_of(self, rank: int) -> Int64s:
@@ -178,14 +182,37 @@ class Batch:
 
     def tokens_of(self, rows: Int64s) -> Int64s:
         """Return the positions of the tokens of some sequences."""
-        offsets = self.offsets()
+        return self._places("T", rows)
+
+    def _axes_there(self) -> list[str]:
+        """Return the axes, other than that of sequences, that some array has."""
+        there = {_axes(name)[0] for name in self.columns}
+        return [axis for axis in LENGTHS if axis in there]
+
+    def _range(self, axis: str, rows: slice) -> slice:
+        """Return the places on an axis of consecutive sequences."""
+        first, last, _ = rows.indices(len(self))
+        lengths_S = self.columns[LENGTHS[axis]]
+        start, size = (int(lengths_S[each].sum()) for each in (slice(first), slice(first, last)))
+        return slice(start, start + size)
+
+    def _places(self, axis: str, rows: Int64s) -> Int64s:
+        """Return the places on an axis of some sequences."""
+        offsets = self.offsets(axis)
         return np.concatenate(
             [np.zeros(0, dtype=np.int64), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)]
         )
 
-    def offsets(self) -> Int64s:
-        """Return the start of each sequence, and the end of the last: ``S + 1`` numbers."""
-        return np.concatenate([[0], np.cumsum(self.lengths_S, dtype=np.int64)])
+    def offsets(self, axis: str = "T") -> Int64s:
+        """Return the start of each sequence on an axis, and the end of the last: ``S + 1`` numbers."""
+        return np.concatenate([[0], np.cumsum(self.columns[LENGTHS[axis]], dtype=np.int64)])
+
+    def images_of(self, row: int) -> bytes:
+        """Return the digests of a sequence's images, one after the other; empty where the model does not see."""
+        if "num_images_S" not in self.columns:
+            return b""
+        offsets = self.offsets("I")
+        return self.image_digests_IX[offsets[row] : offsets[row + 1]].tobytes()
 
     def of_tokens(self, name: str) -> NDArray[Any]:
         """Return a column's value for each token: its own, or that of its sequence."""
@@ -212,16 +239,18 @@ class Batch:
     def table(self) -> Batch:
         """Return the table (`TABLE`) of a batch that was not generated, all assigned to rank 0.
 
-        Sequences with the same tokens before the first valid one share them as their prompt.
+        Sequences with the same tokens before the first valid one share them as their prompt, if they have the same
+        images.
         """
-        prompts: dict[bytes, int] = {}
+        prompts: dict[tuple[bytes, bytes], int] = {}
         firsts, lengths = [], []
         start = 0
         for row, length in enumerate(self.lengths_S.tolist()):
             mask_T = self.loss_mask_T[start : start + length]
             # Nothing predicts the very first token, so it belongs to the prompt whatever the mask says.
             prompt = max(1, int(mask_T.argmax()) if mask_T.any() else length)
-            firsts.append(prompts.setdefault(self.token_ids_T[start : start + prompt].tobytes(), row))
+            key = self.token_ids_T[start : start + prompt].tobytes(), self.images_of(row)
+            firsts.append(prompts.setdefault(key, row))
             lengths.append(prompt)
             start += length
         nothing_S = np.zeros(len(firsts), dtype=np.int32)
@@ -295,12 +324,16 @@ class Batch:
             raise WireError(f"{name}: {self.columns[name][at]} for {where}, {must}")
 
 
+LENGTHS = {"T": "lengths_S", "I": "num_images_S"}
+"""The axes along which sequences lie end to end, tokens and images, each with the column of the sequences' lengths."""
 DECLARED: dict[str, Declared[Any]] = {name: each for name, each in vars(Batch).items() if isinstance(each, Declared)}
 """The declared arrays, by name."""
 TOKENS = ("lengths_S", "token_ids_T", "loss_mask_T")
 """The tokens of one rank's sequences that were not generated. The lengths are not sent, as the table has them."""
 SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
+IMAGES = ("num_images_S", "image_digests_IX", "image_grids_IX")
+"""The images of sequences, beside `TOKENS` or `SAMPLES`, where the model sees."""
 TABLE = (
     "lengths_S",
     "num_valid_S",
@@ -344,10 +377,14 @@ def _check_declared(frames: Mapping[str, NDArray[Any]], dtypes: Mapping[str, np.
 
 
 def _check_sizes(frames: Mapping[str, NDArray[Any]]) -> None:
-    lengths_S = frames["lengths_S"]
-    sizes = {"S": len(lengths_S), "T": int(lengths_S.sum(dtype=np.int64))}
+    sizes = {"S": len(frames["lengths_S"])}
+    for axis, name in LENGTHS.items():
+        if name in frames:
+            if len(frames[name]) and frames[name].min() < 0:
+                raise WireError(f"{name}: {frames[name].min()}, must be at least 0")
+            sizes[axis] = int(frames[name].sum(dtype=np.int64))
     for name in frames:
         axis = _axes(name)[0]
         if len(frames[name]) != sizes[axis]:
-            of = f"the {sizes['S']} sequences" if axis == "S" else f"lengths_S, which add up to {sizes['T']}"
+            of = f"the {sizes['S']} sequences" if axis == "S" else f"{LENGTHS[axis]}, which add up to {sizes[axis]}"
             raise WireError(f"{name}: {len(frames[name])} numbers, does not fit {of}")
