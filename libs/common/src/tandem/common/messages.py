@@ -413,6 +413,21 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """Endpoint for external requests; None where `policy.generation.expose_http_server` is off."""
 
 
+class ImageRef(Message, frozen=True, kw_only=True):
+    """An image of a prompt: which one it is, and how many tokens it takes. Its bytes lie in a store of images."""
+
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    """SHA-256 of the encoded bytes, in hexadecimal."""
+    width: Positive
+    """Pixels across, as it is shown: after the turn that its EXIF data asks for."""
+    height: Positive
+    grid: Annotated[tuple[Count, ...], Meta(max_length=3)] = ()
+    """How the policy's family divides it: patches as (1, rows, columns) for Qwen, (rows, columns) of crops for
+    SmolVLM and Idefics3, nothing for Gemma 3."""
+    num_tokens: Positive
+    """Placeholder tokens whose embeddings the image's features replace."""
+
+
 class Problem(Message, frozen=True, kw_only=True):
     """A problem as an environment sees it."""
 
