@@ -1,0 +1,108 @@
+"""Families of models that see: the special tokens of their images, and the names of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """A family of models that take images, by its ``model_type`` in Transformers."""
+
+    model_type: str
+    placeholder: str
+    """Text that a chat template writes for an image; it is replaced by the image's expansion."""
+    image_token: str
+    """Token, once for each feature, whose embedding the image's feature replaces."""
+    part: str
+    """Text of an image in a conversation whose template reads no content parts; contains the placeholder."""
+    begin_token: str
+    """First special token of an image's expansion; the image token itself where the template writes those around."""
+    end_token: str
+    """Last special token of an image's expansion."""
+    tokens: tuple[str, ...]
+    """Special tokens that stand for pictures and their like: no text may contain them, no model may draw them."""
+    tower_prefix: str
+    """Prefix of the parameters of the tower that turns pixels into features."""
+    projector_prefix: str
+    """Prefix of those that turn the features into embeddings of the language model; within the tower for Qwen."""
+    language_prefix: str
+    """Prefix of the parameters of the language model."""
+    has_mrope: bool
+    """Whether a position is three numbers, so that an image's tokens stand in a plane."""
+    has_image_blocks: bool
+    """Whether the tokens of an image attend to each other in both directions."""
+
+    @property
+    def is_qwen(self) -> bool:
+        """Whether images are divided into patches by their own size, as Qwen does."""
+        return self.model_type.startswith("qwen")
+
+    @property
+    def has_crops(self) -> bool:
+        """Whether a large image is divided into crops of one size, in rows and columns."""
+        return self.model_type in ("smolvlm", "idefics3")
+
+
+def _qwen(model_type: str) -> VisionFamily:
+    return VisionFamily(
+        model_type=model_type,
+        placeholder="<|image_pad|>",
+        image_token="<|image_pad|>",
+        part="<|vision_start|><|image_pad|><|vision_end|>",
+        begin_token="<|image_pad|>",
+        end_token="<|image_pad|>",
+        tokens=("<|image_pad|>", "<|video_pad|>"),
+        tower_prefix="model.visual.",
+        projector_prefix="model.visual.merger.",
+        language_prefix="model.language_model.",
+        has_mrope=True,
+        has_image_blocks=False,
+    )
+
+
+def _with_crops(model_type: str) -> VisionFamily:
+    return VisionFamily(
+        model_type=model_type,
+        placeholder="<image>",
+        image_token="<image>",
+        part="<image>",
+        begin_token="<fake_token_around_image>",
+        end_token="<fake_token_around_image>",
+        tokens=("<image>", "<fake_token_around_image>", "<global-img>", "<video>"),
+        tower_prefix="model.vision_model.",
+        projector_prefix="model.connector.",
+        language_prefix="model.text_model.",
+        has_mrope=False,
+        has_image_blocks=False,
+    )
+
+
+_GEMMA3 = VisionFamily(
+    model_type="gemma3",
+    placeholder="<start_of_image>",
+    image_token="<image_soft_token>",
+    part="<start_of_image>",
+    begin_token="<start_of_image>",
+    end_token="<end_of_image>",
+    tokens=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    tower_prefix="model.vision_tower.",
+    projector_prefix="model.multi_modal_projector.",
+    language_prefix="model.language_model.",
+    has_mrope=False,
+    has_image_blocks=True,
+)
+
+VISION: dict[str, VisionFamily] = {
+    family.model_type: family
+    for family in (_qwen("qwen2_5_vl"), _qwen("qwen3_vl"), _GEMMA3, _with_crops("smolvlm"), _with_crops("idefics3"))
+}
+"""Families that can be trained with images, by their ``model_type``."""
+
+
+def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None:
+    """Return the family of a ``config.json``'s content; None if it takes no images here, or is unknown."""
+    model_type = (model_config or {}).get("model_type")
+    return VISION.get(model_type) if isinstance(model_type, str) else None
