@@ -47,6 +47,8 @@ def example(kind: Any) -> Any:
         return kind(**{name: example(hint) for name, hint in hints.items() if not name.startswith("__")})
     if kind == Key:
         return "0" * 40
+    if kind == messages.Sha256:
+        return "0" * 64
     if get_origin(kind) is Annotated:
         return example(get_args(kind)[0])
     if get_origin(kind) is Literal:

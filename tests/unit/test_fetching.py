@@ -22,7 +22,7 @@ from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
-from tandem.trainer.fetching import SampleFetcher
+from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tests.harness import members
 from tests.harness.members import MEMBER, open_hub
 
@@ -67,7 +67,7 @@ def table_of(**changes: Any) -> Batch:
 
 @pytest.fixture
 def fetcher() -> Iterator[SampleFetcher]:
-    with contextlib.closing(SampleFetcher(RUN_ID, VOCABULARY, MEMBER)) as made:
+    with contextlib.closing(SampleFetcher(RUN_ID, SampleFormat(vocabulary=VOCABULARY), MEMBER)) as made:
         yield made
 
 
@@ -206,7 +206,7 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
     try:
-        with contextlib.closing(SampleFetcher(RUN_ID, VOCABULARY, MEMBER)) as fetcher:
+        with contextlib.closing(SampleFetcher(RUN_ID, SampleFormat(vocabulary=VOCABULARY), MEMBER)) as fetcher:
             share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": hub.at}, timeout_s)
     finally:
         is_over.set()
@@ -305,7 +305,7 @@ def test_whatever_arrays_come_they_are_right_or_a_wire_error(
             came[name] = array.copy()
             came[name].view(np.int32)[at] = bits
     with contextlib.suppress(WireError):
-        fetching.samples_from(came, table_of().take(np.array([2, 3])), VOCABULARY)
+        fetching.samples_from(came, table_of().take(np.array([2, 3])), SampleFormat(vocabulary=VOCABULARY))
 
 
 def test_samples_of_a_group_must_have_its_prompt() -> None:

@@ -56,6 +56,8 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A duration."""
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 """A fraction of a whole."""
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+"""In hexadecimal."""
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 """Name of a process, host, file, metric or the like."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -416,8 +418,8 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
 class ImageRef(Message, frozen=True, kw_only=True):
     """An image of a prompt: which one it is, and how many tokens it takes. Its bytes lie in a store of images."""
 
-    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """SHA-256 of the encoded bytes, in hexadecimal."""
+    digest: Sha256
+    """SHA-256 of the encoded bytes."""
     width: Positive
     """Pixels across, as it is shown: after the turn that its EXIF data asks for."""
     height: Positive
@@ -453,6 +455,8 @@ class PromptGroup(Message, frozen=True, kw_only=True):
     """A 64-bit seed for each sample: the same seed, weights and prompt give the same sample, whatever else runs."""
     environment: str = ""
     """Entry of ``env`` that scores the samples; empty if the run has only one."""
+    images: tuple[ImageRef, ...] | None = None
+    """Images of the prompt, in order; None if the model does not see."""
 
 
 class SamplingParameters(Message, frozen=True, kw_only=True):

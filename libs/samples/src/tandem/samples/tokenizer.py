@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError, nearest
+from tandem.common.messages import ImageRef
 from tandem.common.regular_files import first_irregular
 from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
 from tandem.config.models.model_sizes import local_folder
+from tandem.config.models.vision_families import family_of
 from tandem.config.schema import Environment, NewModel
 from tandem.config.schema import Tokenizer as Settings
 from tandem.samples.chat_templates import ChatTemplate, Messages
@@ -136,6 +138,10 @@ class Tokenizer:
         """Return the tokens of a conversation. Raises the errors of `render_chat` and `encode`."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
 
+    def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...] | None:
+        """Return the images of messages, in order; None, as here, if the model does not see."""
+        return None
+
     def encode_continuation(
         self, messages: Sequence[Mapping[str, Any]], last_id: int, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
@@ -249,7 +255,13 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
     read.
     """
-    return load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
+    tokenizer = load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
+    family = family_of(config.policy)
+    if family is None:
+        return tokenizer
+    from tandem.samples.images.chat import VisionTokenizer
+
+    return VisionTokenizer(tokenizer, family, folder or Path(config.policy.tokenizer.name))
 
 
 def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:

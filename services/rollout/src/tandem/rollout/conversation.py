@@ -13,12 +13,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
+from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
 from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.chat_templates import Messages
+from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
@@ -43,6 +44,8 @@ class Conversation:
         self.reward = 0.0
         """Sum of the rewards of the turns so far."""
         self._token_ids: list[int] = list(group.prompt_ids)
+        self._images = None if group.images is None else list(group.images)
+        """Images of the prompt and of the environment's replies; None if the model does not see."""
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
@@ -65,6 +68,7 @@ class Conversation:
             prompt_ids=tuple(self._token_ids),
             sampling=sampling,
             seed=turn_seed(self.group.seeds[self.sample], self.num_turns),
+            images=tuple(self._images or ()),
         )
 
     def add_response(self, completion: Completion, text: str) -> None:
@@ -81,8 +85,10 @@ class Conversation:
         mask_T = np.ones(num_tokens, dtype=np.bool_)
         self._parts.append((completion.token_ids_T, mask_T, completion.logprobs_T, completion.versions_T))
 
-    def add_answer(self, messages: Messages, token_ids: list[int]) -> None:
+    def add_answer(self, messages: Messages, token_ids: list[int], images: tuple[ImageRef, ...] | None = None) -> None:
         """Append the environment's reply, as the tokens that lead from the last response to the next one."""
+        if self._images is not None:
+            self._images += images or ()
         self.messages += messages
         self._token_ids += token_ids
         self._parts.append(_given(token_ids))
@@ -125,6 +131,7 @@ class Conversation:
             generation_logprobs_T=logprobs_T,
             versions_T=versions_T,
             **routed,
+            **({} if self._images is None else image_columns([self._images])),
         )
         return sample, arrays
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.memory import MemoryMeter
-from tandem.common.messages import SamplingParameters
+from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.refit.digests.task import Sampling
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
@@ -31,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_made: int = 0
     """Tokens at the end of the prompt that belong to the response, of a request that left the engine and continues.
     An engine that cannot draw its next token as if the request had stayed draws it in another way."""
+    images: tuple[ImageRef, ...] = ()
+    """Images whose features stand in the prompt, in order."""
     is_external: bool = False
     """Whether the request is external. It goes before waiting requests, and none of these may find its keys cached."""
 

@@ -277,7 +277,7 @@ class Generating:
             return self._environments.refuse(conversation.group, conversation.messages, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
-        conversation.add_answer(turn.messages, token_ids)
+        conversation.add_answer(turn.messages, token_ids, self._parts.tokenizer.images_in(turn.messages))
         return None
 
     def _finish(self, generation: Generation) -> None:

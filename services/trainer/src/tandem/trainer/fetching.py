@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from tandem.common.errors import WireError
@@ -26,9 +27,13 @@ from tandem.common.messages import (
     SequenceKey,
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
+from tandem.config import Config
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.models.vision_families import family_of
 from tandem.samples.assignment import NO_PROMPT
-from tandem.samples.batch import SAMPLES, Batch, Int32s, Int64s
-from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts
+from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
+from tandem.samples.images.columns import check_images, image_columns
+from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -40,19 +45,63 @@ Rows = list[int]
 """Rows of a batch's table."""
 
 
+class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The arrays of samples as a run's engines send them."""
+
+    vocabulary: int
+    """Number of tokens."""
+    experts: RoutedExperts | None = None
+    """Format of the experts that samples have for each token, if any."""
+    has_images: bool = False
+    """Whether samples have images, none perhaps: whether the model sees."""
+
+    @classmethod
+    def of(cls, config: Config) -> SampleFormat:
+        """Return the format of a run's samples."""
+        return cls(
+            vocabulary=vocabulary_size(config.policy),
+            experts=replayed_experts(config),
+            has_images=family_of(config.policy) is not None,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of one request."""
+        most = MAX_TOKENS_FETCHED
+        return most if self.experts is None else min(most, _MAX_REPLY_BYTES // self.experts.num_bytes)
+
+    def nothing(self) -> Batch:
+        """Return no sample."""
+        nothing = np.zeros(0, dtype=np.int32)
+        return Batch(
+            lengths_S=nothing,
+            token_ids_T=nothing,
+            loss_mask_T=nothing.astype(np.bool_),
+            generation_logprobs_T=nothing.astype(np.float32),
+            versions_T=nothing,
+            **(image_columns([]) if self.has_images else {}),
+        )
+
+    def read(self, frames: Arrays) -> Batch:
+        """Return received samples. Raises `WireError` unless they are possible samples."""
+        names = (*SAMPLES, *IMAGES) if self.has_images else SAMPLES
+        arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
+        arrays.check_samples(self.vocabulary)
+        if self.experts is not None:
+            self.experts.check(arrays.columns[COLUMN])
+        if self.has_images:
+            check_images(arrays)
+        return arrays
+
+
 class SampleFetcher:
     """Fetches a rank's training samples, and keeps them until they are trained on."""
 
-    def __init__(self, run_id: str, vocabulary: int, own: KeyPair, experts: RoutedExperts | None = None) -> None:
-        """Take the run's id, and the number of tokens in its vocabulary.
-
-        `own` are this trainer's keys in the run, and `experts` describes the experts that samples have for each token,
-        if any.
-        """
-        self._experts = experts
+    def __init__(self, run_id: str, sample_format: SampleFormat, own: KeyPair) -> None:
+        """Take the run's id, and the format of its samples; `own` are this trainer's keys in the run."""
+        self._format = sample_format
         self._run_id = run_id
         self._own = own
-        self._vocabulary = vocabulary
         self._codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
         self._listeners: Mapping[str, Listener] = {}
         self._callers: Callers | None = None
@@ -93,7 +142,7 @@ class SampleFetcher:
         if wanted:
             inquiries: dict[str, _Inquiry] = {}
             for name, its_rows in wanted.items():
-                inquiry = inquiries[name] = _Inquiry(self._run_id, table, its_rows, self._experts, self._num_requests)
+                inquiry = inquiries[name] = _Inquiry(self._run_id, table, its_rows, self._format, self._num_requests)
                 self._num_requests = inquiry.end
             missing = self._ask(sources, inquiries, timeout_s)
             for inquiry in inquiries.values():
@@ -101,7 +150,9 @@ class SampleFetcher:
                 self._kept += inquiry.answers
         if missing:
             return None, missing
-        own = with_samples(table.take(rows), self._kept, [self._places[keys[int(row)]] for row in rows])
+        own = with_samples(
+            table.take(rows), self._kept or [self._format.nothing()], [self._places[keys[int(row)]] for row in rows]
+        )
         missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
         return (None if missing else own), missing
 
@@ -162,7 +213,7 @@ class SampleFetcher:
         if frames is not None:
             try:
                 received = self._codec.decode(frames)
-                inquiry.take(received.message, received.arrays, self._vocabulary)
+                inquiry.take(received.message, received.arrays)
             except WireError as error:
                 inquiry.why_missing = f"it sent what is not asked for: {error}"
         if not inquiry.is_done and (frames is None or inquiry.num_taken > num_taken):
@@ -173,12 +224,12 @@ class SampleFetcher:
 class _Inquiry:
     """The requests to one rollout, one at a time."""
 
-    def __init__(self, run_id: str, table: Batch, rows: Rows, experts: RoutedExperts | None, first: int) -> None:
+    def __init__(self, run_id: str, table: Batch, rows: Rows, sample_format: SampleFormat, first: int) -> None:
         """Take the rows to ask for, and the first number for the requests, which no earlier request had."""
         self._run_id = run_id
         self._table = table
-        self._experts = experts
-        self._requests = list(_cut(rows, table.lengths_S, _most_tokens(experts)))
+        self._format = sample_format
+        self._requests = list(_cut(rows, table.lengths_S, sample_format.most_tokens))
         self._first = first
         self.num_taken = 0
         """Requests that have been answered."""
@@ -202,7 +253,7 @@ class _Inquiry:
         keys = _keys_of(self._table.take(np.array(self._requests[self.num_taken])))
         return encode(FetchSamples(run_id=self._run_id, request_id=self._first + self.num_taken, keys=tuple(keys)))
 
-    def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays, vocabulary: int) -> None:
+    def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays) -> None:
         """Take an answer, unless its request was already answered over another connection."""
         if reply.request_id != self._first + self.num_taken or self.is_done:
             return
@@ -210,7 +261,7 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self.num_taken]
-        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts))
+        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), self._format))
         self.rows += rows
         self.num_taken += 1
 
@@ -219,11 +270,6 @@ def _keys_of(table: Batch) -> list[SequenceKey]:
     """Return the keys of a table's sequences, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
     return [*zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def _most_tokens(experts: RoutedExperts | None) -> int:
-    """Return the most tokens of one request."""
-    return MAX_TOKENS_FETCHED if experts is None else min(MAX_TOKENS_FETCHED, _MAX_REPLY_BYTES // experts.num_bytes)
 
 
 def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
@@ -240,15 +286,9 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
     yield request
 
 
-def samples_from(frames: Arrays, table: Batch, vocabulary: int, experts: RoutedExperts | None = None) -> Batch:
-    """Return received samples. Raises `WireError` unless they are possible samples that match these rows of a table.
-
-    `vocabulary` is the number of tokens, and `experts` describes the experts of each token, if any.
-    """
-    arrays = Batch.from_frames(frames, SAMPLES, {} if experts is None else {COLUMN: DTYPE})
-    arrays.check_samples(vocabulary)
-    if experts is not None:
-        experts.check(arrays.columns[COLUMN])
+def samples_from(frames: Arrays, table: Batch, sample_format: SampleFormat) -> Batch:
+    """Return received samples. Raises `WireError` unless they are possible samples that match these rows of a table."""
+    arrays = sample_format.read(frames)
     if arrays.lengths_S.tolist() != table.lengths_S.tolist():
         raise WireError("lengths_S: not the lengths that were announced")
     starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
@@ -268,17 +308,6 @@ def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) 
 
     `places` are those of the table's sequences among the samples.
     """
-    if not samples:
-        nothing = np.zeros(0, dtype=np.int32)
-        samples = [
-            Batch(
-                lengths_S=nothing,
-                token_ids_T=nothing,
-                loss_mask_T=nothing.astype(np.bool_),
-                generation_logprobs_T=nothing.astype(np.float32),
-                versions_T=nothing,
-            )
-        ]
     arrays = Batch.concatenate(samples)
     if [*places] != [*range(len(arrays))]:
         arrays = arrays.take(places)

@@ -54,19 +54,20 @@ from tandem.common.wire import Arrays
 from tandem.config import Config
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.models.vision_families import family_of
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient, Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.samples.batch import TABLE, TOKENS, Batch
-from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch
+from tandem.samples.images.columns import check_images
 from tandem.trainer import shards, step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.exchange import Exchange, meet
-from tandem.trainer.fetching import SampleFetcher
+from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.losses.custom import try_out
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
@@ -95,7 +96,8 @@ class TrainerService:
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._weight_client: WeightClient | None = None
-        self._fetcher = SampleFetcher(context.run_id, self._vocabulary, context.keys, replayed_experts(context.config))
+        self._sees = family_of(context.config.policy) is not None
+        self._fetcher = SampleFetcher(context.run_id, SampleFormat.of(context.config), context.keys)
         self._version = 0
         self._memory = MemoryMeter()
         self._gpus: GpuMonitor | None = None
@@ -165,7 +167,7 @@ class TrainerService:
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
             table = Batch.from_frames(
-                {name: array for name, array in arrays.items() if name.endswith("_S")},
+                {name: array for name, array in arrays.items() if name.endswith("_S") and name not in IMAGES},
                 TABLE,
                 self._config.table_columns,
                 sources=sorted(command.sources),
@@ -183,9 +185,12 @@ class TrainerService:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
-            tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
-            given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, TOKENS, may_be_empty=True)
+            tokens = {name: array for name, array in arrays.items() if name in IMAGES or not name.endswith("_S")}
+            names = (*TOKENS, *IMAGES) if self._sees else TOKENS
+            given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
             given.check_tokens(self._vocabulary, own.num_valid_S)
+            if self._sees:
+                check_images(given)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))

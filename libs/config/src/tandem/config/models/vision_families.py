@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.config.models.model_sizes import model_config
+from tandem.config.schema import Model
+
 
 class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
     """A family of models that take images, by its ``model_type`` in Transformers."""
@@ -106,3 +109,8 @@ def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None
     """Return the family of a ``config.json``'s content; None if it takes no images here, or is unknown."""
     model_type = (model_config or {}).get("model_type")
     return VISION.get(model_type) if isinstance(model_type, str) else None
+
+
+def family_of(section: Model) -> VisionFamily | None:
+    """Return the family of a section's model; None if it does not see, or is not on this machine."""
+    return vision_family(model_config(section))

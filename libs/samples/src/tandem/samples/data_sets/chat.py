@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.messages import ImageRef
 from tandem.config import Config
 from tandem.config.derive import GENERATED
 from tandem.samples.chat_templates import memory_limit
@@ -81,6 +82,10 @@ class ChatEncoder:
         if tokens[:1] != self._first_ids:
             tokens = self._first_ids + tokens
         return tuple(tokens)
+
+    def images(self, messages: Messages) -> tuple[ImageRef, ...] | None:
+        """Return the images of messages; None if the model does not see."""
+        return self._tokenizer.images_in(messages)
 
     def complaint(self, prompt_ids: Sequence[int]) -> str | None:
         """Describe how a prompt does not fit the context; return None if it fits."""

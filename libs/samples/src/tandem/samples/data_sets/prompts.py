@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.messages import Problem
+from tandem.common.messages import ImageRef, Problem
 from tandem.common.regular_files import irregular
 from tandem.common.templates import fill_template
 from tandem.config import Config
@@ -43,6 +43,8 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Entry of ``env`` that scores its samples."""
     set_name: str = ""
     """Name of its set in metrics, if there are several."""
+    images: tuple[ImageRef, ...] | None = None
+    """Images of the prompt; None if the model does not see."""
 
 
 class PromptWriter:
@@ -113,7 +115,13 @@ class PromptEncoder:
         environment = asked.data.environment or ""
         if environment in self._reward_models:
             problem = msgspec.structs.replace(problem, prompt=tuple(dict(message) for message in messages))
-        return EncodedProblem(problem=problem, prompt_ids=prompt_ids, environment=environment, set_name=asked.set_name)
+        return EncodedProblem(
+            problem=problem,
+            prompt_ids=prompt_ids,
+            environment=environment,
+            set_name=asked.set_name,
+            images=self._chat.images(messages),
+        )
 
 
 def literal_text(template: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tandem.common.messages import Purpose
+from tandem.common.messages import ImageRef, Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
@@ -26,6 +26,7 @@ from tandem.samples.data_sets import (
 )
 from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.images.columns import image_columns
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -37,6 +38,8 @@ class EncodedSequence(NamedTuple):
     """Whether each token counts in the loss."""
     reward: float = 0.0
     """The margin or reward that the data set gives it."""
+    images: tuple[ImageRef, ...] | None = None
+    """Its images; None if the model does not see."""
 
 
 Sequences = tuple[EncodedSequence, ...]
@@ -109,6 +112,7 @@ class DataSetAlgorithm(WithoutGeneration):
         for place, answer in enumerate(conversation.answers):
             solution = self._chat.solution(name, prompt, answer)
             sequence = self._sequence(prompt_ids, solution, conversation.margin if place == 0 else 0.0)
+            sequence = sequence._replace(images=self._chat.images([*prompt, *answer]))
             limit, length = self._config.policy.max_total_sequence_length, len(sequence.token_ids)
             if complaint is None and length > limit:
                 complaint = f"prompt and solution have {length} tokens, policy.max_total_sequence_length is {limit}"
@@ -153,6 +157,7 @@ def batch_of(conversations: Sequence[Sequences]) -> Batch:
     """Lay the sequences of conversations end to end, those of one conversation side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
+    images = [each.images for each in sequences if each.images is not None]
     return Batch(
         lengths_S=np.array([len(each.token_ids) for each in sequences], dtype=np.int32),
         token_ids_T=token_ids_T,
@@ -160,4 +165,5 @@ def batch_of(conversations: Sequence[Sequences]) -> Batch:
         generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
         advantages_S=np.ones(len(sequences), dtype=np.float32),
         rewards_S=np.array([each.reward for each in sequences], dtype=np.float32),
+        **(image_columns(images) if images else {}),
     )

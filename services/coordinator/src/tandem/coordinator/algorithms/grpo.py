@@ -159,6 +159,7 @@ class GrpoAlgorithm:
             prompt_ids=encoded.prompt_ids,
             seeds=tuple(sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
             environment=encoded.environment if self._has_several else "",
+            images=encoded.images,
         )
         return _Drawn(encoded, asked)
 
@@ -171,7 +172,7 @@ class GrpoAlgorithm:
         drawn = {group: self._drawn(step, "train", group).problem for group in groups}
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
-        prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
+        prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
         if self._config.num_of("teacher") > 1:
             batch = self._with_teachers(batch, drawn)

@@ -178,16 +178,17 @@ class TransformersEngine(RefittedEngine):
 
     def _admit(self) -> list[list[Sequence]]:
         """Take the requests that join now off the queue, grouped by prompt, in queue order."""
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[tuple[object, ...], list[Sequence]] = {}
         num_tokens = 0
         num_free = self._slots.num_slots - self._slots.num_running
         while self._queue and num_free:
-            prompt_ids = self._queue[0].request.prompt_ids
-            if prompt_ids not in groups:
-                num_tokens += len(prompt_ids)
+            request = self._queue[0].request
+            prompt = (request.prompt_ids, request.images)
+            if prompt not in groups:
+                num_tokens += len(request.prompt_ids)
                 if groups and num_tokens > MAX_PROMPT_TOKENS_PER_STEP:
                     break
-            groups.setdefault(prompt_ids, []).append(self._queue.popleft())
+            groups.setdefault(prompt, []).append(self._queue.popleft())
             num_free -= 1
         return list(groups.values())
 

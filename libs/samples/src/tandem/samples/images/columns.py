@@ -1,0 +1,37 @@
+"""The images of sequences as columns of a batch (`tandem.samples.batch.IMAGES`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import WireError
+from tandem.common.messages import ImageRef
+from tandem.samples.batch import Batch
+
+DIGEST_BYTES = 32
+GRID_SIZES = 3
+
+
+def image_columns(images: Sequence[Sequence[ImageRef]]) -> dict[str, NDArray[Any]]:
+    """Return the columns of sequences with these images; a grid of fewer numbers is padded with zeros."""
+    flat = [image for own in images for image in own]
+    digests = np.frombuffer(bytes.fromhex("".join(image.digest for image in flat)), dtype=np.uint8)
+    grids = [(*image.grid, *(0,) * (GRID_SIZES - len(image.grid))) for image in flat]
+    return {
+        "num_images_S": np.array([len(own) for own in images], dtype=np.int32),
+        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
+        "image_grids_IX": np.array(grids, dtype=np.int32).reshape(-1, GRID_SIZES),
+    }
+
+
+def check_images(batch: Batch) -> None:
+    """Raise `WireError` unless each image has a digest and a grid."""
+    for name, size in (("image_digests_IX", DIGEST_BYTES), ("image_grids_IX", GRID_SIZES)):
+        if batch.columns[name].shape[1] != size:
+            raise WireError(f"{name}: {batch.columns[name].shape[1]} numbers an image, must be {size}")
+    if (batch.image_grids_IX < 0).any():
+        raise WireError(f"image_grids_IX: {batch.image_grids_IX.min()}, must be at least 0")

@@ -1,0 +1,48 @@
+"""Images within the text of a message: a marker stands for each, and says which it is and how large.
+
+So a message stays a text on its whole way, from a data set, an environment or a client to the tokenizer. Only the
+tokenizer of a model that sees (`tandem.samples.images.chat`) turns markers into tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_MARKER = re.compile(r"⟦image ([0-9a-f]{64}) ([1-9][0-9]{0,5})x([1-9][0-9]{0,5})⟧")
+
+
+class Marked(NamedTuple):
+    """An image that a marker stands for."""
+
+    digest: str
+    """SHA-256 of its encoded bytes, in hexadecimal."""
+    width: int
+    height: int
+
+
+def marker(digest: str, width: int, height: int) -> str:
+    """Return the marker of an image."""
+    return f"⟦image {digest} {width}x{height}⟧"
+
+
+def split_at_markers(text: str) -> list[str | Marked]:
+    """Return a text's parts in order: text between markers, never empty, and images."""
+    parts: list[str | Marked] = []
+    end = 0
+    for found in _MARKER.finditer(text):
+        if found.start() > end:
+            parts.append(text[end : found.start()])
+        parts.append(Marked(found[1], int(found[2]), int(found[3])))
+        end = found.end()
+    return [*parts, text[end:]] if end < len(text) else parts
+
+
+def marked_in(text: str) -> list[Marked]:
+    """Return the images of a text."""
+    return [part for part in split_at_markers(text) if isinstance(part, Marked)]
+
+
+def shown(text: str) -> str:
+    """Return a text as people read it: ``[image 640x480 3f9ac2]`` for a marker."""
+    return _MARKER.sub(lambda found: f"[image {found[2]}x{found[3]} {found[1][:6]}]", text)
