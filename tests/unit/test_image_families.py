@@ -27,7 +27,7 @@ from tandem.samples.images.families import (
     undrawable_ids,
 )
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
-from tests.harness.vision_models import FAMILIES, SPECIAL, image_processor, picture, write_vision_files
+from tests.harness.vision_models import FAMILIES, SPECIAL, image_processor, whole_processor, write_vision_files
 
 NUM_SIZES = 2000
 
@@ -77,33 +77,6 @@ def their_grid(processor: Any, family: str, size: tuple[int, int]) -> tuple[int,
     return ()
 
 
-def their_processor(family: str, folder: Path, processor: Any) -> Any:
-    """The whole processor of a family, made without what its constructor asks for videos."""
-    import transformers
-
-    names = {
-        "qwen2_5_vl": "Qwen2_5_VLProcessor",
-        "qwen3_vl": "Qwen3VLProcessor",
-        "gemma3": "Gemma3Processor",
-        "smolvlm": "SmolVLMProcessor",
-        "idefics3": "Idefics3Processor",
-    }
-    kind = getattr(transformers, names[family])
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    if family == "gemma3":
-        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_length=16)
-    if family == "idefics3":
-        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_len=16)
-    made = kind.__new__(kind)
-    made.image_processor, made.tokenizer = processor, tokenizer
-    if family == "smolvlm":
-        made.fake_image_token, made.image_token = "<fake_token_around_image>", "<image>"
-        made.global_image_token, made.image_seq_len = "<global-img>", 16
-    else:
-        made.image_token = "<|image_pad|>"
-    return made
-
-
 def test_grids_are_those_of_the_processor(settings: ImageSettings, processor: Any) -> None:
     family = settings.family.model_type
     for width, height in sizes(NUM_SIZES):
@@ -118,7 +91,7 @@ def test_grids_are_those_of_the_processor(settings: ImageSettings, processor: An
 
 def test_expansions_are_those_of_the_processor(settings: ImageSettings, folder: Path, processor: Any) -> None:
     family = settings.family.model_type
-    theirs = their_processor(family, folder, processor)
+    theirs = whole_processor(family, folder, processor)
     for width, height in sizes(200, 120, 1):
         grid = grid_of(settings, width, height) if max(width, height) <= 200 * min(width, height) else None
         assert grid is not None
@@ -287,7 +260,3 @@ def test_families_are_told_by_their_type() -> None:
     assert vision_family({"model_type": "qwen2_5_vl"}) is VISION["qwen2_5_vl"]
     for other in (None, {}, {"model_type": "qwen2"}, {"model_type": "gemma3_text"}, {"model_type": 3}):
         assert vision_family(other) is None
-
-
-def test_pictures_of_one_size_differ() -> None:
-    assert picture(seed=1).tobytes() != picture(seed=2).tobytes()
