@@ -260,3 +260,67 @@ def test_families_are_told_by_their_type() -> None:
     assert vision_family({"model_type": "qwen2_5_vl"}) is VISION["qwen2_5_vl"]
     for other in (None, {}, {"model_type": "qwen2"}, {"model_type": "gemma3_text"}, {"model_type": 3}):
         assert vision_family(other) is None
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "qwen3_vl": (
+        {"patch_size": 16, "merge_size": 2, "size": {"longest_edge": 16777216, "shortest_edge": 65536}},
+        {"patch_size": 16, "spatial_merge_size": 2},
+    ),
+    "smolvlm": (
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}, "do_image_splitting": True},
+        {"image_size": 512, "patch_size": 16},
+    ),
+    "idefics3": (
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}, "do_image_splitting": True},
+        {"image_size": 364, "patch_size": 14},
+    ),
+}
+"""The sizes of published models: those of their processors, and those of their towers."""
+
+
+def bounds(processor: Any) -> Any:
+    from transformers.image_utils import SizeDict
+
+    return SizeDict(**{key: value for key, value in dict(processor.size).items() if value is not None})
+
+
+@pytest.mark.parametrize("family", sorted(PUBLISHED))
+def test_grids_at_the_sizes_of_published_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 6000 pixels a side; the processor's own resizing of pixels, which takes seconds, is left out."""
+    from transformers.image_processing_backends import PilBackend
+
+    processor_fields, tower = PUBLISHED[family]
+    write_vision_files(family, tmp_path)
+    kind = json.loads((tmp_path / "preprocessor_config.json").read_text())["image_processor_type"]
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": kind, "do_rescale": False, "do_normalize": False, **processor_fields})
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(tmp_path, "config.json", vision_config={**config["vision_config"], **tower})
+    settings, processor = read_settings(tmp_path), image_processor(tmp_path)
+
+    def blank(self: Any, image: Any, size: Any, **options: Any) -> Any:
+        return np.broadcast_to(np.uint8(0), (3, size.height, size.width))
+
+    monkeypatch.setattr(PilBackend, "resize", blank)
+    for width, height in [(6000, 4000), (4000, 6000), (1, 180), (180, 1), *sizes(300, 6000, 7)]:
+        image = np.broadcast_to(np.uint8(0), (3, height, width))
+        try:
+            ours = grid_of(settings, width, height)
+        except DataError:
+            continue
+        if settings.family.is_qwen:
+            factor = settings.patch_size * settings.merge_size
+            _, *sides = processor.resize(image, bounds(processor), None, factor).shape
+            theirs: tuple[int, ...] = (1, *(side // settings.patch_size for side in sides))
+        else:
+            edge = settings.crop_size
+            resized_image = processor.resize_for_vision_encoder(processor.resize(image, bounds(processor)), edge)
+            _, rows, columns = processor.split_images(resized_image, {"longest_edge": edge})
+            theirs = (rows, columns)
+        assert ours == theirs, (width, height)
