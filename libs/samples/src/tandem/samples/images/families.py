@@ -1,6 +1,7 @@
-"""The tokens of an image by arithmetic on its size: no pixels, no torch, equal to the processors of Transformers.
+"""The tokens of an image by arithmetic on its size: no pixels, no torch.
 
-Those processors import torch, which the coordinator does without; tests compare over thousands of sizes.
+The results equal those of the processors of Transformers, which import torch; the coordinator does without it. Tests
+compare them over thousands of sizes.
 """
 
 from __future__ import annotations
