@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness.runs.by_hand import in_folder
-from tests.harness.runs.running import BIN, Command, process_of, steps_of, wait_until, write_config
+from tests.harness.runs.running import BIN, Command, joins, merged, process_of, steps_of, wait_until, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
@@ -71,3 +71,17 @@ def test_an_engine_is_built_again_while_no_trainer_works(tmp_path: Path, monkeyp
             assert run.wait() == 0, run.output()
         assert [step.step for step in steps_of("run")] == [*range(1, NUM_STEPS + 1)]
         assert len(re.findall("is lost", run.output())) == 1, run.output()
+
+
+def test_a_trainer_that_was_started_by_hand_has_an_engine_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIMULATED_GPU_STAND_IN", "1")
+    launch = {"trainers": 0, "rollouts": 1, "refit": True}
+    by_hand = {key: value for key, value in ONE_GPU.items() if key != "loss_fn"}
+    config = merged(by_hand, {"grpo": {"max_num_steps": 2}, "cluster": {"launch": launch}})
+    with in_folder(tmp_path), Command(COORDINATOR, "up", write_config(config)) as run:
+        address = run.wait_for(r"tcp://\S+:\d+")[0]
+        with Command(BIN / "trainer", *joins(address)) as trainer:
+            assert run.wait() == 0, run.output() + trainer.output()
+        assert [step.step for step in steps_of("run")] == [1, 2]
