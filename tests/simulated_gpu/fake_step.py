@@ -265,7 +265,8 @@ def tell_phases(meter: Meter, is_megatron: bool) -> None:
         called = getattr(owner, name)
 
         def noted(*arguments: Any, **options: Any) -> Any:
-            before, meter.phase = meter.phase, phase
+            before, is_within = meter.phase, meter.phase != _OPTIMIZER and phase != _OPTIMIZER
+            meter.phase = before if is_within else phase
             try:
                 return called(*arguments, **options)
             finally:

@@ -61,8 +61,11 @@ class _Rank:
         self.trains_all = config.policy.adapters is None
         self.has_head_norms = any(".self_attn.q_norm." in tensor.name for tensor in self.model.tensors)
         self.num_sequences = config.sequences_per_sample
-        num_samples = -(-config.policy.train_global_batch_size // config.data_parallel_size)
-        self.num_micro_batches = -(-num_samples // config.policy.train_micro_batch_size)
+        shares = config.data_parallel_size
+        self.num_trained = -(-config.policy.train_global_batch_size // shares)
+        self.num_scored = max(self.num_trained, -(-config.units_per_step // shares))
+        """Samples of this rank in an optimizer step, and in a step."""
+        self.num_micro_batches = -(-self.num_trained // config.policy.train_micro_batch_size)
         longest, generation = config.policy.max_total_sequence_length, config.policy.generation
         rolls_out = config.declaration.rolls_out
         self.share_scored = min(1.0, generation.max_new_tokens / longest) if rolls_out else 1.0
@@ -81,7 +84,10 @@ class _Rank:
         for section in (policy.sequence_packing, policy.dynamic_batching):
             if section.enabled:
                 by_tokens = section.logprob_mb_tokens if scoring else section.train_mb_tokens
-        rows = (policy.logprob_batch_size if scoring else policy.train_micro_batch_size) * self.num_sequences
+        size, most = policy.train_micro_batch_size, self.num_trained
+        if scoring:
+            size, most = policy.logprob_batch_size, self.num_scored
+        rows = min(size, most) * self.num_sequences
         return (by_tokens or rows * policy.max_total_sequence_length) / self.cp
 
     def divided(self, num_tokens: float) -> float:
@@ -198,6 +204,8 @@ class _DTensorRank(_Rank):
         is_whole = deployment.shard == 1 and self.tp == 1
         self.root, self.largest = (0.0, 0.0) if is_whole else (sizes.pop(""), max(sizes.values()))
         """Elements of what is gathered all along, and of the largest layer."""
+        self.begun = 2 * self.item * self.root
+        """What is gathered at the beginning, in one tensor, and in those that it is copied to."""
 
     def norms(self, num_tokens: float) -> float:
         # The input in float32; normalised, for the gradient of the norm's weight; and the result.
@@ -209,9 +217,8 @@ class _DTensorRank(_Rank):
         return self.item * keys + ((4 + self.item) * (queries + keys) if self.has_head_norms else 0)
 
     def scoring(self) -> Pass:
-        gathered = self.item * (self.root + 2 * self.largest)
-        taken = self.without_gradients(self.layers, self.tokens(scoring=True))
-        return Pass("log-probabilities", 0.0, gathered + taken)
+        taken = self.item * self.root + self.without_gradients(self.layers, self.tokens(scoring=True))
+        return Pass("log-probabilities", 0.0, max(taken, self.begun) + 2 * self.item * self.largest)
 
     def training(self) -> Pass:
         num_tokens, item = self.tokens(scoring=False), self.item
@@ -232,9 +239,9 @@ class _DTensorRank(_Rank):
         gathered = item * self.root
         first = gathered + 2 * item * self.largest + self.scores(num_tokens, trains=True)
         then = gathered + 2 * item * self.largest + output + reduced + work + (last if recomputes else -last)
-        end = gathered + ((item + 4) * self.root + reduced if is_reduced else 0)
+        end = (item + 4) * self.root + reduced if is_reduced else self.begun
         activations = sum(kept) + ends
-        # Kept activations are gone at the end, when the root's gradients are reduced.
+        # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
         return Pass("forward and backward passes", activations, max(first, then, end - activations))
 
 

@@ -43,12 +43,33 @@ class Memory(msgspec.Struct, frozen=True):
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
 
-def memory_of(config: Config, trainers: Side, *, with_activations: bool = True) -> Memory:
-    """Return the memory of the rank that needs most, the first of several."""
+def memory_of(
+    config: Config, trainers: Side, *, with_activations: bool = True, of_refit: Mapping[str, int] | None = None
+) -> Memory:
+    """Return the memory of the rank that needs most, the first of several.
+
+    `of_refit` is what a refit takes of each trainer beside what it holds, by name.
+    """
     deployment = trainers.deployment
     ranks = sorted({deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}.values())
-    found = (_of_rank(config, trainers, rank, with_activations=with_activations) for rank in ranks)
-    return max(found, key=lambda memory: memory.peak.num_bytes)
+    found = [_of_rank(config, trainers, rank, with_activations=with_activations) for rank in ranks]
+    largest = max(found, key=lambda memory: memory.peak.num_bytes)
+    if of_refit is None or not with_activations:
+        return largest
+    extra = of_refit.get(f"trainer-{largest.rank}", 0)
+    return msgspec.structs.replace(largest, phases=(*largest.phases, _refit(config, trainers, largest, extra)))
+
+
+def _refit(config: Config, trainers: Side, memory: Memory, extra: float) -> Phase:
+    """Return the phase in which weights move: a trainer that shares its GPU has the rest in host memory then."""
+    _, master_gradients = _kept(config, trainers, memory.rank)
+    held = dict(memory.kept)
+    if config.policy.generation.colocated.enabled:
+        held |= {name: 0.0 for name in held if "weights" not in name and name != "adapters"}
+    else:
+        held["optimizer"] -= master_gradients
+        held["gradients"] *= config.policy.megatron_cfg.enabled
+    return Phase("refit", held | {"buffers": extra})
 
 
 def _of_rank(config: Config, trainers: Side, rank: int, *, with_activations: bool) -> Memory:

@@ -43,7 +43,7 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
         console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
-        _print_memory(config, both[0], console)
+        _print_memory(config, both[0], explained, console)
     if generates:
         print_ages(config, given, explained.cost.seconds if explained else None, console)
     if explained:
@@ -90,10 +90,11 @@ def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
     return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
 
 
-def _print_memory(config: Config, trainers: Side, console: Console) -> None:
+def _print_memory(config: Config, trainers: Side, explained: Forecast | None, console: Console) -> None:
     """Print the phases of the trainer that needs most. On CPUs, attention and gathering take other memory."""
     on_gpus = is_on_gpus(config)
-    found = memory_of(config, trainers, with_activations=on_gpus)
+    of_refit = None if explained is None else explained.memory
+    found = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit)
     peak, knows = found.peak, len(found.phases) > 1
     is_in_host_memory = config.policy.dtensor_cfg.cpu_offload and not config.policy.megatron_cfg.enabled
     where = " (in host memory)" if is_in_host_memory else ""
