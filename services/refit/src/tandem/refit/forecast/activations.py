@@ -205,7 +205,7 @@ class _DTensorRank(_Rank):
         self.root, self.largest = (0.0, 0.0) if is_whole else (sizes.pop(""), max(sizes.values()))
         """Elements of what is gathered all along, and of the largest layer."""
         self.begun = 2 * self.item * self.root
-        """What is gathered at the beginning, in one tensor, and in those that it is copied to."""
+        """Bytes gathered at the beginning: one tensor, and those that it is copied to."""
 
     def norms(self, num_tokens: float) -> float:
         # The input in float32; normalised, for the gradient of the norm's weight; and the result.
