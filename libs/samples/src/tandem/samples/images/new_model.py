@@ -15,7 +15,7 @@ _TEMPLATE = (
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}"
     "{% endif %}{% endfor %}{% endif %}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""As that of a new model of texts, with images where the message has them."""
+"""The template of a new model of texts, with images where the message has them."""
 
 
 def chat_template(family: VisionFamily) -> str:
