@@ -2,7 +2,7 @@
 
 Rollouts and trainers write the files (`tandem.samples.sample_record`). The coordinator deletes them: the oldest
 steps, if the limit in ``logger.samples`` is exceeded, and leftovers of recorded steps. When a run is resumed, files
-of the steps to come are put aside, to be trained on again (`tandem.coordinator.loop.kept_samples`).
+of the steps to come are put aside, to be trained on again (`tandem.coordinator.loop.restored_samples`).
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.invocation import Invocation
-from tandem.coordinator.loop.kept_samples import KeptSamples
 from tandem.coordinator.loop.loop import Lasting, Loop
 from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.loop.recorder import Recorder
+from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
@@ -184,7 +184,7 @@ def _find_restored(
         return {}
     if config.logger.samples == "off" or not config.generates:
         return {}
-    return KeptSamples(config, samples, run_id, say).find(invocation.ready.algorithm, first_step)
+    return RestoredSamples(config, samples, run_id, say).find(invocation.ready.algorithm, first_step)
 
 
 def _serve_record(

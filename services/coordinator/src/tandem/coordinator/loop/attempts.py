@@ -3,7 +3,7 @@
 An attempt has one scheduler and one loop. It ends with the run, or with the loss of a trainer rank. Then all trainers
 are started again, and the next attempt continues from the newest checkpoint by the rules of ``--resume``. Steps after
 the checkpoint are invalidated (`tandem.coordinator.preparing.resuming`), and their samples are restored and trained on
-again (`tandem.coordinator.loop.kept_samples`). Engines and the refit service stay; the setup requests of each attempt
+again (`tandem.coordinator.loop.restored_samples`). Engines and the refit service stay; the setup requests of each attempt
 reset them.
 
 No message of an earlier attempt passes for an answer: command ids continue from attempt to attempt, and the key of a
@@ -26,9 +26,9 @@ from tandem.common.messages import Shutdown
 from tandem.config import Config
 from tandem.coordinator.loop.assembling import RunSnapshot, assemble, first_command_id, lasting, who_runs_where
 from tandem.coordinator.loop.invocation import Invocation
-from tandem.coordinator.loop.kept_samples import limits_of
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.loop.opening import Opened
+from tandem.coordinator.loop.restored_samples import limits_of
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.processes.known_processes import ProcessesSnapshot

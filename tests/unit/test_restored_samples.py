@@ -11,7 +11,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.messages import Problem, PromptGroup
 from tandem.config import Config, build_config
-from tandem.coordinator.loop.kept_samples import KeptSamples, limits_of
+from tandem.coordinator.loop.restored_samples import RestoredSamples, limits_of
 from tandem.observe.run_folder.journal import Journal, RefitRecord
 from tandem.samples.sample_files import unfinished_path
 from tandem.samples.sample_folder import RestoreLimits, SampleFolder
@@ -78,7 +78,7 @@ def found(config: Config, limits: RestoreLimits = PROVEN) -> tuple[dict[tuple[in
     said: list[str] = []
     folder = SampleFolder(config.logger)
     folder.put_aside_after(4, limits)
-    kept = KeptSamples(config, folder, RUN_ID, said.append).find(Problems(), 5)  # type: ignore[arg-type]
+    kept = RestoredSamples(config, folder, RUN_ID, said.append).find(Problems(), 5)  # type: ignore[arg-type]
     return {place: (Path(group.file).parent.name, group.command_id) for place, group in kept.items()}, said
 
 

@@ -45,7 +45,7 @@ class _Found(NamedTuple):
     kept: RestoredGroup
 
 
-class KeptSamples:
+class RestoredSamples:
     """Groups that were put aside in the rollout log's folder."""
 
     def __init__(self, config: Config, folder: SampleFolder, run_id: str, say: Callable[[str], None]) -> None:
