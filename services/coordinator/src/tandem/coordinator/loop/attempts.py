@@ -3,8 +3,8 @@
 An attempt has one scheduler and one loop. It ends with the run, or with the loss of a trainer rank. Then all trainers
 are started again, and the next attempt continues from the newest checkpoint by the rules of ``--resume``. Steps after
 the checkpoint are invalidated (`tandem.coordinator.preparing.resuming`), and their samples are restored and trained on
-again (`tandem.coordinator.loop.restored_samples`). Engines and the refit service stay; the setup requests of each attempt
-reset them.
+again (`tandem.coordinator.loop.restored_samples`). Engines and the refit service stay; the setup requests of each
+attempt reset them.
 
 No message of an earlier attempt passes for an answer: command ids continue from attempt to attempt, and the key of a
 replaced process is rejected. A process that hangs counts as lost: it is killed if it was launched, and told to exit if
