@@ -120,12 +120,12 @@ def test_a_run_with_guests_is_the_run_without_to_the_bit() -> None:
                 guest.join(TIMEOUT_S)
     assert max(answer.weight_versions[-1] for answer in answers) > 0, "they were answered while it trained"
     assert (samples(), weights_of(RUN / "checkpoints" / "step_6")) == alone
-    assert not (RUN / "guests.json").exists()
+    assert not (RUN / "external_requests.json").exists()
 
 
 def test_a_client_a_rollout_and_the_run_leave_in_mid_stream() -> None:
     with running(LONG) as run, served() as (server, client):
-        assert (RUN / "guests.json").stat().st_mode & 0o077 == 0
+        assert (RUN / "external_requests.json").stat().st_mode & 0o077 == 0
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="another").models.list()
         refused = coordinator("serve", RUN, "--max-batch-size", "4")

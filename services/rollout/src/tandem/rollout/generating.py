@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _REWARD_POLL_S = 0.001
 _UNSCORED = Score(0.0, correct=False)
 """Score of a sample that a limit ended before the environment did; it keeps the rewards of its turns."""
-_GUEST_SHARE, _MOST_GUEST_S = 0.1, 5.0
+_EXTERNAL_SHARE, _MOST_EXTERNAL_S = 0.1, 5.0
 """Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
 
 
@@ -287,7 +287,7 @@ class Generating:
         if self._config.is_colocated and not self.generations:
             if self._parts.external_requests is not None and not self._parts.is_async:
                 self._parts.external_requests.work_for(
-                    min(_GUEST_SHARE * sum(generation.seconds.values()), _MOST_GUEST_S)
+                    min(_EXTERNAL_SHARE * sum(generation.seconds.values()), _MOST_EXTERNAL_S)
                 )
             self._parts.sleep()
         reply = Generated(

@@ -11,7 +11,7 @@ import msgspec
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.journal_file import is_taken
 
-GUESTS_NAME = "guests.json"
+FILE_NAME = "external_requests.json"
 
 
 class EngineServersFile:
@@ -19,7 +19,7 @@ class EngineServersFile:
 
     def __init__(self, folder: Path) -> None:
         """Discard earlier content."""
-        self._path = folder / GUESTS_NAME
+        self._path = folder / FILE_NAME
         self._servers: dict[str, EngineServer] = {}
         self._write()
 
@@ -40,7 +40,7 @@ class EngineServersFile:
 
     def _write(self) -> None:
         """Write the whole file; errors of the disk never stop the run."""
-        temporary = self._path.with_name(f".{GUESTS_NAME}")
+        temporary = self._path.with_name(f".{FILE_NAME}")
         with contextlib.suppress(OSError):
             if not self._servers:
                 self._path.unlink(missing_ok=True)
@@ -57,6 +57,6 @@ def read_engine_servers(folder: Path) -> dict[str, EngineServer] | None:
     if not is_taken(folder):
         return None
     try:
-        return msgspec.json.decode((folder / GUESTS_NAME).read_bytes(), type=dict[str, EngineServer])
+        return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=dict[str, EngineServer])
     except (OSError, msgspec.MsgspecError):
         return {}

@@ -157,7 +157,7 @@ class VllmEngine(RefittedEngine):
             params.frequency_penalty = sampling.frequency_penalty
             params.repetition_penalty = sampling.repetition_penalty
         # Cached keys and values are looked up by the salt, too.
-        salt = f"{'guests of ' if request.is_external else ''}update {self._num_updates}"
+        salt = f"{'external requests of ' if request.is_external else ''}update {self._num_updates}"
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         priority = -1 if request.is_external else 0  # the lower one goes first, where ``scheduling_policy`` is priority
         self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
