@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes, and questions about them: problems for models that see, drawn from a seed."""
+"""Pictures of coloured shapes and questions about them, drawn from a seed, for models that see."""
 
 from __future__ import annotations
 
