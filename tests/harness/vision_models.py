@@ -55,7 +55,7 @@ _PART = {
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] %}{% if p['type'] == 'image' %}PART{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _QWEN_PROCESSOR = {
     "patch_size": 4,

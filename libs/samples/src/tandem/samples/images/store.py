@@ -1,0 +1,141 @@
+"""A folder of images by digest, and a bounded copy of it in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.common.errors import DataError, RunFolderError
+from tandem.common.regular_files import irregular
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageFolder:
+    """A folder of encoded images, each under its digest: ``ab/abcdef...``.
+
+    Any number of processes may write to it: a file appears whole, and the same digest is the same bytes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, digest: str) -> Path:
+        """Return where the image with a digest lies, or would lie."""
+        assert _DIGEST.fullmatch(digest), digest
+        return self.folder / digest[:2] / digest
+
+    def has(self, digest: str) -> bool:
+        """Return whether there is an image with this digest."""
+        return self.path(digest).is_file()
+
+    def put(self, digest: str, image: bytes | Path) -> Path:
+        """Keep an image, and return its path; a file on the same disk is linked, and takes no room.
+
+        Raises `DataError` if a file has other bytes by now, and `RunFolderError` if the folder cannot be written.
+        """
+        path = self.path(digest)
+        if path.is_file():
+            return path
+        partial = path.with_name(f".{uuid.uuid4().hex}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                _write(partial, image)
+                _check(partial.read_bytes(), digest, str(image) if isinstance(image, Path) else "an image")
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"cannot keep an image in {str(self.folder)!r}: {error.strerror or error}") from error
+        return path
+
+    def get(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises `DataError` if it is missing, or is not what was written."""
+        path = self.path(digest)
+        try:
+            if (kind := irregular(path)) is not None:
+                raise DataError(f"image {digest[:12]}: {str(path)!r} is {kind}, not a file")
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise DataError(f"image {digest[:12]} is not in {str(self.folder)!r}") from None
+        except OSError as error:
+            raise DataError(f"cannot read image {digest[:12]} in {str(self.folder)!r}: {error.strerror}") from error
+        return _check(data, digest, str(path))
+
+
+def _write(partial: Path, image: bytes | Path) -> None:
+    if isinstance(image, Path):
+        with contextlib.suppress(OSError):  # another disk, or a file that this user may not link
+            os.link(image.resolve(), partial)
+            return
+        shutil.copyfile(image, partial)
+        return
+    with partial.open("wb") as file:
+        file.write(image)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check(data: bytes, digest: str, what: str) -> bytes:
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest:
+        raise DataError(f"{what} is not image {digest[:12]} but {found[:12]}: it was changed since it was first read")
+    return data
+
+
+class BoundedImages:
+    """Images in memory, up to a number of bytes; the ones longest unused go first. Threads may share it."""
+
+    def __init__(self, read: Callable[[str], bytes], max_bytes: int) -> None:
+        """Take what is missing from `read`, such as `ImageFolder.get`, by digest."""
+        self._read = read
+        self._max_bytes = max_bytes
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._num_bytes
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests of what is held, the one longest unused first."""
+        with self._lock:
+            return tuple(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises what reading it raises."""
+        with self._lock:
+            if digest in self._held:
+                self._held.move_to_end(digest)
+                return self._held[digest]
+        data = self._read(digest)
+        self.put(digest, data)
+        return data
+
+    def put(self, digest: str, data: bytes) -> None:
+        """Hold an image, unless it is larger than all that may be held."""
+        if len(data) > self._max_bytes:
+            return
+        with self._lock:
+            if digest in self._held:
+                return
+            self._held[digest] = data
+            self._num_bytes += len(data)
+            while self._num_bytes > self._max_bytes:
+                _, gone = self._held.popitem(last=False)
+                self._num_bytes -= len(gone)
