@@ -166,6 +166,11 @@ class Data(Section, frozen=True, kw_only=True):
     are learned; null for a question and an answer."""
     system_key: NonEmptyStr | None = None
     """SFT: field with the system message of a conversation, if it is not among its messages."""
+    image_key: NonEmptyStr | None = None
+    """New. Field with a row's image, or list of images, for a model that sees: encoded bytes, a path, or a data URI.
+    Null means ``image`` or ``images``. They stand where the text has ``<image>``, or else in front of it."""
+    max_image_pixels: PositiveInt = 33_554_432
+    """New. Most pixels of an image; a larger one is refused before it is decoded."""
     prompt_key: NonEmptyStr = "prompt"
     """New. DPO and RM: field with the prompt, a text or a list of messages. Rows with `context` and `completions`
     are read as NeMo-RL's preference data."""

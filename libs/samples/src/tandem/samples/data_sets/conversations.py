@@ -22,6 +22,7 @@ from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
 from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
+from tandem.samples.images.rows import ImageRows
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,14 +62,14 @@ Read = Callable[[str, sources.Row, Data], Conversation | None]
 """A function from a row's place, the row, and the section ``data`` to a conversation; None for a tie."""
 
 
-def load_conversations(config: Config) -> ConversationSets:
-    """Load or generate a run's conversations. Raise `DataError` and `ConfigError` as `load_problems` does."""
+def load_conversations(config: Config, images: ImageRows | None = None) -> ConversationSets:
+    """Load or generate a run's conversations; `images` reads those of rows, if the model sees. Raise `DataError` and `ConfigError` as `load_problems` does."""
     data = config.data
     if data.train:
-        return _listed(config)
+        return _listed(config, images)
     read = _reader(config)
     if read is None:
-        problems = load_problems(config)
+        problems = load_problems(config, images)
         write = ConversationWriter(config)
         return ConversationSets(
             train=write(problems.train),
@@ -87,7 +88,7 @@ def load_conversations(config: Config) -> ConversationSets:
         num_ties += len(found) - len(kept)
         return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
 
-    train, apart = sources.rows(data)
+    train, apart = sources.rows(data, images)
     sides = hold_out(
         data,
         conversations(train),
@@ -100,9 +101,9 @@ def load_conversations(config: Config) -> ConversationSets:
     )
 
 
-def _listed(config: Config) -> ConversationSets:
+def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
     """Load the conversations of several datasets."""
-    training, validation = load_parts(config, load_conversations, with_train=True)
+    training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
     own: list[list[Conversation]] = [taken(part) for part in training]
     train = [conversation for conversations in own for conversation in conversations]
     apart: dict[str, HeldOut[Conversation]] = held_out(training, validation)

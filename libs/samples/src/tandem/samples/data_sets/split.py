@@ -28,6 +28,8 @@ from tandem.config.schema import Data
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import Asked
+from tandem.samples.data_sets.shapes import shapes
+from tandem.samples.images.rows import ImageRows
 
 Item = TypeVar("Item")
 
@@ -91,8 +93,8 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
         return [problem for problems in self.held_out.values() for problem in problems]
 
 
-def load_problems(config: Config) -> ProblemSets:
-    """Load or generate the problems of a run.
+def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSets:
+    """Load or generate the problems of a run; `images` reads those of rows, if the model sees.
 
     Raises:
         DataError: a source is missing, empty, malformed, or has too few distinct problems.
@@ -100,15 +102,17 @@ def load_problems(config: Config) -> ProblemSets:
     """
     data = config.data
     if data.train:
-        return _listed(config)
+        return _listed(config, images)
     seed = config.algorithm_section.seed
     match data.dataset_name:
         case "reasoning_gym":
             return _generated(data, sources.reasoning_gym(data, seed))
         case "sliding_puzzle":
             return _generated(data, sources.sliding_puzzle(data, seed))
+        case "shapes" if images is not None:
+            return _generated(data, shapes(data, seed, images))
         case _:
-            train_rows, held_out_rows = sources.rows(data, only_held_out=config.evaluates)
+            train_rows, held_out_rows = sources.rows(data, images, only_held_out=config.evaluates)
 
     def problems(rows: sources.Rows) -> list[Problem]:
         return [sources.problem(where, row, data) for where, row in rows]
@@ -121,10 +125,10 @@ def load_problems(config: Config) -> ProblemSets:
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 
-def _listed(config: Config) -> ProblemSets:
+def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
-    training, validation = load_parts(config, load_problems, with_train=not is_alone)
+    training, validation = load_parts(config, partial(load_problems, images=images), with_train=not is_alone)
     own: list[list[Problem]] = [taken(part) for part in training]
     train = [problem for problems in own for problem in problems]
     held: dict[str, HeldOut[Problem]] = held_out(training, validation)

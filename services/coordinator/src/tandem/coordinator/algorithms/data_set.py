@@ -27,6 +27,7 @@ from tandem.samples.data_sets import (
 from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.images.columns import image_columns
+from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -59,7 +60,8 @@ class DataSetAlgorithm(WithoutGeneration):
         self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
         self._only_last = bool(getattr(section, "only_unmask_final", False))
-        sets = load_conversations(config)
+        self.images = image_rows(config)
+        sets = load_conversations(config, self.images)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
         most = num_validation if num_validation > 0 else None

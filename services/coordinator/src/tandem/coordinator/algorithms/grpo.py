@@ -41,6 +41,7 @@ from tandem.samples.data_sets import (
     steps_capped,
 )
 from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -69,7 +70,8 @@ class GrpoAlgorithm:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        problems = load_problems(config)
+        self.images = image_rows(config)
+        problems = load_problems(config, self.images)
         encoder = PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.
         train = [] if config.evaluates else problems.train_asked(config.data)

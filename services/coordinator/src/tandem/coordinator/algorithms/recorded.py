@@ -27,6 +27,7 @@ from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import as_trained_on, replayed_experts
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_store import SampleStore
+from tandem.samples.images.rows import ImageRows
 from tandem.samples.tokenizer import Tokenizer
 
 SOURCE = "record"
@@ -41,6 +42,7 @@ class RecordedAlgorithm(WithoutGeneration):
         several = len(config.data.train) > 1 or len(config.environments) > 1
         why = "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
         self.notices: tuple[str, ...] = (why,) if several else ()
+        self.images: ImageRows | None = None
         self._config = config
         self._replay = config.replay
         self._steps: RecordedSteps | None = None

@@ -12,6 +12,7 @@ from typing import Never, Protocol
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize, SampleRecord
 from tandem.samples.batch import Batch
+from tandem.samples.images.rows import ImageRows
 
 
 class RunningAlgorithm(Protocol):
@@ -19,6 +20,8 @@ class RunningAlgorithm(Protocol):
 
     notices: tuple[str, ...]
     """Notes on the data for the user before the run begins, one a line."""
+    images: ImageRows | None
+    """Images of the data, to be kept in the run's folder; None if the model does not see."""
 
     @property
     def num_validation(self) -> int:

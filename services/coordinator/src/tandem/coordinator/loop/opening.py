@@ -76,6 +76,8 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     journal = _open_journal(invocation.ready, mode, run_id)
     stack.callback(journal.close)
     write_run_keys(folder, keys)
+    if invocation.ready.algorithm.images is not None:
+        invocation.ready.algorithm.images.keep(image_folder(config).folder)
     watching: list[Observer] = []
     if listener is not None:
         page = PageProcess(journal.folder, listener)

@@ -1,0 +1,115 @@
+"""The images of a data set: rows say them as texts with markers, and a run keeps their bytes in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.common.errors import DataError
+from tandem.config import Config
+from tandem.config.models.vision_families import family_of
+from tandem.samples.images.markers import marker
+from tandem.samples.images.reading import ImageLimits, described
+from tandem.samples.images.store import ImageFolder
+
+IMAGE_FIELDS = ("image", "images")
+"""Fields of rows that may hold images; ``data.image_key`` names another."""
+_PLACEHOLDER = "<image>"
+"""Text in a question that says where an image stands, as many data sets have it; without, images stand in front."""
+
+
+class ImageRows:
+    """A reader of rows with images, for a model that sees."""
+
+    def __init__(self, config: Config) -> None:
+        self._key = config.data.image_key
+        self._limits = ImageLimits(max_pixels=config.data.max_image_pixels)
+        self._found: dict[str, bytes | Path] = {}
+        """Images by digest: their bytes, or the files that they are in."""
+
+    def marked(self, where: str, image: object, folder: Path | None = None) -> str:
+        """Return the marker of an image, given as bytes, path, data URI, or a mapping that has one of these.
+
+        Relative paths begin at `folder`. Raise `DataError` that begins with `where`.
+        """
+        found, source = described(image, where, self._limits, folder)
+        self._found.setdefault(found.digest, source)
+        return marker(*found)
+
+    def row(self, where: str, row: Mapping[str, Any], text_key: str, folder: Path | None) -> dict[str, Any]:
+        """Return a row whose field `text_key`, and whose conversations, have markers in the place of images."""
+        plain = {name: self._parts(where, value, folder) for name, value in row.items()}
+        for key in IMAGE_FIELDS if self._key is None else (self._key,):
+            value = plain.pop(key, None)
+            if value is None:
+                continue
+            images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+            markers = [self.marked(where, image, folder) for image in images]
+            if isinstance(plain.get(text_key), str):
+                plain[text_key] = _placed(where, plain[text_key], markers)
+            elif messages := _messages_in(plain):
+                first = next(message for message in messages if message["role"] == "user")
+                first["content"] = _placed(where, first["content"], markers)
+            else:
+                raise DataError(f"{where} has images, and no text in {text_key!r} (data.input_key) to show them with")
+        return plain
+
+    def _parts(self, where: str, value: Any, folder: Path | None) -> Any:
+        """Return a field with the content parts of its messages as texts; another field as it is."""
+        if not isinstance(value, list) or not all(isinstance(each, Mapping) and "content" in each for each in value):
+            return value
+        return [{**message, "content": self._text(where, message["content"], folder)} for message in value]
+
+    def _text(self, where: str, content: Any, folder: Path | None) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping):
+                raise DataError(f"{where}: a part of a message's content is a mapping, not {type(part).__name__}")
+            kind = part.get("type", "text" if "text" in part else None)
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            elif kind in ("image", "image_url"):
+                value = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if key in part), None)
+                texts.append(self.marked(where, value, folder))
+            else:
+                raise DataError(f"{where}: a part of a message's content is text or an image here, not {kind!r}")
+        return "".join(texts)
+
+    def keep(self, folder: Path) -> None:
+        """Keep all images found so far in a run's folder. Raise `RunFolderError` if that fails."""
+        images = ImageFolder(folder)
+        for digest, source in self._found.items():
+            images.put(digest, source)
+
+
+def image_rows(config: Config) -> ImageRows | None:
+    """Return the reader of a run's images; None if its model does not see."""
+    return None if family_of(config.policy) is None else ImageRows(config)
+
+
+def image_folder(config: Config) -> ImageFolder:
+    """Return the images of a run."""
+    return ImageFolder(Path(config.logger.log_dir).absolute() / "images")
+
+
+def _placed(where: str, text: str, markers: Sequence[str]) -> str:
+    """Return a text with markers where it has ``<image>``, or in front of it."""
+    num_places = text.count(_PLACEHOLDER)
+    if not num_places:
+        return "".join(markers) + text
+    if num_places != len(markers):
+        raise DataError(f"{where} has {len(markers)} images, and {_PLACEHOLDER} {num_places} times in its text")
+    first, *rest = text.split(_PLACEHOLDER)
+    return first + "".join(marker + after for marker, after in zip(markers, rest, strict=True))
+
+
+def _messages_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation of a row that has one; empty if it has none with a user's text."""
+    for value in row.values():
+        if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
+            if any(each.get("role") == "user" and isinstance(each["content"], str) for each in value):
+                return value
+    return []
