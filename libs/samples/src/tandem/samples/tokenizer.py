@@ -256,12 +256,13 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     read.
     """
     tokenizer = load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
-    family = family_of(config.policy)
-    if family is None:
+    if family_of(config.policy) is None:
         return tokenizer
     from tandem.samples.images.chat import VisionTokenizer
+    from tandem.samples.images.families import read_settings
 
-    return VisionTokenizer(tokenizer, family, folder or Path(config.policy.tokenizer.name))
+    where = config.policy.tokenizer.name
+    return VisionTokenizer(tokenizer, read_settings(folder or Path(where), where))
 
 
 def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:

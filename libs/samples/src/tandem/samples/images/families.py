@@ -88,7 +88,7 @@ def _settings(family: VisionFamily, config: Mapping[str, Any], settings: Mapping
         raise KeyError("image_token_id")
     size = settings.get("size") or {}
     is_resized = settings.get("do_resize") is not False
-    common = {"family": family, "image_token_id": int(token_id), "is_resized": is_resized}
+    common: dict[str, Any] = {"family": family, "image_token_id": int(token_id), "is_resized": is_resized}
     vision = config.get("vision_config") or {}
     if family.is_qwen:
         found = ImageSettings(
