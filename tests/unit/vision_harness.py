@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.vision import VisionEngine
-from tandem.samples.images.families import expanded, read_settings, undrawable_ids
-from tandem.samples.images.reading import decode, reference
+from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
+from tandem.samples.images.reading import decode, described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
@@ -30,12 +30,12 @@ CAUSAL = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 class Seeing:
     """A tiny model that sees, in a folder, with a folder of images beside it."""
 
-    def __init__(self, family: str, folder: Path, seed: int = 0) -> None:
+    def __init__(self, family: str, folder: Path, seed: int = 0, images: Path | None = None) -> None:
         self.folder = write_vision_model(family, folder / "model", seed)
         self.settings = read_settings(self.folder)
         self.tokenizer: Tokenizer = load_model_tokenizer(self.folder)
         self.undrawable = undrawable_ids(self.tokenizer, self.settings.family)
-        self.images = ImageFolder(folder / "images")
+        self.images = ImageFolder(images or folder / "images")
         self.model = transformers.AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
         self._processor = load_processor(self.folder)
 
@@ -57,9 +57,10 @@ class Seeing:
         """Draw a picture, keep it among the images, and return its reference."""
         file = io.BytesIO()
         picture(width, height, seed).save(file, "PNG")
-        found, data = reference(file.getvalue(), "test", self.settings)
+        found, data = described(file.getvalue(), "test")
         self.images.put(found.digest, data)
-        return found
+        grid = grid_of(self.settings, width, height)
+        return ImageRef(**found._asdict(), grid=grid, num_tokens=num_tokens(self.settings, grid))
 
     def tokens(self, text: str, images: Sequence[ImageRef] = ()) -> tuple[int, ...]:
         """Return the tokens of a text after those of images."""

@@ -94,13 +94,17 @@ class Conversation:
         self._parts.append(_given(token_ids))
 
     def finish(
-        self, score: Score, cause: Literal["score", "length", "turns"], unscored: Unscored | None = None
+        self,
+        score: Score,
+        cause: Literal["score", "length", "turns"],
+        unscored: Unscored | None = None,
+        version: int = 0,
     ) -> tuple[SampleScored, Batch]:
         """Return the finished sample: ended by a score or a missing score, or by a limit that leaves no room for a
-        response."""
+        response. `version` is the current weight version, for a sample without a response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
         token_ids_T, loss_mask_T, logprobs_T, versions_T = map(np.concatenate, zip(*self._parts, strict=True))
-        made_T = versions_T[loss_mask_T]
+        made_T = versions_T[loss_mask_T] if self.num_turns else np.array([version])
         oldest, newest = int(made_T.min()), int(made_T.max())
         sample = SampleScored(
             group=self.group.group,
@@ -110,7 +114,7 @@ class Conversation:
             num_tokens=self.num_tokens,
             oldest_version=oldest,
             newest_version=newest,
-            tokens_by_version=(len(made_T),) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
+            tokens_by_version=(self._num_made,) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,

@@ -26,6 +26,11 @@ class VisionTokenizer(Tokenizer):
         self.settings = settings
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a feature of an image."""
+        return self.settings.image_token_id
+
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...]:
         """Return the images of messages, in order. Raises `DataError` for one of a shape that the family refuses."""
         contents = (message.get("content") for message in messages)

@@ -25,7 +25,7 @@ from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
-from tandem.samples.images.reading import decode
+from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
 from tandem.samples.routed_experts import RoutedExperts
 
@@ -134,6 +134,7 @@ class VisionEngine(TransformersEngine):
         dtype: Literal["float32", "bfloat16"],
         read_image: Callable[[str], bytes],
         undrawable: tuple[int, ...],
+        limits: ImageLimits = DEFAULT_LIMITS,
         num_threads: int | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
@@ -143,8 +144,8 @@ class VisionEngine(TransformersEngine):
         """Build the engine of a model that sees; see `TransformersEngine` for what is not said here.
 
         `read_image` returns an image's encoded bytes by its digest, or raises `DataError`; `undrawable` are the tokens
-        that are never drawn (`tandem.samples.images.families.undrawable_ids`); `max_feature_bytes` are kept for prompts
-        to come.
+        that are never drawn (`tandem.samples.images.families.undrawable_ids`); larger images than `limits` allow are
+        refused; `max_feature_bytes` are kept for prompts to come.
 
         Raises `ModelError`.
         """
@@ -166,6 +167,7 @@ class VisionEngine(TransformersEngine):
             config_overrides=config_overrides,
         )
         towers.check_model(self._model)
+        self._limits = limits
         self._processor = towers.load_processor(model_folder)
         self._encoded = BoundedImages(read_image, _MAX_ENCODED_BYTES)
         self._pixels = towers.PixelCache(self._process, _MAX_PIXEL_BYTES)
@@ -242,7 +244,7 @@ class VisionEngine(TransformersEngine):
         return picture
 
     def _process(self, digest: str) -> towers.Pixels:
-        image = decode(self._pictures[digest].data, f"image {digest[:12]}")
+        image = decode(self._pictures[digest].data, f"image {digest[:12]}", self._limits)
         return towers.pixels(self._settings.family, self._processor, image)
 
     def _show(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
