@@ -15,9 +15,7 @@ from tandem.samples.images.markers import Marked, marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import described
 from tandem.samples.tokenizer import load_model_tokenizer
-from tests.harness.vision_models import FAMILIES, image_processor, picture, write_vision_files
-from tests.unit.test_image_families import their_processor
-from tests.unit.test_image_reading import encoded
+from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
 
@@ -29,7 +27,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> VisionTokenizer:
-    return VisionTokenizer(load_model_tokenizer(folder), read_settings(folder))
+    return VisionTokenizer(load_model_tokenizer(folder), folder)
 
 
 def image(width: int = 48, height: int = 40, seed: int = 0) -> Marked:
@@ -49,7 +47,7 @@ def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: P
     """From pictures to tokens, and the pixels' own count of features beside them."""
     family = tokenizer.settings.family
     processor = image_processor(folder)
-    theirs = their_processor(family.model_type, folder, processor)
+    theirs = whole_processor(family.model_type, folder, processor)
     pictures = [picture(48, 40, 1), picture(200, 33, 2), picture(20, 90, 3)]
     message = {
         "role": "user",
@@ -100,7 +98,7 @@ def test_a_conversation_without_images_is_as_before(tokenizer: VisionTokenizer) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_without_parts_gets_texts(family: str, tmp_path: Path) -> None:
     write_vision_files(family, tmp_path, PLAIN)
-    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), read_settings(tmp_path))
+    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), tmp_path)
     messages = [user("a ", image(), " b"), {"role": "assistant", "content": "c"}]
     shown = f"user:a {tokenizer.settings.family.part} b\nassistant:c\n"
     token_ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
@@ -112,7 +110,7 @@ def test_a_template_that_drops_images_is_refused(folder: Path, tmp_path: Path) -
     template = "{% for m in messages %}" + texts + "{% endfor %}"
     family = read_settings(folder).family.model_type
     write_vision_files(family, tmp_path, template)
-    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), read_settings(tmp_path))
+    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"chat_template: .* writes 0 × <.*> for 1 images"):
         tokenizer.render_chat([user("a", image())], add_generation_prompt=True)
 
@@ -167,4 +165,4 @@ def test_a_tokenizer_of_texts_is_refused(tokenizer: VisionTokenizer, tmp_path: P
     others = "idefics3" if tokenizer.settings.family.model_type == "gemma3" else "gemma3"
     other = load_model_tokenizer(write_vision_files(others, tmp_path))
     with pytest.raises(ModelError, match="has no token"):
-        VisionTokenizer(other, tokenizer.settings)
+        VisionTokenizer(other, Path(tokenizer.where))

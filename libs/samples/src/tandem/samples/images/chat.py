@@ -1,13 +1,22 @@
-"""Conversations with images as tokens: a tokenizer that knows what the markers of images stand for."""
+"""Conversations with images as tokens: the tokenizer of a model that sees."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
-from tandem.samples.images.families import ImageSettings, check_tokenizer, expanded, grid_of, num_tokens
+from tandem.samples.images.families import (
+    PROCESSOR_FILES,
+    check_tokenizer,
+    expanded,
+    grid_of,
+    num_tokens,
+    read_settings,
+)
 from tandem.samples.images.markers import Marked, marked_in, marker, split_at_markers
 from tandem.samples.tokenizer import Tokenizer
 
@@ -18,18 +27,29 @@ class VisionTokenizer(Tokenizer):
     A rendered conversation still has its markers, where the template writes its placeholders.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: ImageSettings) -> None:
-        """Take the place of a tokenizer. Raises `ModelError` if it lacks the special tokens of images."""
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        """Take the place of a tokenizer; `folder` has the files of its model.
+
+        Raises `ModelError` if they do not say how images become tokens, or if special tokens of images are missing.
+        """
         super().__init__(tokenizer.hugging_face, tokenizer.where, tokenizer._variables)
         self._template = tokenizer._template  # it knows the key that errors name
-        check_tokenizer(tokenizer, settings)
-        self.settings = settings
+        self._folder = folder
+        self.settings = read_settings(folder, tokenizer.where)
+        check_tokenizer(tokenizer, self.settings)
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
     @property
     def image_token_id(self) -> int:
         """The token that stands for a feature of an image."""
         return self.settings.image_token_id
+
+    def save(self, folder: Path) -> None:
+        """Write the files of tokenizer and image processor beside a model's weights."""
+        super().save(folder)
+        for name in ("config.json", *PROCESSOR_FILES):
+            if (self._folder / name).exists() and not (folder / name).exists():
+                shutil.copyfile(self._folder / name, folder / name)
 
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...]:
         """Return the images of messages, in order. Raises `DataError` for one of a shape that the family refuses."""

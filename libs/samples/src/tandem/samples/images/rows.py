@@ -8,11 +8,11 @@ from typing import Any
 
 from tandem.common.errors import DataError
 from tandem.config import Config
-from tandem.config.models.vision_families import family_of
 from tandem.samples.images.markers import marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.tokenizer import Tokenizer
 
 IMAGE_FIELDS = ("image", "images")
 """Fields of rows that may hold images; ``data.image_key`` names another."""
@@ -72,9 +72,9 @@ class ImageRows:
             images.put(digest, source)
 
 
-def image_rows(config: Config) -> ImageRows | None:
+def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
     """Return the reader of a run's images; None if its model does not see."""
-    return None if family_of(config.policy) is None else ImageRows(config)
+    return None if tokenizer.images_in(()) is None else ImageRows(config)
 
 
 def image_folder(config: Config) -> ImageFolder:

@@ -23,8 +23,8 @@ from tandem.config import Config
 from tandem.config.models.lora import is_adapter, tensor_name
 from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
+from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
-from tandem.samples.tokenizer import load_tokenizer
 from tandem.trainer import context, shards
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
