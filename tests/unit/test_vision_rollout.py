@@ -43,7 +43,9 @@ class SeeingRollout(Rollout):
 
     def shown(self, number: int, image: ImageRef | None, seeds: list[int], then: ImageRef | None = None) -> PromptGroup:
         """Return a group whose prompt shows an image, and whose environment shows one then."""
-        first, later = (("" if each is None else marker(each.digest, each.width, each.height)) for each in (image, then))
+        first, later = (
+            ("" if each is None else marker(each.digest, each.width, each.height)) for each in (image, then)
+        )
         messages = [{"role": "user", "content": f"{first}how many?"}]
         return PromptGroup(
             group=number,
@@ -92,11 +94,13 @@ def test_samples_whose_images_cannot_be_read_fail_by_name_and_the_others_go_on(r
         failed, arrays = samples[0, number]
         assert f"image {gone.digest[:12]} is not in" in failed.failure
         assert (failed.num_turns, failed.response_length, failed.reward) == (0, 0, 0.0)
+        assert failed.dropped
         assert not arrays.loss_mask_T.any()
         assert samples[2, number][0].reward == 1.0
     failed, arrays = samples[1, 0]
     assert f"is not image {damaged.digest[:12]}" in failed.failure
-    assert failed.num_turns == 1
+    assert (failed.num_turns, failed.dropped) == (1, False)
+    assert [bytes(row).hex() for row in arrays.image_digests_IX] == [there.digest], "its last turn is taken back"
     assert failed.response_length == arrays.loss_mask_T.sum() > 0
 
 

@@ -79,9 +79,7 @@ class Seeing:
             seed=number if seed is None else seed,
         )
 
-    def logprobs(
-        self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None
-    ) -> NDArray[np.float32]:
+    def logprobs(self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None) -> NDArray[np.float32]:
         """Return the log-probabilities of a response by Hugging Face's own forward pass over the whole sequence."""
         ids_1T = torch.tensor([[*request.prompt_ids, *token_ids_T.tolist()]])
         inputs: dict[str, Any] = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}

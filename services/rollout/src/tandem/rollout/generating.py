@@ -258,6 +258,10 @@ class Generating:
         for number, why in self._unreadable.items():
             conversation = self._generation_of[number].conversations[number]
             unscored = self._environments.refuse(conversation.group, conversation.messages, why)
+            if conversation.num_turns:
+                conversation.take_back_answer()
+            else:  # trainers could not read the prompt either
+                unscored = msgspec.structs.replace(unscored, dropped=True)
             version = self._parts.engine.version or 0
             self._end(finished, number, *conversation.finish(_UNSCORED, "score", unscored, version))
         self._unreadable.clear()

@@ -29,7 +29,7 @@ def load_skeleton(
     with_weights: bool = False,
     config_overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build the language model, with its tower if it sees, that ``config.json`` in `model_folder` describes, parameters uninitialised.
+    """Build the model that ``config.json`` in `model_folder` describes, with its tower if it sees, uninitialised.
 
     Buffers such as rotary frequencies are computed. Parameters stay uninitialised, or come from the folder's
     safetensors files if asked for. Raises `ModelError` if the folder holds no model, or one that slots of `max_length`

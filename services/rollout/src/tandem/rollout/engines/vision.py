@@ -95,7 +95,7 @@ class View:
     positions_XT: Int64s
     """Positions of the prompt's tokens, a row or three."""
     delta: int
-    """What the position of a token made later is ahead of its index."""
+    """Difference of the position and the index of a token made later."""
 
     def positions(self, length: int) -> Int64s:
         """Return the positions of the prompt and of the tokens made after it, `length` in all."""
@@ -105,13 +105,13 @@ class View:
 
 
 class VisionSlots(Slots):
-    """Slots that know what the positions of new tokens are ahead of their indices."""
+    """Slots that also know the positions of new tokens."""
 
     def __init__(self, num_slots: int, max_length: int, experts: RoutedExperts | None = None) -> None:
         super().__init__(num_slots, max_length, experts)
         self.delta_S = np.zeros(num_slots, np.int64)
         self.views: dict[int, View] = {}
-        """What unfinished requests see, by request."""
+        """Views of unfinished requests, by request."""
 
     def join(self, sequence: Sequence) -> None:
         """Give the sequence the next slot, its prompt counted as cached."""
