@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
 from tandem.samples.assignment import NO_RANK, batches_of_samples
 from tandem.samples.batch import Batch, Float32s
+from tandem.samples.images.families import ImageSettings, read_settings
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
@@ -407,6 +409,7 @@ def _shards(
     """
     models = config.holds if exchange is None else exchange.model_group.models
     first = backend.replicas(models[0])
+    sees = "num_images_S" in own.columns
     here = None if exchange is None else exchange.shard(backend, own)
     by_sizes = {first.sizes: (whole, own) if here is None else here}
     shards: dict[Model, Shard] = {}
@@ -421,8 +424,15 @@ def _shards(
             shares_prompts=settings.share_prompts and backend.shares_prompts,
             unit=config.sequences_per_sample,
             experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
+            image_settings=_image_settings(config.policy.tokenizer.name) if sees else None,
         )
     return shards
+
+
+@cache
+def _image_settings(folder: str) -> ImageSettings:
+    """Return the settings by which the tokens of images were counted."""
+    return read_settings(Path(folder))
 
 
 def _scores(columns: Columns) -> dict[Source, Float32s]:
