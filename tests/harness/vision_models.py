@@ -5,6 +5,7 @@ Heads have 32 dimensions, so that vLLM's build for CPUs takes them. A picture is
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,40 @@ def image_processor(folder: Path) -> Any:
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder)
+
+
+def whole_processor(family: str, folder: Path, processor: Any) -> Any:
+    """Return the whole processor of a family, made without what its constructor asks for videos."""
+    import transformers
+
+    names = {
+        "qwen2_5_vl": "Qwen2_5_VLProcessor",
+        "qwen3_vl": "Qwen3VLProcessor",
+        "gemma3": "Gemma3Processor",
+        "smolvlm": "SmolVLMProcessor",
+        "idefics3": "Idefics3Processor",
+    }
+    kind = getattr(transformers, names[family])
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    if family == "gemma3":
+        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_length=TOKENS_PER_IMAGE)
+    if family == "idefics3":
+        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_len=TOKENS_PER_IMAGE)
+    made = kind.__new__(kind)
+    made.image_processor, made.tokenizer = processor, tokenizer
+    if family == "smolvlm":
+        made.fake_image_token, made.image_token = "<fake_token_around_image>", "<image>"
+        made.global_image_token, made.image_seq_len = "<global-img>", TOKENS_PER_IMAGE
+    else:
+        made.image_token = "<|image_pad|>"
+    return made
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return a picture as the bytes of a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def picture(width: int = 48, height: int = 40, seed: int = 0) -> Image.Image:

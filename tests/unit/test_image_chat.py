@@ -14,9 +14,7 @@ from tandem.samples.images.chat import VisionTokenizer, has_images, with_referen
 from tandem.samples.images.families import expansion, grid_of, num_tokens, read_settings
 from tandem.samples.images.reading import reference
 from tandem.samples.tokenizer import load_model_tokenizer
-from tests.harness.vision_models import FAMILIES, image_processor, picture, write_vision_files
-from tests.unit.test_image_families import their_processor
-from tests.unit.test_image_reading import encoded
+from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
 
@@ -50,7 +48,7 @@ def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: P
     """From pictures to tokens, and the pixels' own count of features beside them."""
     family = tokenizer.settings.family
     processor = image_processor(folder)
-    theirs = their_processor(family.model_type, folder, processor)
+    theirs = whole_processor(family.model_type, folder, processor)
     pictures = [picture(48, 40, 1), picture(200, 33, 2), picture(20, 90, 3)]
     message = {
         "role": "user",

@@ -27,7 +27,7 @@ from tandem.samples.images.families import (
     undrawable_ids,
 )
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
-from tests.harness.vision_models import FAMILIES, SPECIAL, image_processor, picture, write_vision_files
+from tests.harness.vision_models import FAMILIES, SPECIAL, image_processor, whole_processor, write_vision_files
 
 NUM_SIZES = 2000
 
@@ -77,33 +77,6 @@ def their_grid(processor: Any, family: str, size: tuple[int, int]) -> tuple[int,
     return ()
 
 
-def their_processor(family: str, folder: Path, processor: Any) -> Any:
-    """The whole processor of a family, made without what its constructor asks for videos."""
-    import transformers
-
-    names = {
-        "qwen2_5_vl": "Qwen2_5_VLProcessor",
-        "qwen3_vl": "Qwen3VLProcessor",
-        "gemma3": "Gemma3Processor",
-        "smolvlm": "SmolVLMProcessor",
-        "idefics3": "Idefics3Processor",
-    }
-    kind = getattr(transformers, names[family])
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    if family == "gemma3":
-        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_length=16)
-    if family == "idefics3":
-        return kind(image_processor=processor, tokenizer=tokenizer, image_seq_len=16)
-    made = kind.__new__(kind)
-    made.image_processor, made.tokenizer = processor, tokenizer
-    if family == "smolvlm":
-        made.fake_image_token, made.image_token = "<fake_token_around_image>", "<image>"
-        made.global_image_token, made.image_seq_len = "<global-img>", 16
-    else:
-        made.image_token = "<|image_pad|>"
-    return made
-
-
 def test_grids_are_those_of_the_processor(settings: ImageSettings, processor: Any) -> None:
     family = settings.family.model_type
     for width, height in sizes(NUM_SIZES):
@@ -118,7 +91,7 @@ def test_grids_are_those_of_the_processor(settings: ImageSettings, processor: An
 
 def test_expansions_are_those_of_the_processor(settings: ImageSettings, folder: Path, processor: Any) -> None:
     family = settings.family.model_type
-    theirs = their_processor(family, folder, processor)
+    theirs = whole_processor(family, folder, processor)
     for width, height in sizes(200, 120, 1):
         grid = grid_of(settings, width, height) if max(width, height) <= 200 * min(width, height) else None
         assert grid is not None
@@ -289,5 +262,65 @@ def test_families_are_told_by_their_type() -> None:
         assert vision_family(other) is None
 
 
-def test_pictures_of_one_size_differ() -> None:
-    assert picture(seed=1).tobytes() != picture(seed=2).tobytes()
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "qwen3_vl": (
+        {"patch_size": 16, "merge_size": 2, "size": {"longest_edge": 16777216, "shortest_edge": 65536}},
+        {"patch_size": 16, "spatial_merge_size": 2},
+    ),
+    "smolvlm": (
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}, "do_image_splitting": True},
+        {"image_size": 512, "patch_size": 16},
+    ),
+    "idefics3": (
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}, "do_image_splitting": True},
+        {"image_size": 364, "patch_size": 14},
+    ),
+}
+"""The sizes of published models: those of their processors, and those of their towers."""
+
+
+def bounds(processor: Any) -> Any:
+    from transformers.image_utils import SizeDict
+
+    return SizeDict(**{key: value for key, value in dict(processor.size).items() if value is not None})
+
+
+@pytest.mark.parametrize("family", sorted(PUBLISHED))
+def test_grids_at_the_sizes_of_published_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 6000 pixels a side; the processor's own resizing of pixels, which takes seconds, is left out."""
+    from transformers.image_processing_backends import PilBackend
+
+    processor_fields, tower = PUBLISHED[family]
+    write_vision_files(family, tmp_path)
+    kind = json.loads((tmp_path / "preprocessor_config.json").read_text())["image_processor_type"]
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": kind, "do_rescale": False, "do_normalize": False, **processor_fields})
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(tmp_path, "config.json", vision_config={**config["vision_config"], **tower})
+    settings, processor = read_settings(tmp_path), image_processor(tmp_path)
+
+    def blank(self: Any, image: Any, size: Any, **options: Any) -> Any:
+        return np.broadcast_to(np.uint8(0), (3, size.height, size.width))
+
+    monkeypatch.setattr(PilBackend, "resize", blank)
+    for width, height in [(6000, 4000), (4000, 6000), (1, 180), (180, 1), *sizes(300, 6000, 7)]:
+        image = np.broadcast_to(np.uint8(0), (3, height, width))
+        try:
+            ours = grid_of(settings, width, height)
+        except DataError:
+            continue
+        if settings.family.is_qwen:
+            factor = settings.patch_size * settings.merge_size
+            _, *sides = processor.resize(image, bounds(processor), None, factor).shape
+            theirs: tuple[int, ...] = (1, *(side // settings.patch_size for side in sides))
+        else:
+            edge = settings.crop_size
+            resized_image = processor.resize_for_vision_encoder(processor.resize(image, bounds(processor)), edge)
+            _, rows, columns = processor.split_images(resized_image, {"longest_edge": edge})
+            theirs = (rows, columns)
+        assert ours == theirs, (width, height)

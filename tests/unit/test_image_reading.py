@@ -24,18 +24,12 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.config.models.vision_families import VISION
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.images.reading import ImageLimits, decode, reference
-from tests.harness.vision_models import picture
+from tests.harness.vision_models import encoded, picture
 
 SETTINGS = ImageSettings(
     family=VISION["qwen2_5_vl"], image_token_id=5, patch_size=4, min_pixels=16 * 16, max_pixels=64 * 64
 )
 WHERE = "data.train: row photos.jsonl:12"
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def refused(value: object, says: str, **options: Any) -> None:

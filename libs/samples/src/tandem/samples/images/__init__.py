@@ -1,1 +1,4 @@
-"""Images of prompts: how they are read and kept, and how many tokens they become. No torch, and PIL only to read."""
+"""Images of prompts: how they are read and kept, and which tokens they become.
+
+Nothing here imports torch, and PIL is imported when the first image is read.
+"""

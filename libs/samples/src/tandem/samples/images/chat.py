@@ -1,4 +1,4 @@
-"""Conversations with images as tokens: a tokenizer that writes each image's expansion where a template names it."""
+"""Conversations with images as tokens: the tokenizer of a model that sees."""
 
 from __future__ import annotations
 

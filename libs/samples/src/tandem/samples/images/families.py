@@ -1,6 +1,7 @@
-"""The tokens of an image by arithmetic on its size: no pixels, no torch, equal to the processors of Transformers.
+"""The tokens of an image by arithmetic on its size: no pixels, no torch.
 
-Those processors import torch, which the coordinator does without; tests compare over thousands of sizes.
+The results equal those of the processors of Transformers, which import torch; the coordinator does without it. Tests
+compare them over thousands of sizes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _settings(family: VisionFamily, config: Mapping[str, Any], settings: Mapping
         raise KeyError("image_token_id")
     size = settings.get("size") or {}
     is_resized = settings.get("do_resize") is not False
-    common = {"family": family, "image_token_id": int(token_id), "is_resized": is_resized}
+    common: dict[str, Any] = {"family": family, "image_token_id": int(token_id), "is_resized": is_resized}
     vision = config.get("vision_config") or {}
     if family.is_qwen:
         found = ImageSettings(

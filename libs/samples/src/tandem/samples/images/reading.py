@@ -1,7 +1,8 @@
-"""Read images of prompts from files, bytes and data URIs, within limits. Nothing is fetched over a network.
+"""Read images of prompts from files, bytes and data URIs, within limits.
 
-`reference` reads headers alone: it tells sizes and digests without decoding pixels, so that the coordinator can do it
-for a whole data set. `decode` makes pixels. PIL is imported when the first image is read.
+Nothing is fetched over a network. `reference` reads headers alone: it tells sizes and digests without decoding pixels,
+so that the coordinator can do it for a whole data set. `decode` makes pixels. PIL is imported when the first image is
+read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +30,8 @@ from tandem.samples.images.families import ImageSettings, grid_of, num_tokens
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
+
+_T = TypeVar("_T")
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ORIENTATION = 0x0112
@@ -170,7 +173,7 @@ def _opened(data: bytes, where: str, limits: ImageLimits) -> ImageFile:
         raise DataError(f"{where}: the image is no PNG, JPEG, WEBP or GIF")
     if (canvas := _webp_canvas(data)) is not None:
         _check_size(canvas, where, limits)  # its reader takes memory for the canvas at once
-    image: ImageFile = _tried(lambda: _readers()[kind](io.BytesIO(data)), where)
+    image = _tried(lambda: _readers()[kind](io.BytesIO(data)), where)
     _check_size(image.size, where, limits)
     return image
 
@@ -219,7 +222,7 @@ def _readers() -> dict[str, Callable[[Any], ImageFile]]:
     }
 
 
-def _tried(act: Callable[[], Any], where: str) -> Any:
+def _tried(act: Callable[[], _T], where: str) -> _T:
     try:
         return act()
     except (ConfigError, MemoryError):
