@@ -15,7 +15,7 @@ from smoke import sized
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples.batch import Batch
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 
 CHARACTERS = "0123456789+-= "
 MODEL = {

@@ -36,7 +36,7 @@ from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.generating import Generating
 from tandem.rollout.service import RolloutService
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 
 NUM_ROUNDS = 5
 NUM_GROUPS, NUM_TURNS = sized(8, 2), 4

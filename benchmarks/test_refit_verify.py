@@ -27,7 +27,7 @@ from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, 
 from tandem.config import config_from_json
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 
 NUM_ROUNDS = 7
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))

@@ -7,7 +7,8 @@ from typing import Any
 
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.samples.model_files import load_tokenizer, write_new_model
+from tandem.samples.tokenizer import Tokenizer
 
 SUMS: dict[str, Any] = {
     "dataset_name": "reasoning_gym",

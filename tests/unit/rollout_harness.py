@@ -44,8 +44,8 @@ from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService
 from tandem.samples.batch import Batch
+from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.sample_store import SampleStore
-from tandem.samples.tokenizer import load_tokenizer, write_new_model
 
 CHARACTERS = "0123456789au: \n"
 TEMPLATE = (

@@ -18,7 +18,8 @@ from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.samples.assignment import Assignment, batches_of_samples
 from tandem.samples.batch import Batch
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.samples.model_files import load_tokenizer, write_new_model
+from tandem.samples.tokenizer import Tokenizer
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "grpo",

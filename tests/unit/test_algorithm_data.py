@@ -35,7 +35,8 @@ from tandem.samples.data_sets import (
     sample_seed,
 )
 from tandem.samples.data_sets.chat import EncodedSolution
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer
+from tandem.samples.model_files import load_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"

@@ -19,7 +19,8 @@ from tandem.config.named import NAMED
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.samples.batch import Batch
 from tandem.samples.data_sets import load_conversations
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer
+from tandem.samples.model_files import load_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 
 WRONG = "tandem.coordinator.data.worked:wrong_number"
 ROLES = {"u": "user", "a": "assistant", "s": "system"}

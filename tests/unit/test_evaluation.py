@@ -22,7 +22,7 @@ from tandem.rollout.environments.exact_match import ExactMatch
 from tandem.rollout.environments.math import MathVerify
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.reasoning_gym import ReasoningGym
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

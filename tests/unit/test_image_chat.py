@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tandem.common.errors import ConfigError, DataError, ModelError
-from tandem.common.messages import ImageRef
-from tandem.samples.images.chat import VisionTokenizer, has_images, with_references
-from tandem.samples.images.families import expansion, grid_of, num_tokens, read_settings
-from tandem.samples.images.reading import reference
+from tandem.samples.images.chat import VisionTokenizer
+from tandem.samples.images.families import expansion, grid_of, read_settings
+from tandem.samples.images.markers import Marked, marker
+from tandem.samples.images.parts import with_markers
+from tandem.samples.images.reading import described
 from tandem.samples.tokenizer import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
 
@@ -26,22 +27,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> VisionTokenizer:
-    return VisionTokenizer(load_model_tokenizer(folder), read_settings(folder))
+    return VisionTokenizer(load_model_tokenizer(folder), folder)
 
 
-def ref(tokenizer: VisionTokenizer, width: int = 48, height: int = 40, seed: int = 0) -> ImageRef:
-    grid = grid_of(tokenizer.settings, width, height)
-    digest = hashlib.sha256(f"{width} {height} {seed}".encode()).hexdigest()
-    number = num_tokens(tokenizer.settings, grid)
-    return ImageRef(digest=digest, width=width, height=height, grid=grid, num_tokens=number)
+def image(width: int = 48, height: int = 40, seed: int = 0) -> Marked:
+    return Marked(hashlib.sha256(f"{width} {height} {seed}".encode()).hexdigest(), width, height)
 
 
-def user(*parts: object) -> dict[str, Any]:
-    content = [
-        {"type": "image", "image": part} if isinstance(part, ImageRef) else {"type": "text", "text": part}
-        for part in parts
-    ]
-    return {"role": "user", "content": content}
+def user(*parts: Marked | str) -> dict[str, Any]:
+    return {"role": "user", "content": "".join(marker(*p) if isinstance(p, Marked) else p for p in parts)}
+
+
+def expanded_in(text: str, tokenizer: VisionTokenizer, shown: Marked) -> str:
+    settings = tokenizer.settings
+    return text.replace(settings.family.placeholder, expansion(settings, grid_of(settings, shown.width, shown.height)))
 
 
 def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: Path) -> None:
@@ -60,27 +59,30 @@ def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: P
             "How many?",
         ],
     }
-    got = tokenizer.encode_images(
-        [message],
-        lambda value: reference(value, "here", tokenizer.settings)[0],
-        add_generation_prompt=True,
-    )
+    marked = with_markers([message], lambda value: marker(*described(value, "here")[0]))
+    token_ids, images = tokenizer.encode_chat(marked, add_generation_prompt=True), tokenizer.images_in(marked)
     extra = {"return_row_col_info": True} if family.has_crops else {}
     pixels = processor(images=[pictures] if family.has_crops else pictures, return_tensors="np", **extra)
     text = f"user:{family.part}and {family.part}{family.part}How many?\nassistant:"
     first, *others = text.split(family.placeholder)
     whole = first + "".join(theirs.replace_image_token(pixels, index) + rest for index, rest in enumerate(others))
-    assert got.token_ids == tokenizer.encode(whole)
-    assert [(image.width, image.height) for image in got.images] == [(48, 40), (200, 33), (20, 90)]
-    assert got.token_ids.count(tokenizer.settings.image_token_id) == sum(image.num_tokens for image in got.images)
+    assert token_ids == tokenizer.encode(whole)
+    assert [(image.width, image.height) for image in images] == [(48, 40), (200, 33), (20, 90)]
+    assert token_ids.count(tokenizer.settings.image_token_id) == sum(image.num_tokens for image in images)
 
 
 def test_a_later_turn_has_its_own_images(tokenizer: VisionTokenizer) -> None:
-    image = ref(tokenizer)
-    after = tokenizer.encode_continuation([user("look ", image)], tokenizer.eos_id)
+    after = tokenizer.encode_continuation([user("look ", image())], tokenizer.eos_id)
     text = f"\nuser:look {tokenizer.settings.family.part}\nassistant:"
-    shown = text.replace(tokenizer.settings.family.placeholder, expansion(tokenizer.settings, image.grid))
-    assert after == tokenizer.encode(shown)
+    assert after == tokenizer.encode(expanded_in(text, tokenizer, image()))
+
+
+def test_a_rendered_conversation_has_its_markers(tokenizer: VisionTokenizer) -> None:
+    messages = [user(image(), "and ", image(20, 90)), {"role": "assistant", "content": "three"}]
+    before = tokenizer.render_chat(messages[:1], add_generation_prompt=True)
+    assert [each in before for each in (marker(*image()), marker(*image(20, 90)))] == [True, True]
+    assert tokenizer.render_chat(messages, add_generation_prompt=False).startswith(before)
+    assert tokenizer.unknown_characters(before) == ""
 
 
 def test_a_conversation_without_images_is_as_before(tokenizer: VisionTokenizer) -> None:
@@ -96,14 +98,11 @@ def test_a_conversation_without_images_is_as_before(tokenizer: VisionTokenizer) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_without_parts_gets_texts(family: str, tmp_path: Path) -> None:
     write_vision_files(family, tmp_path, PLAIN)
-    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), read_settings(tmp_path))
-    image = ref(tokenizer)
-    messages = [user("a ", image, " b"), {"role": "assistant", "content": "c"}]
-    part = tokenizer.settings.family.part
-    shown = f"user:a {part} b\nassistant:c\n".replace(
-        tokenizer.settings.family.placeholder, expansion(tokenizer.settings, image.grid)
-    )
-    assert tokenizer.render_chat(messages, add_generation_prompt=False) == shown
+    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), tmp_path)
+    messages = [user("a ", image(), " b"), {"role": "assistant", "content": "c"}]
+    shown = f"user:a {tokenizer.settings.family.part} b\nassistant:c\n"
+    token_ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert token_ids == tokenizer.encode(expanded_in(shown, tokenizer, image()))
 
 
 def test_a_template_that_drops_images_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -111,16 +110,15 @@ def test_a_template_that_drops_images_is_refused(folder: Path, tmp_path: Path) -
     template = "{% for m in messages %}" + texts + "{% endfor %}"
     family = read_settings(folder).family.model_type
     write_vision_files(family, tmp_path, template)
-    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), read_settings(tmp_path))
+    tokenizer = VisionTokenizer(load_model_tokenizer(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"chat_template: .* writes 0 × <.*> for 1 images"):
-        tokenizer.render_chat([user("a", ref(tokenizer))], add_generation_prompt=True)
+        tokenizer.render_chat([user("a", image())], add_generation_prompt=True)
 
 
 def test_a_text_cannot_pretend_to_be_an_image(tokenizer: VisionTokenizer) -> None:
     for token in tokenizer.settings.family.tokens:
-        for message in (user(f"what is {token}?"), {"role": "user", "content": f"what is {token}?"}):
-            with pytest.raises(DataError, match=r"a text contains <.*, which stands for images"):
-                tokenizer.encode_chat([message], add_generation_prompt=True)
+        with pytest.raises(DataError, match=r"a text contains <.*, which stands for images"):
+            tokenizer.encode_chat([user(f"what is {token}?")], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -135,45 +133,36 @@ def test_a_text_cannot_pretend_to_be_an_image(tokenizer: VisionTokenizer) -> Non
     ],
 )
 def test_other_parts_are_refused(part: object, says: str) -> None:
-    def refer(value: object) -> ImageRef:
-        raise AssertionError(value)
-
-    messages = [{"role": "user", "content": [part]}]
-    assert has_images(messages)
     with pytest.raises(DataError, match=says):
-        with_references(messages, refer)
+        with_markers([{"role": "user", "content": [part]}], str)
 
 
 def test_content_is_text_or_parts() -> None:
     for content in (3, {"type": "text"}, b"abc"):
         with pytest.raises(DataError, match="a message's content is a text or a list of parts"):
-            with_references([{"role": "user", "content": content}], lambda value: value)
+            with_markers([{"role": "user", "content": content}], str)
 
 
-def test_references_stay_and_other_fields_too(tokenizer: VisionTokenizer) -> None:
-    first, second = ref(tokenizer), ref(tokenizer, seed=1)
+def test_an_image_that_the_family_cannot_take(tokenizer: VisionTokenizer) -> None:
+    if not tokenizer.settings.family.is_qwen:
+        pytest.skip("other families take every shape")
+    for refuse in (tokenizer.images_in, lambda said: tokenizer.encode_chat(said, add_generation_prompt=True)):
+        with pytest.raises(DataError, match="402 × 2 pixels are too narrow"):
+            refuse([user(image(402, 2))])
+
+
+def test_other_fields_stay() -> None:
     messages = [
         {"role": "system", "content": "s"},
-        {"role": "user", "name": "n", "content": [{"type": "image", "image": first}, {"type": "image", "url": "u"}]},
+        {"role": "user", "name": "n", "content": ["a ", {"type": "image", "url": "u"}, {"text": " b"}]},
         {"role": "assistant", "content": None, "tool_calls": []},
     ]
-    asked: list[object] = []
-
-    def refer(value: object) -> ImageRef:
-        asked.append(value)
-        return second
-
-    out, images = with_references(messages, refer)
-    assert (asked, images) == (["u"], (first, second))
-    assert out[0] == messages[0]
-    assert out[1]["name"] == "n"
-    assert out[2] == messages[2]
-    assert not has_images(messages[:1])
-    assert has_images(messages)
+    marked = with_markers(messages, lambda value: f"<{value}>")
+    assert marked == [messages[0], {"role": "user", "name": "n", "content": "a <u> b"}, messages[2]]
 
 
 def test_a_tokenizer_of_texts_is_refused(tokenizer: VisionTokenizer, tmp_path: Path) -> None:
     others = "idefics3" if tokenizer.settings.family.model_type == "gemma3" else "gemma3"
     other = load_model_tokenizer(write_vision_files(others, tmp_path))
     with pytest.raises(ModelError, match="has no token"):
-        VisionTokenizer(other, tokenizer.settings)
+        VisionTokenizer(other, Path(tokenizer.where))

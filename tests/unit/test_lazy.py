@@ -16,7 +16,7 @@ from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import LazyDataset, epoch_stream
 from tandem.samples.data_sets.lazy import NUM_CHECKED
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 
 NUM = 2 * NUM_CHECKED
 TOO_LONG = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"

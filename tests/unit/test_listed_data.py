@@ -20,7 +20,7 @@ from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import load_conversations, load_problems
 from tandem.samples.data_sets.prompts import PromptWriter
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples.batch import TABLE, Batch
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER
 

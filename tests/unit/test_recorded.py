@@ -24,8 +24,8 @@ from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_record
+from tandem.samples.model_files import load_tokenizer
 from tandem.samples.sample_record import RecordedSample
-from tandem.samples.tokenizer import load_tokenizer
 from tests.harness.members import MEMBER
 
 RUN_ID = "the replay"

@@ -22,9 +22,9 @@ from tandem.coordinator.cli import main
 from tandem.observe.run_folder.journal import Journal
 from tandem.observe.samples import SampleQuery, Sort, recorded_steps, search, select
 from tandem.observe.samples_text import chat_text, print_samples
+from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.sample_files import FOLDER, shard_path
 from tandem.samples.sample_record import RecordedSample
-from tandem.samples.tokenizer import load_tokenizer, write_new_model
 
 CHAT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 

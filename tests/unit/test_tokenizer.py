@@ -18,7 +18,8 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples import chat_templates
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.samples.model_files import load_tokenizer, write_new_model
+from tandem.samples.tokenizer import Tokenizer
 
 CHARACTERS = "0123456789+-= "
 SIZES = {
@@ -281,12 +282,12 @@ def test_a_tokenizer_that_merges_characters_has_no_alphabet() -> None:
 def test_torch_is_not_imported(tokenizer: Tokenizer) -> None:
     probe = (
         "import sys; from tandem.config import build_config;"
-        "from tandem.samples.tokenizer import load_tokenizer; assert 'transformers' not in sys.modules;"
+        "from tandem.samples.model_files import load_tokenizer; assert 'transformers' not in sys.modules;"
         "c = build_config({'grpo': {}, 'policy': {'model_name': 'model'},"
         " 'data': {'dataset_name': 'reasoning_gym', 'task': 'chain_sum'}});"
         "t = load_tokenizer(c); t.encode_chat([{'role': 'user', 'content': '1 + 2'}], add_generation_prompt=True);"
         "from tandem.config.schema import NewModel; from pathlib import Path;"
-        "from tandem.samples.tokenizer import write_new_model;"
+        "from tandem.samples.model_files import write_new_model;"
         "write_new_model(Path('other'), NewModel(config={'model_type': 'llama'}, characters='01'));"
         "print('torch' in sys.modules)"
     )

@@ -25,7 +25,7 @@ from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.tool_calls import ToolCalls
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 ADDED = ("add", {"a": 1, "b": [2, "}"]})

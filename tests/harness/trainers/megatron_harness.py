@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tandem.config import Config
 from tandem.config.schema import NewModel
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.trainer_harness import ADAMW, make_batch, make_config

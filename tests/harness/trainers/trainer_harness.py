@@ -31,7 +31,7 @@ from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
 from tandem.samples.batch import Batch
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend

@@ -22,7 +22,7 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.rows import image_folder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 from tests.harness.trainers.trainer_harness import make_config
 from tests.harness.vision_models import picture
 

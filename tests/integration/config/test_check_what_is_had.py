@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import NewModel
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tests.harness.runs.running import PPO, TINY, coordinator, merged, write_config
 
 

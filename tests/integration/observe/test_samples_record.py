@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from tandem.config import load_config
+from tandem.samples.model_files import load_tokenizer
 from tandem.samples.sample_files import files
 from tandem.samples.sample_record import steps
-from tandem.samples.tokenizer import load_tokenizer
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
 

@@ -25,7 +25,7 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.config.schema import NewModel
 from tandem.observe.run_folder.journal import read_journal
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 from tests.harness.runs.by_hand import in_folder, undisturbed_run
 from tests.harness.runs.running import SUMS, Command, all_gone, coordinator, steps_of, write_config
 

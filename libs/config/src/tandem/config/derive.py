@@ -17,7 +17,7 @@ from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.shapes import choose_environment, reshape, reshape_model
 
-GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
+GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
 """Data sets with generated problems, and the environment that scores each."""
 
 Look = Callable[[str], Any]
@@ -415,7 +415,7 @@ DERIVED = (
     _of_dataset("data.subset", None),
     Derived(
         key="env",
-        text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, depending on `data.dataset_name`, else none",
+        text="`reasoning_gym: {}`, `sliding_puzzle_game: {}` or `exact_match: {}`, by `data.dataset_name`, else none",
         compute=_env,
     ),
     Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
@@ -424,7 +424,7 @@ DERIVED = (
         text="for sliding_puzzle `env.sliding_puzzle_game.cfg.game_config`, else none",
         compute=_task_params,
     ),
-    Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
+    Derived(key="data.num_train", text="10000 for problems that are made, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
         text="null if `data` holds out validation problems in another way, else 256",

@@ -168,6 +168,7 @@ class Batch:
 
     def take(self, rows: slice | Sequence[int] | Int64s) -> Batch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
+        chosen: Mapping[str, slice | Int64s]
         if isinstance(rows, slice):
             chosen = {axis: self._range(axis, rows) for axis in self._axes_there()}
         else:

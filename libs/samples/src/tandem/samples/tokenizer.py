@@ -5,38 +5,24 @@ Transformers is imported only where it is needed: that takes half a second, and 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.common.errors import ConfigError, DataError, ModelError, TandemError, nearest
+from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.messages import ImageRef
 from tandem.common.regular_files import first_irregular
-from tandem.config import Config
-from tandem.config.installed.model_fields import model_types
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import family_of
-from tandem.config.schema import Environment, NewModel
+from tandem.config.schema import Environment
 from tandem.config.schema import Tokenizer as Settings
 from tandem.samples.chat_templates import ChatTemplate, Messages
 
-__all__ = ["Messages", "Tokenizer", "check_new_model_type", "load_tokenizer", "write_new_model"]
+__all__ = ["Messages", "Tokenizer", "load_configured_tokenizer", "load_model_tokenizer", "load_reward_model_tokenizer"]
 
-_PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
-_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-"""A minimal template: the user's text follows the beginning-of-sequence token, and the answer follows the text, so
-that a small model has nothing else to learn."""
-
-_KEY = "policy.tokenizer"
+KEY = "policy.tokenizer"
 _TURN = "what the assistant said"
 """Placeholder for an assistant's turn, which has known tokens and an irrelevant text."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -47,7 +33,7 @@ class Tokenizer:
     """A Hugging Face tokenizer, reduced to what Tandem needs."""
 
     def __init__(
-        self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None, key: str = _KEY
+        self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None, key: str = KEY
     ) -> None:
         """Wrap a tokenizer; `variables` are the chat template's defaults, `key` is the tokenizer's key."""
         self._hugging_face = hugging_face
@@ -249,21 +235,6 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
     return ordinary if all(len(token) == 1 for token in ordinary) else None
 
 
-def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
-    """Load ``policy.tokenizer``, from another `folder` if its own does not exist yet.
-
-    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
-    read.
-    """
-    tokenizer = load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
-    family = family_of(config.policy)
-    if family is None:
-        return tokenizer
-    from tandem.samples.images.chat import VisionTokenizer
-
-    return VisionTokenizer(tokenizer, family, folder or Path(config.policy.tokenizer.name))
-
-
 def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:
     """Load the tokenizer described by a section at `key`, from another `folder` if its own does not exist yet.
 
@@ -323,63 +294,3 @@ def _read_tokenizer(folder: Path, where: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"{failure}{error}".split("\n")[0]) from error
-
-
-def write_new_model(folder: Path, new_model: NewModel) -> None:
-    """Write ``config.json`` and a character-level tokenizer to `folder`, atomically; the weights come later.
-
-    Every character of ``new_model.characters`` is one token, beside padding, beginning and end of sequence. The same
-    arguments write the same bytes. Raises `ConfigError` if Transformers does not know the model type, and
-    `ModelError` if the folder cannot be written.
-    """
-    characters = sorted(set(new_model.characters))
-    vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *characters])}
-    # A unique name, since another killed attempt, here or on another host, may have left its folder behind.
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-    made = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        temporary.mkdir(parents=True)
-        _write_config(temporary, new_model.config, len(vocabulary))
-        _write_tokenizer(temporary, vocabulary)
-        temporary.rename(folder)
-    except TandemError:
-        raise
-    except Exception as error:  # tokenizers raises a bare `Exception` on a full disk
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {reason}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):  # the folder is not empty: it holds the model, for example
-                parent.rmdir()
-
-
-def check_new_model_type(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if Transformers does not know the type of a new model with these settings."""
-    model_type = settings.get("model_type")
-    if model_type not in model_types():
-        hint = nearest(str(model_type), model_types())
-        raise ConfigError(f"policy.new_model.config.model_type: transformers has no model type {model_type!r}{hint}")
-
-
-def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
-    # Importing AutoConfig would import torch. The trainer has torch; it makes the model and finds other errors.
-    check_new_model_type(settings)
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(dict(settings) | {"vocab_size": vocab_size} | ids, indent=2) + "\n")
-
-
-def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Fast
-    from transformers import PreTrainedTokenizerFast
-
-    # A character outside the vocabulary becomes padding, which `Tokenizer.encode` notices.
-    fast = Fast(models.WordLevel(vocab=dict(vocabulary), unk_token=_PAD))
-    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    fast.decoder = decoders.Fuse()
-    # A plain text begins like a conversation, since the model has seen nothing else.
-    fast.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token=_PAD, bos_token=_BOS, eos_token=_EOS)
-    wrapped.chat_template = _CHAT_TEMPLATE
-    wrapped.save_pretrained(folder)

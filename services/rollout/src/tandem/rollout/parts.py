@@ -19,9 +19,10 @@ from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
+from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.samples.sample_store import SampleStore
-from tandem.samples.tokenizer import Tokenizer, load_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents

@@ -87,16 +87,27 @@ def model_config(section: Model) -> dict[str, Any] | None:
     The fields in ``hf_config_overrides`` are replaced.
     """
     path = config_file(section)
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(section)
-    except (OSError, msgspec.MsgspecError):  # reported when the model is loaded
-        return None
+    found = read_json(path) if path else _new(section)
     return None if found is None else {**found, **(section.hf_config_overrides or {})}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if it cannot be read, which is reported when the model is loaded."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a model's language model: of a model that sees, they stand in ``text_config``."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def model_sizes(policy: Model) -> ModelSizes:
     """Return the known sizes of the model; all None if it is not on this machine."""
-    config = model_config(policy) or {}
+    config = language_config(model_config(policy) or {})
     found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
 
@@ -108,7 +119,7 @@ def vocabulary_size(policy: Model) -> int:
 
 def vocabulary_in(config: Mapping[str, Any]) -> int | None:
     """Return a model's vocabulary size; None if its ``config.json`` does not have it."""
-    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    size = language_config(config).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
@@ -120,6 +131,7 @@ def max_positions(policy: Model) -> int | None:
 
 def max_positions_in(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence by a ``config.json``, or by the default of its model type; None without either."""
+    config = language_config(config)
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if positions is None:
         positions = field_default(str(config.get("model_type")), "max_position_embeddings")

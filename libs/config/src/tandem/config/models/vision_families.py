@@ -27,6 +27,12 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Last special token of an image's expansion."""
     tokens: tuple[str, ...]
     """Special tokens that stand for pictures and their like: no text may contain them, no model may draw them."""
+    special_tokens: tuple[str, ...]
+    """Special tokens that the tokenizer of a new model gets for images."""
+    token_fields: Mapping[str, str]
+    """Fields of ``config.json`` that have the number of one of these tokens, with the token."""
+    image_processor: str
+    """Class of Transformers that turns images into pixels."""
     tower_prefix: str
     """Prefix of the parameters of the tower that turns pixels into features."""
     projector_prefix: str
@@ -58,6 +64,14 @@ def _qwen(model_type: str) -> VisionFamily:
         begin_token="<|image_pad|>",
         end_token="<|image_pad|>",
         tokens=("<|image_pad|>", "<|video_pad|>"),
+        special_tokens=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        token_fields={
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        },
+        image_processor="Qwen2VLImageProcessor",
         tower_prefix="model.visual.",
         projector_prefix="model.visual.merger.",
         language_prefix="model.language_model.",
@@ -75,6 +89,15 @@ def _with_crops(model_type: str) -> VisionFamily:
         begin_token="<fake_token_around_image>",
         end_token="<fake_token_around_image>",
         tokens=("<image>", "<fake_token_around_image>", "<global-img>", "<video>"),
+        special_tokens=(
+            "<fake_token_around_image>",
+            "<image>",
+            "<end_of_utterance>",
+            "<global-img>",
+            *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        token_fields={"image_token_id": "<image>"},
+        image_processor="SmolVLMImageProcessor" if model_type == "smolvlm" else "Idefics3ImageProcessor",
         tower_prefix="model.vision_model.",
         projector_prefix="model.connector.",
         language_prefix="model.text_model.",
@@ -91,6 +114,13 @@ _GEMMA3 = VisionFamily(
     begin_token="<start_of_image>",
     end_token="<end_of_image>",
     tokens=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    special_tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    token_fields={
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+        "image_token_index": "<image_soft_token>",
+    },
+    image_processor="Gemma3ImageProcessor",
     tower_prefix="model.vision_tower.",
     projector_prefix="model.multi_modal_projector.",
     language_prefix="model.language_model.",

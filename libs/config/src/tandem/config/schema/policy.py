@@ -156,6 +156,9 @@ class NewModel(Section, frozen=True, kw_only=True):
     from the tokenizer."""
     characters: NonEmptyStr
     """New. Characters of the tokenizer, one token each."""
+    image_processor: dict[str, Any] | None = None
+    """New. Fields of the image processor (``preprocessor_config.json``) of a model that sees; null means the family's
+    defaults."""
     seed: Seed = 0
     """New. Seed of the weights."""
 

@@ -63,7 +63,10 @@ Read = Callable[[str, sources.Row, Data], Conversation | None]
 
 
 def load_conversations(config: Config, images: ImageRows | None = None) -> ConversationSets:
-    """Load or generate a run's conversations; `images` reads those of rows, if the model sees. Raise `DataError` and `ConfigError` as `load_problems` does."""
+    """Load or generate a run's conversations; `images` reads those of rows, if the model sees.
+
+    Raise `DataError` and `ConfigError` as `load_problems` does.
+    """
     data = config.data
     if data.train:
         return _listed(config, images)

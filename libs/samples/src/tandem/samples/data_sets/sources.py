@@ -117,9 +117,7 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(
-    data: Data, images: ImageRows | None = None, *, only_held_out: bool = False
-) -> tuple[Rows, dict[str, Rows]]:
+def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Rows]]:
     """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
     `images` reads the images of the rows, if the model sees.

@@ -109,7 +109,9 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
             return _generated(data, sources.reasoning_gym(data, seed))
         case "sliding_puzzle":
             return _generated(data, sources.sliding_puzzle(data, seed))
-        case "shapes" if images is not None:
+        case "shapes":
+            if images is None:
+                raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
             return _generated(data, shapes(data, seed, images))
         case _:
             train_rows, held_out_rows = sources.rows(data, images, only_held_out=config.evaluates)

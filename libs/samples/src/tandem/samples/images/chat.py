@@ -1,58 +1,65 @@
-"""Conversations with images as tokens: the tokenizer of a model that sees."""
+"""Conversations with images as tokens: a tokenizer that knows what the markers of images stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
-from tandem.samples.images.families import ImageSettings, check_tokenizer, expanded
+from tandem.samples.images.families import (
+    PROCESSOR_FILES,
+    check_tokenizer,
+    expanded,
+    grid_of,
+    num_tokens,
+    read_settings,
+)
+from tandem.samples.images.markers import Marked, marked_in, marker, split_at_markers
 from tandem.samples.tokenizer import Tokenizer
-
-IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
-"""Keys of a content part that hold the image, in the order in which they are looked for."""
-
-
-class EncodedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation as tokens, with the images that its image tokens stand for, in order."""
-
-    token_ids: list[int]
-    images: tuple[ImageRef, ...]
 
 
 class VisionTokenizer(Tokenizer):
-    """A tokenizer of a model that sees.
+    """The tokenizer of a model that sees: markers in texts become the tokens of their images.
 
-    A message's content may be a list of parts: ``{"type": "text", "text": ...}`` and ``{"type": "image", "image":
-    ImageRef}``. All of `Tokenizer` takes such messages, and gives texts and tokens with the expansions of the images.
+    A rendered conversation still has its markers, where the template writes its placeholders.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: ImageSettings) -> None:
-        """Take the place of a tokenizer. Raises `ModelError` if it lacks the special tokens of images."""
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        """Take the place of a tokenizer; `folder` has the files of its model.
+
+        Raises `ModelError` if they do not say how images become tokens, or if special tokens of images are missing.
+        """
         super().__init__(tokenizer.hugging_face, tokenizer.where, tokenizer._variables)
         self._template = tokenizer._template  # it knows the key that errors name
-        check_tokenizer(tokenizer, settings)
-        self.settings = settings
+        self._folder = folder
+        self.settings = read_settings(folder, tokenizer.where)
+        check_tokenizer(tokenizer, self.settings)
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
-    def encode_images(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        refer: Callable[[Any], ImageRef],
-        *,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> EncodedConversation:
-        """Return the tokens of a conversation and its images; see `with_references` for `refer`.
+    def save(self, folder: Path) -> None:
+        """Write the files of tokenizer and image processor beside a model's weights."""
+        super().save(folder)
+        for name in ("config.json", *PROCESSOR_FILES):
+            if (self._folder / name).exists() and not (folder / name).exists():
+                shutil.copyfile(self._folder / name, folder / name)
 
-        Raises the errors of `refer`, `render_chat` and `encode`.
-        """
-        referring, images = with_references(messages, refer)
-        token_ids = self.encode_chat(referring, add_generation_prompt=add_generation_prompt, variables=variables)
-        return EncodedConversation(token_ids=token_ids, images=images)
+    def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...]:
+        """Return the images of messages, in order. Raises `DataError` for one of a shape that the family refuses."""
+        contents = (message.get("content") for message in messages)
+        return tuple(self._reference(found) for text in contents if isinstance(text, str) for found in marked_in(text))
+
+    def _reference(self, found: Marked) -> ImageRef:
+        grid = grid_of(self.settings, found.width, found.height)
+        return ImageRef(
+            digest=found.digest,
+            width=found.width,
+            height=found.height,
+            grid=grid,
+            num_tokens=num_tokens(self.settings, grid),
+        )
 
     def render_chat(
         self,
@@ -61,109 +68,55 @@ class VisionTokenizer(Tokenizer):
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation as text by the chat template, with the expansion of each image in its place.
+        """Return a conversation as text by the chat template, with the marker of each image in its place.
 
         Raises `DataError` for a text that contains a special token of images, and the errors of
         `Tokenizer.render_chat`.
         """
-        images: list[ImageRef] = []
+        images: list[Marked] = []
         plain = [{**message, "content": self._content(message.get("content"), images)} for message in messages]
         text = super().render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
-        num_written = text.count(self.settings.family.placeholder)
-        if num_written != len(images):
+        placeholder = self.settings.family.placeholder
+        first, *others = text.split(placeholder)
+        if len(others) != len(images):
             raise ConfigError(
-                f"policy.tokenizer.chat_template: the chat template of {self.where} writes {num_written} ×"
-                f" {self.settings.family.placeholder} for {len(images)} images"
+                f"policy.tokenizer.chat_template: the chat template of {self.where} writes {len(others)} × "
+                f"{placeholder} for {len(images)} images"
             )
-        return expanded(self.settings, text, [image.grid for image in images])
+        return first + "".join(marker(*image) + part for image, part in zip(images, others, strict=True))
 
-    def _content(self, content: Any, images: list[ImageRef]) -> Any:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text, with those of each image in the place of its marker.
+
+        Raises `DataError` for an image of a shape that the family refuses, and the errors of `Tokenizer.encode`.
+        """
+        images = marked_in(text)
+        if images:
+            placeholder = self.settings.family.placeholder
+            parts = (placeholder if isinstance(part, Marked) else part for part in split_at_markers(text))
+            grids = [grid_of(self.settings, image.width, image.height) for image in images]
+            text = expanded(self.settings, "".join(parts), grids)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def unknown_characters(self, text: str) -> str:
+        """Return the characters of a text, without its markers, that the tokenizer does not know, each once."""
+        return super().unknown_characters("".join(part for part in split_at_markers(text) if isinstance(part, str)))
+
+    def _content(self, content: Any, images: list[Marked]) -> Any:
         """Return a message's content as the template reads it, and append its images."""
-        if content is None or isinstance(content, str):
-            parts: Sequence[Any] = [{"type": "text", "text": content}] if content else []
-            if content is None and self._reads_parts:
-                return None  # a message of tool calls alone
-        else:
-            parts = content
-        out: list[dict[str, Any]] = []
+        if not isinstance(content, str):
+            return content  # a message of tool calls alone
+        parts = split_at_markers(content)
         for part in parts:
-            if isinstance(part, Mapping) and isinstance(part.get("image"), ImageRef):
-                images.append(part["image"])
-                out.append({"type": "image"})
-            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                self._check_text(part["text"])
-                out.append({"type": "text", "text": part["text"]})
+            if isinstance(part, Marked):
+                images.append(part)
             else:
-                raise DataError(f"a content part is a text or an image, not {_what(part)}")
-        if self._reads_parts:
-            return out
-        return "".join(part.get("text", self.settings.family.part) for part in out)
+                self._check_text(part)
+        if not self._reads_parts:
+            return "".join(self.settings.family.part if isinstance(part, Marked) else part for part in parts)
+        return [{"type": "image"} if isinstance(part, Marked) else {"type": "text", "text": part} for part in parts]
 
     def _check_text(self, text: str) -> None:
         token = next((token for token in self.settings.family.tokens if token in text), None)
         if token is not None:
-            raise DataError(f"a text contains {token}, which stands for images: give the image as a content part")
-
-
-def with_references(
-    messages: Sequence[Mapping[str, Any]], refer: Callable[[Any], ImageRef]
-) -> tuple[list[dict[str, Any]], tuple[ImageRef, ...]]:
-    """Return messages whose image parts hold references, and these references, in order.
-
-    `refer` turns the value of an image part into its reference, such as by `tandem.samples.images.reading.reference`;
-    values that are references already stay. Raises what it raises, and `DataError` for parts that are neither text
-    nor image.
-    """
-    images: list[ImageRef] = []
-    out = []
-    for message in messages:
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            out.append(dict(message))
-            continue
-        if not isinstance(content, Sequence) or isinstance(content, bytes):
-            raise DataError(f"a message's content is a text or a list of parts, not {type(content).__name__}")
-        parts: list[dict[str, Any]] = []
-        for part in content:
-            if (text := _text(part)) is not None:
-                parts.append({"type": "text", "text": text})
-                continue
-            value = _image(part)
-            images.append(value if isinstance(value, ImageRef) else refer(value))
-            parts.append({"type": "image", "image": images[-1]})
-        out.append({**message, "content": parts})
-    return out, tuple(images)
-
-
-def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message has a content part that is no text."""
-    contents = (message.get("content") for message in messages)
-    return any(_text(part) is None for content in contents if isinstance(content, (list, tuple)) for part in content)
-
-
-def _text(part: Any) -> str | None:
-    """Return the text of a content part that is one."""
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", "input_text"):
-        return None
-    text = part.get("text")
-    return text if isinstance(text, str) else None
-
-
-def _image(part: Any) -> Any:
-    """Return the value of a content part that is an image. Raises `DataError` for any other."""
-    kind = part.get("type", "image") if isinstance(part, Mapping) else None
-    if kind not in ("image", "image_url", "input_image"):
-        raise DataError(f"a content part is a text or an image, not {_what(part)}")
-    # Rows of Parquet have every key of every part: those of other parts are null.
-    value = next((part[key] for key in IMAGE_KEYS if part.get(key) is not None), None)
-    if value is None:
-        raise DataError(f"a content part of type {kind} has none of {', '.join(IMAGE_KEYS)}")
-    return value
-
-
-def _what(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return type(part).__name__
-    return f"{part.get('type', 'an object without type')!s}"[:100]
+            raise DataError(f"a text contains {token}, which stands for images")

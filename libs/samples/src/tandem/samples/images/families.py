@@ -29,7 +29,7 @@ _MAX_CROPS_SIDE = 4096
 """Longest side to which SmolVLM and Idefics3 resize an image, whatever their settings say."""
 _MAX_ASPECT = 200
 """Largest ratio of an image's sides for Qwen."""
-_FILES = ("processor_config.json", "preprocessor_config.json")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +68,10 @@ def read_settings(folder: Path, name: str = "") -> ImageSettings:
     family = vision_family(config)
     if family is None:
         raise ModelError(f"{name}: {config.get('model_type', 'a model without model_type')} takes no images here")
-    found = [_object(folder / file, name) for file in _FILES if (folder / file).exists()]
+    found = [_object(folder / file, name) for file in PROCESSOR_FILES if (folder / file).exists()]
     # A processor_config.json of late has the image processor's settings in it; else they have a file of their own.
     nested = [each["image_processor"] for each in found if isinstance(each.get("image_processor"), dict)]
-    own = [each for each in found[-1:] if (folder / _FILES[1]).exists()]
+    own = [each for each in found[-1:] if (folder / PROCESSOR_FILES[1]).exists()]
     if not nested and not own:
         raise ModelError(
             f"{name} has no preprocessor_config.json (or processor_config.json), which says how images become tokens"

@@ -23,9 +23,8 @@ import numpy as np
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.messages import ImageRef
 from tandem.common.regular_files import irregular
-from tandem.samples.images.families import ImageSettings, grid_of, num_tokens
+from tandem.samples.images.markers import Marked
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,14 +54,10 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULT_LIMITS = ImageLimits()
 
 
-def reference(
-    value: object,
-    where: str,
-    settings: ImageSettings,
-    limits: ImageLimits = DEFAULT_LIMITS,
-    folder: Path | None = None,
-) -> tuple[ImageRef, bytes | Path]:
-    """Return what messages say of an image, and its bytes, or its path if it is a file.
+def described(
+    value: object, where: str, limits: ImageLimits = DEFAULT_LIMITS, folder: Path | None = None
+) -> tuple[Marked, bytes | Path]:
+    """Return what a marker says of an image, and its bytes, or its path if it is a file.
 
     Raises `DataError` for an image that cannot be read, and `ConfigError` without Pillow.
 
@@ -70,7 +65,6 @@ def reference(
         value: encoded bytes, a path, a data URI, or a mapping with ``bytes``, ``path`` or ``url``, as the data sets of
             Hugging Face and the API of OpenAI have them.
         where: text that errors begin with, such as ``data.train: row FILE:12``.
-        settings: settings of the policy's family.
         limits: limits of the image.
         folder: folder that relative paths begin at.
     """
@@ -79,13 +73,7 @@ def reference(
     if len(data) > limits.max_bytes:
         raise DataError(f"{where}: the image has over {limits.max_bytes} bytes")
     width, height = _shown_size(data, where, limits)
-    try:
-        grid = grid_of(settings, width, height)
-    except DataError as error:
-        raise DataError(f"{where}: the image cannot be used: {error}") from error
-    digest = hashlib.sha256(data).hexdigest()
-    number = num_tokens(settings, grid)
-    return ImageRef(digest=digest, width=width, height=height, grid=grid, num_tokens=number), found
+    return Marked(hashlib.sha256(data).hexdigest(), width, height), found
 
 
 def decode(data: bytes, where: str = "image", limits: ImageLimits = DEFAULT_LIMITS) -> Image:
@@ -96,7 +84,8 @@ def decode(data: bytes, where: str = "image", limits: ImageLimits = DEFAULT_LIMI
     image = _opened(data, where, limits)
     turn = _turn(image)
     _tried(image.load, where)
-    return _tried(lambda: _as_rgb(image, turn), where)
+    decoded: Image = _tried(lambda: _as_rgb(image, turn), where)
+    return decoded
 
 
 def _source(value: object, where: str, limits: ImageLimits, folder: Path | None) -> bytes | Path:

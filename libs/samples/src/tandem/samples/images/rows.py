@@ -8,10 +8,11 @@ from typing import Any
 
 from tandem.common.errors import DataError
 from tandem.config import Config
-from tandem.config.models.vision_families import family_of
 from tandem.samples.images.markers import marker
+from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.tokenizer import Tokenizer
 
 IMAGE_FIELDS = ("image", "images")
 """Fields of rows that may hold images; ``data.image_key`` names another."""
@@ -56,27 +57,13 @@ class ImageRows:
         return plain
 
     def _parts(self, where: str, value: Any, folder: Path | None) -> Any:
-        """Return a field with the content parts of its messages as texts; another field as it is."""
+        """Return a field with its messages' contents as texts; another field as it is."""
         if not isinstance(value, list) or not all(isinstance(each, Mapping) and "content" in each for each in value):
             return value
-        return [{**message, "content": self._text(where, message["content"], folder)} for message in value]
-
-    def _text(self, where: str, content: Any, folder: Path | None) -> Any:
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            if not isinstance(part, Mapping):
-                raise DataError(f"{where}: a part of a message's content is a mapping, not {type(part).__name__}")
-            kind = part.get("type", "text" if "text" in part else None)
-            if kind == "text" and isinstance(part.get("text"), str):
-                texts.append(part["text"])
-            elif kind in ("image", "image_url"):
-                value = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if key in part), None)
-                texts.append(self.marked(where, value, folder))
-            else:
-                raise DataError(f"{where}: a part of a message's content is text or an image here, not {kind!r}")
-        return "".join(texts)
+        try:
+            return with_markers(value, lambda image: self.marked(where, image, folder))
+        except DataError as error:
+            raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
 
     def keep(self, folder: Path) -> None:
         """Keep all images found so far in a run's folder. Raise `RunFolderError` if that fails."""
@@ -85,9 +72,9 @@ class ImageRows:
             images.put(digest, source)
 
 
-def image_rows(config: Config) -> ImageRows | None:
+def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
     """Return the reader of a run's images; None if its model does not see."""
-    return None if family_of(config.policy) is None else ImageRows(config)
+    return None if tokenizer.images_in(()) is None else ImageRows(config)
 
 
 def image_folder(config: Config) -> ImageFolder:
@@ -109,7 +96,7 @@ def _placed(where: str, text: str, markers: Sequence[str]) -> str:
 def _messages_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the conversation of a row that has one; empty if it has none with a user's text."""
     for value in row.values():
-        if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
-            if any(each.get("role") == "user" and isinstance(each["content"], str) for each in value):
-                return value
+        is_conversation = isinstance(value, list) and all(isinstance(e, dict) and "content" in e for e in value)
+        if is_conversation and any(e.get("role") == "user" and isinstance(e["content"], str) for e in value):
+            return list(value)
     return []

@@ -60,7 +60,7 @@ class DataSetAlgorithm(WithoutGeneration):
         self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
         self._only_last = bool(getattr(section, "only_unmask_final", False))
-        self.images = image_rows(config)
+        self.images = image_rows(config, tokenizer)
         sets = load_conversations(config, self.images)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size

@@ -70,7 +70,7 @@ class GrpoAlgorithm:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        self.images = image_rows(config)
+        self.images = image_rows(config, tokenizer)
         problems = load_problems(config, self.images)
         encoder = PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.

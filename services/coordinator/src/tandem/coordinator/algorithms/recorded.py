@@ -24,10 +24,10 @@ from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_files, sample_record
 from tandem.samples.batch import Batch
+from tandem.samples.images.rows import ImageRows
 from tandem.samples.routed_experts import as_trained_on, replayed_experts
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_store import SampleStore
-from tandem.samples.images.rows import ImageRows
 from tandem.samples.tokenizer import Tokenizer
 
 SOURCE = "record"

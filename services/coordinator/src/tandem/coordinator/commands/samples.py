@@ -88,7 +88,7 @@ def _tokenizer_of(run: Path, config: Config) -> Tokenizer | None:
     """Return the tokenizer of a run, or its copy in a checkpoint; None if neither is on this machine."""
     from tandem.common.errors import ModelError
     from tandem.observe.run_folder.recorded import checkpoints_of
-    from tandem.samples.tokenizer import load_tokenizer
+    from tandem.samples.model_files import load_tokenizer
 
     checkpoints = checkpoints_of(run, config)
     folders = [checkpoints.folder_of(step) / "policy" for step in reversed(checkpoints.steps())]

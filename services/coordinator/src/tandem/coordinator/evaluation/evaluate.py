@@ -23,7 +23,7 @@ from tandem.coordinator.scheduler.events import Finish
 from tandem.launch.fork_server import ForkServer
 from tandem.observe.evaluation.results import Asked, results_of, scores_of, write_results
 from tandem.observe.evaluation.table import INTERVAL, Evaluation, write_table
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 
 RUNS = "runs"
 """Folder of the runs within the results: their journals, and the logs of their processes."""

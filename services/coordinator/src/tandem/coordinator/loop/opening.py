@@ -23,6 +23,7 @@ from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import Journal, read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:  # needs an extra
     from tandem.coordinator.observers.prometheus import Exporter

@@ -20,7 +20,7 @@ from tandem.coordinator.preparing.teachers import check_teachers
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.run_folder.ending import SAID
 from tandem.observe.run_folder.journal import Journal
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 
 
 def run(invocation: Invocation) -> Finish:

@@ -1,5 +1,6 @@
-"""Observers: they see a run's events, and have no influence on it, save that one may ask for its end as Ctrl-C does.
+"""Observers: they see a run's events, and have no influence on it.
 
+One exception: an observer may ask for the run's end, as Ctrl-C does.
 The loop calls one `Observers` and knows none of them by name. An observer's own resource, such as a file, must never
 stop the run: if it fails, the observer gives it up and says so in a line of news.
 """

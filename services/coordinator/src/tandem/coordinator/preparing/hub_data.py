@@ -17,7 +17,7 @@ from tandem.config.schema.data import Data, DataSet
 from tandem.coordinator.preparing.prerequisite import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
-_MADE = ("reasoning_gym", "sliding_puzzle")
+_MADE = ("reasoning_gym", "sliding_puzzle", "shapes")
 """Datasets that the run generates itself."""
 Section = TypeVar("Section", Data, DataSet)
 Asked = tuple[str, str | None]

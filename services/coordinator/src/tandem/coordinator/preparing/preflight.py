@@ -47,8 +47,9 @@ from tandem.coordinator.preparing.value_model import check_value_model
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import page_socket
+from tandem.samples.model_files import check_new_model_type, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts
-from tandem.samples.tokenizer import Tokenizer, check_new_model_type, load_tokenizer, write_new_model
+from tandem.samples.tokenizer import Tokenizer
 
 
 def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:

@@ -16,7 +16,7 @@ from tandem.config.models.lora import why_no_model
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
-from tandem.samples.tokenizer import write_new_model
+from tandem.samples.model_files import write_new_model
 
 Mode = Literal["new", "resume", "restart"]
 Say = Callable[[str], None]
@@ -132,11 +132,18 @@ def model_differences(config: Config) -> str:
     if new is None or not folder.exists():
         return ""
     there = _read(folder / "config.json")
-    differing = [f"config.{key}" for key, value in new.config.items() if there.get(key, ...) != value]
+    differing = [f"config.{key}" for key, value in new.config.items() if _differs(there.get(key, ...), value)]
     vocabulary = _read(folder / "tokenizer.json").get("model", {}).get("vocab", {})
     if {token for token in vocabulary if len(token) == 1} != set(new.characters):
         differing.append("characters")
     return ", ".join(differing)
+
+
+def _differs(there: Any, wanted: Any) -> bool:
+    """Return whether a value differs, or a field of it that is wanted."""
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        return any(_differs(there.get(key, ...), value) for key, value in wanted.items())
+    return bool(there != wanted)
 
 
 def set_aside(folder: Path, say: Say) -> Path:

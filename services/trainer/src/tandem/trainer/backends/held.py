@@ -24,8 +24,8 @@ from tandem.config.models.lora import is_adapter, tensor_name
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
+from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
-from tandem.samples.tokenizer import load_tokenizer
 from tandem.trainer import context, shards
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
@@ -48,7 +48,6 @@ from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
-
 
 if TYPE_CHECKING:
     from tandem.trainer.backends.pictures import Pictures

@@ -23,7 +23,7 @@ from tandem.samples.images import towers
 from tandem.samples.images.families import Grid, read_settings, undrawable_ids
 from tandem.samples.images.reading import ImageLimits, decode
 from tandem.samples.images.rows import image_folder
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch
 

@@ -29,7 +29,7 @@ from tandem.config.schema.columns import Model
 from tandem.refit.weight_client import host_name
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import Writing
 from tandem.trainer.files import adapter_files, box_files, policy_files
 from tandem.trainer.files.box_files import BoxFiles, Part

@@ -24,7 +24,7 @@ from tandem.config.schema.adapters import Peft
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
-from tandem.samples.tokenizer import load_tokenizer
+from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off

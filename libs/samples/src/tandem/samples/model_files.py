@@ -1,0 +1,117 @@
+"""The files of a run's policy: its tokenizer, read from a folder, and those that a new model begins with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
+from tandem.config import Config
+from tandem.config.installed.model_fields import model_types
+from tandem.config.models.model_sizes import local_folder, read_json
+from tandem.config.models.vision_families import vision_family
+from tandem.config.schema import NewModel
+from tandem.samples.tokenizer import KEY, Tokenizer, load_configured_tokenizer
+
+_PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""A minimal template: the user's text follows the beginning-of-sequence token, and the answer follows the text, so
+that a small model has nothing else to learn."""
+
+
+def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
+    """Load ``policy.tokenizer``, from another `folder` if its own does not exist yet.
+
+    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
+    read.
+    """
+    tokenizer = load_configured_tokenizer(KEY, config.policy.tokenizer, folder)
+    where = config.policy.tokenizer.name
+    folder = folder or local_folder(where) or Path(where)
+    if vision_family(read_json(folder / "config.json")) is None:
+        return tokenizer
+    from tandem.samples.images.chat import VisionTokenizer
+
+    return VisionTokenizer(tokenizer, folder)
+
+
+def write_new_model(folder: Path, new_model: NewModel) -> None:
+    """Write ``config.json`` and a character-level tokenizer to `folder`, atomically; the weights come later.
+
+    Every character of ``new_model.characters`` is one token, beside padding, beginning and end of sequence. The same
+    arguments write the same bytes. Raises `ConfigError` if Transformers does not know the model type, and
+    `ModelError` if the folder cannot be written.
+    """
+    characters = sorted(set(new_model.characters))
+    family = vision_family(new_model.config)
+    special = () if family is None else family.special_tokens
+    vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *special, *characters])}
+    # A unique name, since another killed attempt, here or on another host, may have left its folder behind.
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        temporary.mkdir(parents=True)
+        if family is None:
+            _write_config(temporary, new_model.config, len(vocabulary))
+            _write_tokenizer(temporary, vocabulary, _CHAT_TEMPLATE)
+        else:
+            from tandem.samples.images.new_model import chat_template, config_of, write_image_processor
+
+            _write_config(temporary, config_of(family, new_model.config, vocabulary), len(vocabulary))
+            _write_tokenizer(temporary, vocabulary, chat_template(family), special)
+            write_image_processor(temporary, family, new_model.image_processor)
+        temporary.rename(folder)
+    except TandemError:
+        raise
+    except Exception as error:  # tokenizers raises a bare `Exception` on a full disk
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # the folder is not empty: it holds the model, for example
+                parent.rmdir()
+
+
+def check_new_model_type(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if Transformers does not know the type of a new model with these settings."""
+    model_type = settings.get("model_type")
+    if model_type not in model_types():
+        hint = nearest(str(model_type), model_types())
+        raise ConfigError(f"policy.new_model.config.model_type: transformers has no model type {model_type!r}{hint}")
+
+
+def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
+    # Importing AutoConfig would import torch. The trainer has torch; it makes the model and finds other errors.
+    check_new_model_type(settings)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(dict(settings) | {"vocab_size": vocab_size} | ids, indent=2) + "\n")
+
+
+def _write_tokenizer(
+    folder: Path, vocabulary: Mapping[str, int], chat_template: str, special: Sequence[str] = ()
+) -> None:
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Fast
+    from transformers import PreTrainedTokenizerFast
+
+    # A character outside the vocabulary becomes padding, which `Tokenizer.encode` notices.
+    fast = Fast(models.WordLevel(vocab=dict(vocabulary), unk_token=_PAD))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    fast.decoder = decoders.Fuse()
+    # A plain text begins like a conversation, since the model has seen nothing else.
+    fast.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])])
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token=_PAD, bos_token=_BOS, eos_token=_EOS, extra_special_tokens=[*special]
+    )
+    wrapped.chat_template = chat_template
+    wrapped.save_pretrained(folder)
