@@ -116,7 +116,7 @@ class PlainVision:
         family = VISION[self.model.config.model_type]
         # Tokens of pictures are never drawn.
         undrawable = torch.tensor(undrawable_ids(load_tokenizer(config), family))
-        self.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, undrawable, -torch.inf))
+        self.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, undrawable, -1e30))
         processor = load_processor(folder)
         self._family, self._images = family, {}
         offsets = batch.offsets()
