@@ -22,15 +22,9 @@ from PIL import Image
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.samples.images.reading import ImageLimits, decode, described
-from tests.harness.vision_models import picture
+from tests.harness.vision_models import encoded, picture
 
 WHERE = "data.train: row photos.jsonl:12"
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def refused(value: object, says: str, **options: Any) -> None:

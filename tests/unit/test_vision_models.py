@@ -10,7 +10,8 @@ import transformers
 
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import read_settings
-from tandem.samples.images.reading import reference
+from tandem.samples.images.markers import marker
+from tandem.samples.images.reading import described
 from tandem.samples.tokenizer import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, write_vision_model
 
@@ -25,15 +26,13 @@ def test_a_picture_changes_the_answer_and_every_weight_is_trained(family: str, t
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
     settings, processor = read_settings(folder), image_processor(folder)
-    tokenizer = VisionTokenizer(load_model_tokenizer(folder), settings)
+    tokenizer = VisionTokenizer(load_model_tokenizer(folder), folder)
     logits = []
     for seed in (1, 2):
         image = picture(56, 44, seed)
-        message = {"role": "user", "content": [{"type": "image", "image": encoded(image)}, "How many?"]}
-        got = tokenizer.encode_images(
-            [message], lambda value: reference(value, "here", settings)[0], add_generation_prompt=True
-        )
-        ids = torch.tensor([got.token_ids])
+        text = f"{marker(*described(encoded(image), 'here')[0])}How many?"
+        token_ids = tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        ids = torch.tensor([token_ids])
         pixels = dict(processor(images=[image], return_tensors="pt"))
         pixels.pop("num_crops", None)
         kinds = (ids == settings.image_token_id).long()

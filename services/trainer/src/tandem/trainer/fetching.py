@@ -29,7 +29,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
-from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.models.model_sizes import local_folder, vocabulary_size
 from tandem.config.models.vision_families import family_of
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
@@ -52,7 +52,8 @@ def image_settings(config: Config) -> ImageSettings | None:
     """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
     if family_of(config.policy) is None:
         return None
-    return read_settings(Path(config.policy.tokenizer.name), config.policy.tokenizer.name)
+    name = config.policy.tokenizer.name
+    return read_settings(local_folder(name) or Path(name), name)
 
 
 class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,11 +28,11 @@ from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
 from tandem.samples.assignment import NO_RANK, batches_of_samples
 from tandem.samples.batch import Batch, Float32s
-from tandem.samples.images.families import ImageSettings, read_settings
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
+from tandem.trainer.fetching import image_settings
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
@@ -424,15 +423,9 @@ def _shards(
             shares_prompts=settings.share_prompts and backend.shares_prompts,
             unit=config.sequences_per_sample,
             experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-            image_settings=_image_settings(config.policy.tokenizer.name) if sees else None,
+            image_settings=image_settings(config) if sees else None,
         )
     return shards
-
-
-@cache
-def _image_settings(folder: str) -> ImageSettings:
-    """Return the settings by which the tokens of images were counted."""
-    return read_settings(Path(folder))
 
 
 def _scores(columns: Columns) -> dict[Source, Float32s]:

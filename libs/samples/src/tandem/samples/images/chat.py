@@ -1,4 +1,4 @@
-"""Conversations with images as tokens: a tokenizer that knows what the markers of images stand for."""
+"""Conversations with images as tokens: the tokenizer of a model that sees."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Observers: they see a run's events, and have no influence on it.
 
-One exception: an observer may ask for the run's end, as Ctrl-C does.
-The loop calls one `Observers` and knows none of them by name. An observer's own resource, such as a file, must never
+One exception: an observer may ask for the run's end, as Ctrl-C does. The loop calls one `Observers` and knows none of
+them by name. An observer's own resource, such as a file, must never
 stop the run: if it fails, the observer gives it up and says so in a line of news.
 """
 

@@ -16,6 +16,7 @@ import torch
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
+from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.vision_families import VisionFamily
 from tandem.config.schema import Model
 from tandem.config.schema.policy import DtensorCfg
@@ -40,12 +41,13 @@ class Pictures:
         """
         towers.check_model(model)
         self.family = family
-        folder = Path(config.policy.tokenizer.name)
-        settings = read_settings(folder, config.policy.tokenizer.name)
+        name = config.policy.tokenizer.name
+        folder = local_folder(name) or Path(name)
+        settings = read_settings(folder, name)
         if settings.family != family:
+            seen = settings.family.model_type
             raise ModelError(
-                f"{section.model_name} is a {family.model_type}, and the images of this run are tokens of a "
-                f"{settings.family.model_type}"
+                f"{section.model_name} is a {family.model_type}, and images are tokens of a {seen}: {name}"
             )
         self.undrawable = undrawable_ids(load_tokenizer(config), family)
         """Tokens that no policy draws, and that have no probability."""
