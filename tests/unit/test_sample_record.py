@@ -16,12 +16,14 @@ import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
-from tandem.common.messages import Branch, SampleScored
-from tandem.samples.batch import SAMPLES
-from tandem.samples.routed_experts import COLUMN
+from tandem.common.messages import Branch, ImageRef, SampleScored
+from tandem.samples.batch import IMAGES, SAMPLES
+from tandem.samples.images.columns import image_columns
+from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
     SCHEMA,
+    SEEING,
     RecordedSample,
     UnfinishedFile,
     keys_of,
@@ -195,6 +197,28 @@ def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_of
         assert read_unfinished(path).num_rows == 2 * num_whole
     path.write_bytes(content)
     assert_same(samples_of(read_unfinished(path))[0], recorded(scored(0, 0), sample_of(20), command_id=4))
+
+
+def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
+    """By digest and grid, in files that keep growing and in shards; other files stay as they are."""
+    refs = [
+        ImageRef(digest=f"{number:064x}", width=8, height=8, grid=(1, 2, number), num_tokens=1) for number in (1, 2)
+    ]
+    samples = [
+        recorded(scored(0, place), sample_of(20).replace(**image_columns([images])), command_id=4)
+        for place, images in enumerate([refs, [], refs[1:]])
+    ]
+    path = unfinished_path(tmp_path, 12, "rollout-0")
+    file = UnfinishedFile(path, RUN_ID, SEEING)
+    file.append(samples)
+    file.close()
+    write_shard(tmp_path, RUN_ID, 12, "rollout-0", read_unfinished(path, RUN_ID))
+    for found in (samples_of(read_unfinished(path, RUN_ID)), read_step(tmp_path, 12, RUN_ID)):
+        for sample, wanted in zip(found, samples, strict=True):
+            for name in IMAGES:
+                assert sample.arrays.columns[name].tolist() == wanted.arrays.columns[name].tolist()
+            kept = as_trained_on(sample.arrays, None)
+            assert {*kept.columns} == {*SAMPLES, *IMAGES}
 
 
 def test_an_unfinished_file_that_did_not_begin_holds_nothing_and_another_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files of a run's policy: its tokenizer, read from a folder, and those that a new model begins with."""
+"""The files of a policy: its tokenizer, read from a folder, and what a new model begins with."""
 
 from __future__ import annotations
 

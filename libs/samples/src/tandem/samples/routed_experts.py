@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
 from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
-from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch import IMAGES, SAMPLES, Batch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -90,7 +90,7 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
 def as_trained_on(recorded: Batch, experts: RoutedExperts | None) -> Batch:
     """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
     if experts is None:
-        return recorded.only(SAMPLES)
+        return recorded.only([*SAMPLES, *(name for name in IMAGES if name in recorded.columns)])
     if COLUMN not in recorded.columns:
         raise SamplesError("the rollout log has no routed experts: policy.router_replay was off")
     return recorded

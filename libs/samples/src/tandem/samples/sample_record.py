@@ -25,10 +25,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
 from tandem.samples.batch import SAMPLES, Batch, Float32s, Int32s
+from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
 from tandem.samples.manifest import digest_of
 from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
@@ -85,6 +87,10 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of every file of samples; ``docs/samples.md`` describes them."""
+_IMAGES = "images"
+_IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32()))])
+SEEING = SCHEMA.append(pa.field(_IMAGES, pa.list_(_IMAGE)))
+"""Columns of samples of a model that sees: those, and each sample's images, the branches' end to end."""
 _LOGPROBS = pa.schema(
     [
         *((name, pa.int64()) for name in ("step", "group", "sample", "branch")),
@@ -286,12 +292,12 @@ class UnfinishedFile:
     """An unfinished file, as seen by its only writer. Every method raises `OSError`; the file is unusable after
     that."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
-        """Create the file."""
+    def __init__(self, path: Path, run_id: str, schema: pa.Schema = SCHEMA) -> None:
+        """Create the file; `schema` is `SEEING` for a model that sees."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)  # unbuffered, so that a killed process loses nothing
-        self._write(SCHEMA.with_metadata(_metadata(run_id)).serialize())
+        self._write(schema.with_metadata(_metadata(run_id)).serialize())
 
     def append(self, samples: Sequence[RecordedSample]) -> None:
         """Write samples, all of one step."""
@@ -327,20 +333,22 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
     arrays = Batch.concatenate([sample.arrays.only(SAMPLES) for sample in samples])
+    schema = SEEING if "num_images_S" in samples[0].arrays.columns else SCHEMA
     num_tokens = [len(sample.arrays.token_ids_T) for sample in samples]
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     columns = [
         pa.ListArray.from_arrays(offsets, pa.array(getattr(arrays, _ARRAYS[field.name])), type=field.type)
         if field.name in _ARRAYS
         else pa.array([_value(sample, field.name) for sample in samples], field.type)
-        for field in SCHEMA
+        for field in schema
     ]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:
     """Return the samples of a table, in its order; if the table lacks the columns of arrays, the arrays are empty."""
-    columns = {name: _values(table, name) for name in SCHEMA.names}
+    names = SEEING.names if _IMAGES in table.column_names else SCHEMA.names
+    columns = {name: _values(table, name) for name in names}
     return [
         RecordedSample(
             step=row["step"],
@@ -353,6 +361,7 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
                 ),
                 **{field: row[column] for column, field in _ARRAYS.items()},
                 **_columns(row[_EXPERTS], len(row["token_ids"])),
+                **_images(row.get(_IMAGES), row["branches"]),
             ),
             advantage=row["advantage"],
             problem_id=row["problem_id"],
@@ -376,6 +385,10 @@ def _value(sample: RecordedSample, column: str) -> Any:
     if column == _EXPERTS:
         experts_TX = sample.arrays.columns.get(COLUMN)
         return None if experts_TX is None else experts_TX.tobytes()
+    if column == _IMAGES:
+        digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
+        grids = sample.arrays.image_grids_IX.tolist()
+        return [{"digest": digest, "grid": grid} for digest, grid in zip(digests, grids, strict=True)]
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
     if column == "branches":
         return msgspec.to_builtins(value)
@@ -386,6 +399,18 @@ def _value(sample: RecordedSample, column: str) -> Any:
 def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
     """Return the per-token columns of a row beside its arrays."""
     return {} if experts is None else {COLUMN: np.frombuffer(experts, np.uint8).reshape(num_tokens, -1)}
+
+
+def _images(images: list[dict[str, Any]] | None, branches: Sequence[object]) -> dict[str, NDArray[Any]]:
+    """Return the columns of a row's images; all are those of its first sequence."""
+    if images is None:
+        return {}
+    digests = np.frombuffer(b"".join(image["digest"] for image in images), dtype=np.uint8)
+    return {
+        "num_images_S": np.array([len(images), *(0 for _ in branches[1:])], dtype=np.int32),
+        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
+        "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
+    }
 
 
 def _values(table: pa.Table, column: str) -> Sequence[Any]:
@@ -432,7 +457,8 @@ def _check(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schem
     metadata = schema.metadata or {}
     if _RUN_ID not in metadata or _FORMAT not in metadata:
         raise SamplesError(f"{path} is not part of a rollout log")
-    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(expected):
+    is_expected = schema.equals(expected) or (expected is SCHEMA and schema.equals(SEEING))
+    if metadata[_FORMAT] != str(FORMAT).encode() or not is_expected:
         said = metadata[_FORMAT].decode(errors="replace")
         raise SamplesError(
             f"{path} has format {said} of the rollout log, this release reads format {FORMAT}: use the release "

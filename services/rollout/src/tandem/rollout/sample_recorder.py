@@ -41,6 +41,8 @@ from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
+    SCHEMA,
+    SEEING,
     RecordedSample,
     UnfinishedFile,
     keys_of,
@@ -102,6 +104,7 @@ class SampleRecorder:
         self._store = store
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._schema = SCHEMA if tokenizer.images_in(()) is None else SEEING
         self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
         """Files that this process writes to, by step and purpose."""
@@ -198,7 +201,7 @@ class SampleRecorder:
         try:
             if key not in self._files:
                 path = unfinished_path(self._folder, step, self._context.name, purpose)
-                self._files[key] = UnfinishedFile(path, self._context.run_id)
+                self._files[key] = UnfinishedFile(path, self._context.run_id, self._schema)
             self._files[key].append([*samples])
         except OSError as error:
             self._complain(error.strerror or str(error))

@@ -29,8 +29,8 @@ def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any)
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of Transformers that builds the model of a configuration."""
+    """Return the class of Transformers that loads the language model, one that sees or not, of a configuration."""
     import transformers
 
-    is_vision = config.model_type in VISION
-    return transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
+    sees = config.model_type in VISION
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

@@ -44,6 +44,11 @@ class Pixels(NamedTuple):
         return sum(each.nbytes for each in self.tensors.values())
 
 
+def grid_size(family: VisionFamily) -> int:
+    """Return how many numbers a grid has."""
+    return 3 if family.is_qwen else 2 if family.has_crops else 0
+
+
 def load_processor(folder: Path | str) -> Any:
     """Return the image processor of a model's folder, which computes with PIL. Raises `ModelError`."""
     from transformers import AutoImageProcessor
@@ -124,8 +129,13 @@ def _joined(features: Sequence[Any]) -> Any:
 
 def num_bytes(output: Any) -> int:
     """Return the bytes of an output's features."""
+    return sum(each.nbytes for each in features_of(output))
+
+
+def features_of(output: Any) -> list[torch.Tensor]:
+    """Return an output's tensors of features: those of images, or of several at once, and of deeper layers."""
     found = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    return sum(each.nbytes if torch.is_tensor(each) else sum(part.nbytes for part in each) for each in found)
+    return [part for each in found for part in ([each] if torch.is_tensor(each) else each)]
 
 
 def features_only(output: Any) -> Any:
