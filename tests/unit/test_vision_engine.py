@@ -13,7 +13,10 @@ from engine_harness import refit, run_all
 from vision_harness import CAUSAL, Seeing
 
 from tandem.common.errors import DataError, ModelError
+from tandem.refit.adapters.huggingface import is_of_tower
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vision import EncoderCache, VisionEngine
 
 TOLERANCE = 1e-5
@@ -134,9 +137,34 @@ def test_a_changed_tower_changes_the_answers(family: str, tmp_path: Path) -> Non
     assert len(engine._features) == 1
     refit(engine, seeing.model, 1)
     assert not len(engine._features)
+    assert held_by(engine) == digest_of(seeing.model), "the tower is attested too"
     after = run_all(engine, [msgspec.structs.replace(request, request_id=1)])[1]
     assert apart(seeing, [msgspec.structs.replace(request, request_id=1)], {1: after}) < TOLERANCE
     assert np.abs(seeing.logprobs(request, before.token_ids_T) - before.logprobs_T).max() > 0.01
+
+
+def digest_of(model: Any) -> list[int]:
+    weights = weights_of(model)
+    return digest_layout(weights.layout, weights.storages).tolist()
+
+
+def held_by(engine: VisionEngine) -> list[int]:
+    return engine.digest_task(None).results()[0].tolist()
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_trainers_and_engines_have_the_same_names_and_digests_notice_a_tower(family: str, tmp_path: Path) -> None:
+    seeing = Seeing(family, tmp_path)
+    engine = seeing.engine()
+    (layout,) = engine.layouts()
+    assert {tensor.name for tensor in layout.tensors} == {name for name, _ in seeing.model.named_parameters()}
+    assert held_by(engine) == digest_of(seeing.model)
+    towers = [tensor.name for tensor in layout.tensors if is_of_tower(tensor.name)]
+    own = seeing.settings.family
+    assert towers == [tensor.name for tensor in layout.tensors if not tensor.name.startswith(own.language_prefix)]
+    with torch.no_grad():
+        seeing.model.get_parameter(towers[0]).view(-1)[0] += 1
+    assert held_by(engine) != digest_of(seeing.model)
 
 
 def test_tokens_that_stand_for_images_are_never_drawn(seeing: Seeing) -> None:

@@ -1,4 +1,4 @@
-"""The embedded engine of a model that sees: images become features once, and stand in the prompts that name them.
+"""The embedded engine of models that see: an image becomes features once, and stands in its prompts.
 
 It is attached to the model by two hooks. Before a forward pass one adds the features of the step's images and, for
 families whose positions are three numbers, their positions. After it the other one takes all probability from tokens
@@ -269,7 +269,10 @@ class VisionEngine(TransformersEngine):
         return args, kwargs
 
     def _outputs(self, pictures: list[Picture]) -> dict[str, Any]:
-        """Return the tower's outputs for a step's images by digest, each made once while it is kept."""
+        """Return the tower's outputs for a step's images by digest, each made once while it is kept.
+
+        One by one, so that an image has the same features whatever joins beside it.
+        """
         outputs: dict[str, Any] = {}
         for digest in dict.fromkeys(picture.image.digest for picture in pictures):
             output = self._features.get(digest)
