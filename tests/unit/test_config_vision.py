@@ -56,7 +56,7 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
             "smolvlm",
             "sft",
             {"megatron_cfg": {"enabled": True}},
-            "policy.megatron_cfg.enabled: true, which with images is not built",
+            "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
         ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (

@@ -28,15 +28,12 @@ def images_are_built_for_the_family(config: Config) -> None:
             raise Invalid(key, what)
 
 
-def images_are_built_for_the_backend(config: Config) -> None:
-    """Check that the DTensor backend trains a model that sees, and that no ranks share its layers or sequences."""
+def no_ranks_share_a_model_that_sees(config: Config) -> None:
+    """Check that no ranks of the DTensor backend share the layers or the sequences of a model that sees."""
     problems = Problems()
     for key, section in _models(config):
         name = key.removesuffix(".model_name")
-        if family_of(section) is None:
-            continue
-        if section.megatron_cfg.enabled:
-            problems.found.append(Invalid(f"{name}.megatron_cfg.enabled", "true, which with images is not built"))
+        if family_of(section) is None or section.megatron_cfg.enabled:  # which has a list of families of its own
             continue
         for size in ("context_parallel_size", "tensor_parallel_size"):
             ranks = getattr(section.dtensor_cfg, size)
@@ -57,11 +54,9 @@ def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
     if family is None:
         return
     for model in config.holds:
-        if config.declaration.head_of(model) != "vocabulary":
-            key = "policy.model_name" if model == "policy" else f"{model}.model_name"
-            raise Invalid(
-                key, f"{family.model_type}: a {config.declaration.head_of(model)} head is not built with images"
-            )
+        head = config.declaration.head_of(model)
+        if head != "vocabulary":
+            raise Invalid(f"{model}.model_name", f"{family.model_type}: a {head} head is not built with images")
     others = [model for model in config.processes_of if model != "policy"]
     if others:
         raise Invalid(f"cluster.processes_of.{others[0]}", "its images would stay with the policy: not built")
@@ -94,7 +89,7 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 RULES: tuple[Rule, ...] = (
     images_are_built_for_the_family,
-    images_are_built_for_the_backend,
+    no_ranks_share_a_model_that_sees,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
 )
