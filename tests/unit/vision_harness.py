@@ -23,9 +23,6 @@ from tandem.samples.images.towers import load_processor, pixels, tower_inputs
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
 from tests.harness.vision_models import picture, write_vision_model
 
-CAUSAL = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
-"""Families that the embedded engine runs."""
-
 
 class Seeing:
     """A tiny model that sees, in a folder, with a folder of images beside it."""
@@ -89,6 +86,8 @@ class Seeing:
             inputs |= tower_inputs(family, own)
             if family.is_qwen:
                 inputs["mm_token_type_ids"] = (ids_1T == self.settings.image_token_id).long()
+        if family.has_image_blocks:
+            inputs["token_type_ids"] = (ids_1T == self.settings.image_token_id).long()
         with torch.no_grad():
             logits_TV = (model or self.model)(**inputs, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
         logits_TV[:, list(self.undrawable)] = -torch.inf

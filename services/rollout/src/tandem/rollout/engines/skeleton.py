@@ -18,7 +18,7 @@ from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.refit.weight_client import Weights, device_name, host_name
-from tandem.rollout.engines.attention import ATTENTION_NAME
+from tandem.rollout.engines.attention import ATTENTION_NAME, BLOCKS_ATTENTION_NAME
 
 
 def load_skeleton(
@@ -84,7 +84,10 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 def _attention(config: Any) -> str | dict[str, str]:
     """Return what to call the attention of slots by: only the language model's, if the model also has a tower."""
-    return {"text_config": ATTENTION_NAME} if config.model_type in VISION else ATTENTION_NAME
+    family = VISION.get(config.model_type)
+    if family is None:
+        return ATTENTION_NAME
+    return {"text_config": BLOCKS_ATTENTION_NAME if family.has_image_blocks else ATTENTION_NAME}
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:

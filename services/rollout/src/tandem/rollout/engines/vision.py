@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tandem.common.errors import DataError, ModelError
+from tandem.common.errors import DataError
+from tandem.common.image_blocks import Block, runs
 from tandem.common.messages import ImageRef
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.attention import Step
@@ -94,6 +95,8 @@ class View:
     pictures: tuple[Picture, ...]
     positions_XT: Int64s
     """Positions of the prompt's tokens, a row or three."""
+    blocks: tuple[tuple[int, int], ...]
+    """First token, and the one after the last, of each image whose tokens attend to each other in both directions."""
     delta: int
     """Difference of the position and the index of a token made later."""
 
@@ -150,12 +153,6 @@ class VisionEngine(TransformersEngine):
         Raises `ModelError`.
         """
         self._settings: ImageSettings = read_settings(model_folder)
-        family = self._settings.family
-        if family.has_image_blocks:
-            raise ModelError(
-                f"{model_folder}: the embedded engine cannot run {family.model_type}: tokens of an image attend to "
-                "each other in both directions"
-            )
         super().__init__(
             model_folder,
             num_slots=num_slots,
@@ -167,6 +164,7 @@ class VisionEngine(TransformersEngine):
             config_overrides=config_overrides,
         )
         towers.check_model(self._model)
+        self._has_blocks = self._settings.family.has_image_blocks
         self._limits = limits
         self._processor = towers.load_processor(model_folder)
         self._encoded = BoundedImages(read_image, _MAX_ENCODED_BYTES)
@@ -229,7 +227,8 @@ class VisionEngine(TransformersEngine):
                 self._settings, request.prompt_ids, [image.grid for image in request.images]
             )
             pictures = tuple(self._picture(image) for image in request.images)
-            view = self._views[key] = View(pictures, positions_XT, delta)
+            blocks = runs(request.prompt_ids, self._settings.image_token_id) if self._has_blocks else ()
+            view = self._views[key] = View(pictures, positions_XT, tuple(blocks), delta)
         return view
 
     def _picture(self, image: ImageRef) -> Picture:
@@ -261,6 +260,12 @@ class VisionEngine(TransformersEngine):
                 prompts_XN = np.concatenate([view.positions(prompt.length) for view, prompt in given], axis=1)
                 parts.append(torch.from_numpy(prompts_XN).to(delta_R.device))
             kwargs["position_ids"] = torch.cat(parts, dim=1)[:, None]
+        if self._has_blocks:
+            kwargs["image_blocks"] = [
+                Block(prompt.start, prompt.start + start, prompt.start + stop)
+                for view, prompt in zip(views, step.prompts, strict=True)
+                for start, stop in view.blocks
+            ]
         pictures = [picture for view in views for picture in view.pictures]
         if pictures:
             outputs = self._outputs(pictures)
