@@ -6,15 +6,18 @@ The command line starts it (`tandem.serving.handover`). The main thread drives t
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
+from tandem.config.models.model_sizes import read_json
+from tandem.config.models.vision_families import vision_family
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
 from tandem.serving.handover import Serving, take
 
@@ -95,9 +98,18 @@ def _make_engine(serving: Serving) -> Engine:
 
         extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
         return VllmEngine(folder, serving.vllm_cfg, extra=extra, with_weights=True)
-    from tandem.rollout.engines.transformers import TransformersEngine
+    kind: Callable[..., Engine]
+    if (family := vision_family(read_json(folder / "config.json"))) is None:
+        from tandem.rollout.engines.transformers import TransformersEngine
 
-    return TransformersEngine(
+        kind = TransformersEngine
+    else:
+        from tandem.rollout.engines.vision import VisionEngine
+        from tandem.samples.images.families import undrawable_ids
+
+        undrawable = undrawable_ids(load_model_tokenizer(folder), family)
+        kind = functools.partial(VisionEngine, read_image=_no_image, undrawable=undrawable)
+    return kind(
         folder,
         num_slots=serving.max_batch_size,
         max_total_sequence_length=serving.max_length,
@@ -105,6 +117,11 @@ def _make_engine(serving: Serving) -> Engine:
         num_threads=serving.num_threads,
         with_weights=True,
     )
+
+
+def _no_image(digest: str) -> bytes:
+    """Refuse an image: requests have none here."""
+    raise DataError(f"image {digest[:12]}: only texts are served")
 
 
 def _try_template(tokenizer: Tokenizer) -> None:
