@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import math
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.common.image_blocks import Block, attend_blocks
 from tandem.common.segments import attend
 
 ATTENTION_NAME = "tandem_slots"
@@ -210,29 +208,4 @@ def _attend_to_cache(
     return weights_RHGL.to(values_RHLD.dtype) @ values_RHLD
 
 
-def slot_attention_with_blocks(
-    module: torch.nn.Module,
-    query_1HND: torch.Tensor,
-    key_1HND: torch.Tensor,
-    value_1HND: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    image_blocks: Sequence[Block] = (),
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend as `slot_attention` does, and within the images of the step's prompts in both directions.
-
-    Raises `ModelError` as `slot_attention` does.
-    """
-    inputs = query_1HND, key_1HND, value_1HND
-    output_1NHD, _ = slot_attention(
-        module, *inputs, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
-    )
-    if image_blocks:
-        output_1NHD = attend_blocks(output_1NHD, *inputs, image_blocks, scaling, sliding_window)
-    return output_1NHD, None
-
-
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
-transformers.AttentionInterface.register(BLOCKS_ATTENTION_NAME, slot_attention_with_blocks)

@@ -10,21 +10,22 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 
 from tandem.common.errors import DataError
-from tandem.common.image_blocks import Block, runs
 from tandem.common.messages import ImageRef
 from tandem.rollout.engine import Completion, Request
-from tandem.rollout.engines.attention import Step
+from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, Step, slot_attention
 from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
+from tandem.samples.images.blocks import Block, attend_blocks, runs
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
@@ -291,3 +292,30 @@ class VisionEngine(TransformersEngine):
     def _forbid(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Take all probability from the tokens that stand for images."""
         output.logits[..., self._undrawable] = -torch.inf
+
+
+def slot_attention_with_blocks(
+    module: torch.nn.Module,
+    query_1HND: torch.Tensor,
+    key_1HND: torch.Tensor,
+    value_1HND: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    image_blocks: Iterable[Block] = (),
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `slot_attention` does, and within the images of the step's prompts in both directions.
+
+    Raises `ModelError` as `slot_attention` does.
+    """
+    inputs = query_1HND, key_1HND, value_1HND
+    output_1NHD, _ = slot_attention(
+        module, *inputs, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+    )
+    if image_blocks:
+        output_1NHD = attend_blocks(output_1NHD, *inputs, image_blocks, scaling, sliding_window)
+    return output_1NHD, None
+
+
+transformers.AttentionInterface.register(BLOCKS_ATTENTION_NAME, slot_attention_with_blocks)
