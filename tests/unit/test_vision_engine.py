@@ -101,6 +101,18 @@ def test_later_turns_may_show_more_images(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_tower_s_output_only_the_features_are_kept(family: str, tmp_path: Path) -> None:
+    seeing = Seeing(family, tmp_path)
+    engine = seeing.engine()
+    image = seeing.image(48, 40, 1)
+    run_all(engine, [seeing.request(0, "how many?", [image], max_new_tokens=1)])
+    kept = engine._features.get(image.digest)
+    assert {*kept.keys()} <= {"pooler_output", "deepstack_features"}
+    levels = 1 + len(kept.get("deepstack_features") or ())
+    assert engine._features.num_bytes == image.num_tokens * 64 * 4 * levels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_caches_see_the_images_with_the_new_tower(family: str, tmp_path: Path) -> None:
     seeing = Seeing(family, tmp_path)
     engine = seeing.engine()

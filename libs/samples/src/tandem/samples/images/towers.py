@@ -140,11 +140,8 @@ def features_of(output: Any) -> list[torch.Tensor]:
 
 def features_only(output: Any) -> Any:
     """Return an output without what the language model does not take, such as the tower's last hidden states."""
-    bare = copy.copy(output)
-    for name in ("last_hidden_state", "hidden_states", "attentions"):
-        if getattr(bare, name, None) is not None:
-            setattr(bare, name, None)
-    return bare
+    kept = {name: getattr(output, name, None) for name in ("pooler_output", "deepstack_features")}
+    return type(output)(**{name: value for name, value in kept.items() if value is not None})
 
 
 class PixelCache:
