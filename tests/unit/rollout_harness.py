@@ -88,6 +88,8 @@ class Context:
 class Rollout:
     """A rollout service with the weights of a tiny random model."""
 
+    template: str | None = TEMPLATE
+
     def __init__(
         self,
         folder: Path,
@@ -107,8 +109,7 @@ class Rollout:
 
         With `async_grpo`, settings as well, it generates beside training.
         """
-        write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
-        self.model = make_model("qwen3", folder / "model", vocab_size=len(CHARACTERS) + 3, **(model or {}))
+        self.model = self._make_model(folder, **(model or {}))
         self.config = build_config(
             {
                 "grpo": {
@@ -119,7 +120,7 @@ class Rollout:
                     "model_name": str(folder / "model"),
                     "max_total_sequence_length": total,
                     "precision": "float32",
-                    "tokenizer": {"chat_template": TEMPLATE},
+                    "tokenizer": {"chat_template": self.template},
                     "generation": {
                         "transformers_cfg": {"num_slots": 5},
                         "colocated": {"enabled": async_grpo is None},
@@ -129,6 +130,7 @@ class Rollout:
                 "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
                 "env": {"mine": settings | ({} if environment is None else {"class": environment})},
                 "cluster": {"threads_per_process": 1},
+                "logger": {"log_dir": str(folder / "run")},
             }
         )
         self.tokenizer = load_tokenizer(self.config)
@@ -138,6 +140,10 @@ class Rollout:
         self._command_ids = itertools.count(1)
         self._generated: list[int] = []
         self.build()
+
+    def _make_model(self, folder: Path, **changes: Any) -> Any:
+        write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
+        return make_model("qwen3", folder / "model", vocab_size=len(CHARACTERS) + 3, **changes)
 
     def build(self) -> None:
         """Have the engine built, or begin anew, and give it the weights."""
@@ -268,7 +274,7 @@ class Rollout:
     def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
         self.start(*groups, **how)
         samples = self.finish()
-        assert not self.context.errors
+        assert not self.context.errors, self.context.errors
         done, _ = self.context.sent[-1]
         assert isinstance(done, Generated)
         assert done.num_samples == len(samples) == sum(len(group.seeds) for group in groups)

@@ -16,6 +16,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.config import Config
+from tandem.config.models.hf_config import model_class
 from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
 from tests.harness.trainers.trainer_harness import (
@@ -30,7 +31,8 @@ TOLERANCE = 1e-6
 
 
 def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
+    kind = model_class(transformers.AutoConfig.from_pretrained(folder / "policy"))
+    model = kind.from_pretrained(folder / "policy")
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -141,7 +143,7 @@ class Numbers(NamedTuple):
 
 
 def plain_numbers(
-    source: Path | transformers.PreTrainedModel,
+    source: Any,
     batches: Sequence[Batch],
     *,
     temperature: float,
@@ -168,7 +170,11 @@ def numbers_of(
     folder: Path,
 ) -> Numbers:
     """Train a backend on ranks of their own, one optimizer step a batch; the policy is saved to `folder`."""
-    ranks = run_ranks(world_size, _train_rank, make, config, batches, folder)
+    return gathered_numbers(run_ranks(world_size, train_one_rank, make, config, batches, folder), folder)
+
+
+def gathered_numbers(ranks: Sequence[tuple[int, NDArray[np.float32], list[dict[str, float]]]], folder: Path) -> Numbers:
+    """Put together what ranks found, whose policy is saved in `folder`."""
     assert all(metrics == ranks[0][2] for _, _, metrics in ranks), "every rank reports the same"
     shares: dict[int, NDArray[np.float32]] = {}
     for replica, logprobs_T, _ in ranks:
@@ -191,7 +197,7 @@ def assert_same_numbers(found: Numbers, expected: Numbers, tolerance: float) -> 
         )
 
 
-def _train_rank(
+def train_one_rank(
     rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[Batch], folder: Path
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)

@@ -11,6 +11,7 @@ from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import package_folder
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
 from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import shown
 from tandem.config.schema import MODELS, Config, Optimizer
 from tandem.config.schema.declarations import SECTIONS
@@ -268,6 +269,7 @@ class _Moot(msgspec.Struct, frozen=True):
 _STEPPING = "with colocated generation, the optimizer's state is on the device only during a training step"
 _ALL_SAVED = "a checkpoint always has the optimizer's state, so that a run resumes exactly"
 _FREE_PORTS = "the system chooses free ports"
+_MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
 _MOOT = (
     _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
     _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
@@ -282,7 +284,7 @@ _MOOT = (
     _Moot("policy.offload_optimizer_for_logprob", (False,), _STEPPING),
     _Moot("policy.refit_buffer_size_gb", (None,), "weights go straight to engines, through buffers of a few MB"),
     _Moot("policy.dtensor_cfg._v2", (True,), "there is one DTensor backend"),
-    _Moot("policy.dtensor_cfg.automodel_kwargs", ({},), "transformers loads models"),
+    _Moot(_MODEL_ARGUMENTS, ({},), "transformers loads models"),
     _Moot("policy.dtensor_cfg.moe_parallelizer", (None, {}), "transformers loads models"),
     _Moot("policy.dtensor_cfg.clear_cache_every_n_steps", (None,), "torch's own cache is left alone within a step"),
     _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it only changes the use of memory"),
@@ -321,6 +323,8 @@ def _left_to_others(config: Config) -> Iterator[str]:
         if ".dtensor_cfg." in row.key and config.policy.megatron_cfg.enabled:
             continue
         value = value_at(config, row.key)
+        if row.key == _MODEL_ARGUMENTS and family_of(config.policy) is not None:
+            value = {name: each for name, each in value.items() if name != "freeze_config"}
         if value not in row.off:
             yield _vain(row.key, value, row.why)
 

@@ -35,7 +35,11 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     """
     tokenizer = load_configured_tokenizer(KEY, config.policy.tokenizer, folder)
     where = config.policy.tokenizer.name
-    folder = folder or local_folder(where) or Path(where)
+    return with_images(tokenizer, folder or local_folder(where) or Path(where))
+
+
+def with_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """Return the tokenizer of the model in a folder: the one given, unless the model sees."""
     if vision_family(read_json(folder / "config.json")) is None:
         return tokenizer
     from tandem.samples.images.chat import VisionTokenizer

@@ -75,6 +75,11 @@ class Tokenizer:
         return f"token {token!r} is {here} in {self.where} and {there} in {other.where}"
 
     @property
+    def image_token_id(self) -> int | None:
+        """The token that stands for a feature of an image; None, as here, if the model does not see."""
+        return None
+
+    @property
     def pad_id(self) -> int:
         """The padding token, or else the end-of-sequence token.
 

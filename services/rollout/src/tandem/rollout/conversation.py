@@ -46,6 +46,8 @@ class Conversation:
         self._token_ids: list[int] = list(group.prompt_ids)
         self._images = None if group.images is None else list(group.images)
         """Images of the prompt and of the environment's replies; None if the model does not see."""
+        self._before_answer = (0, 0, 0)
+        """Messages, tokens and images before the environment's last reply."""
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
@@ -87,20 +89,32 @@ class Conversation:
 
     def add_answer(self, messages: Messages, token_ids: list[int], images: tuple[ImageRef, ...] | None = None) -> None:
         """Append the environment's reply, as the tokens that lead from the last response to the next one."""
+        self._before_answer = (len(self.messages), len(self._token_ids), len(self._images or ()))
         if self._images is not None:
             self._images += images or ()
         self.messages += messages
         self._token_ids += token_ids
         self._parts.append(_given(token_ids))
 
+    def take_back_answer(self) -> None:
+        """Forget the environment's last reply: it has an image that cannot be read, by trainers neither."""
+        num_messages, num_tokens, num_images = self._before_answer
+        del self.messages[num_messages:], self._token_ids[num_tokens:], self._parts[-1]
+        if self._images is not None:
+            del self._images[num_images:]
+
     def finish(
-        self, score: Score, cause: Literal["score", "length", "turns"], unscored: Unscored | None = None
+        self,
+        score: Score,
+        cause: Literal["score", "length", "turns"],
+        unscored: Unscored | None = None,
+        version: int = 0,
     ) -> tuple[SampleScored, Batch]:
         """Return the finished sample: ended by a score or a missing score, or by a limit that leaves no room for a
-        response."""
+        response. `version` is the current weight version, for a sample without a response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
         token_ids_T, loss_mask_T, logprobs_T, versions_T = map(np.concatenate, zip(*self._parts, strict=True))
-        made_T = versions_T[loss_mask_T]
+        made_T = versions_T[loss_mask_T] if self.num_turns else np.array([version])
         oldest, newest = int(made_T.min()), int(made_T.max())
         sample = SampleScored(
             group=self.group.group,
@@ -110,7 +124,7 @@ class Conversation:
             num_tokens=self.num_tokens,
             oldest_version=oldest,
             newest_version=newest,
-            tokens_by_version=(len(made_T),) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
+            tokens_by_version=(self._num_made,) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,

@@ -82,6 +82,8 @@ class Generating:
         """Samples at the environment, which may go on."""
         self._answered: list[int] = []
         """Samples that continue after an answer."""
+        self._unreadable: dict[int, str] = {}
+        """Samples whose prompt the engine refuses, with the reason: an image is missing or damaged."""
 
     def start(self, command: Generate) -> None:
         """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
@@ -102,7 +104,14 @@ class Generating:
             if self._parts.agents is not None:
                 self._parts.agents.begin(number, conversation.group, conversation.sample, command)
             else:
-                engine.add_request(conversation.request(number, command.sampling))
+                self._request(number, conversation, command)
+
+    def _request(self, number: int, conversation: Conversation, command: Generate) -> None:
+        """Ask the engine for the next response of a sample; `_end_unreadable` deals with what it cannot read."""
+        try:
+            self._parts.engine.add_request(conversation.request(number, command.sampling))
+        except DataError as error:
+            self._unreadable[number] = str(error)
 
     def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
@@ -114,6 +123,8 @@ class Generating:
                 raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
             if size >= longest:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
+            if wrong := _wrong_images(group, self._parts.tokenizer.image_token_id):
+                raise WireError(f"Generate.groups[{index}].images: {wrong}")
             if self._parts.environments is not None and group.environment not in self._parts.environments:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
         if len({group.group for group in command.groups}) < len(command.groups):
@@ -135,6 +146,7 @@ class Generating:
             self._environments.forget(numbers)
             self._awaited.difference_update(numbers)
             self._answered = [number for number in self._answered if number not in numbers]
+            self._unreadable = {number: why for number, why in self._unreadable.items() if number not in numbers}
 
     def give_up_all(self) -> None:
         """Stop all generations."""
@@ -197,11 +209,12 @@ class Generating:
         for generation in self.generations.values():
             generation.seconds[phase] += time.perf_counter() - started
         self._answer(environments.poll())
+        if self._unreadable:
+            self._end_unreadable()
         if parts.is_async or not self._awaited:
             for number in sorted(self._answered):
                 generation = self._generation_of[number]
-                request = generation.conversations[number].request(number, generation.command.sampling)
-                parts.engine.add_request(request)
+                self._request(number, generation.conversations[number], generation.command)
             self._answered.clear()
 
     def _take(self, completion: Completion) -> None:
@@ -237,6 +250,21 @@ class Generating:
                 case _:
                     sample = conversation.finish(_UNSCORED, ended)
             self._end(finished, number, *sample)
+        self._send(finished)
+
+    def _end_unreadable(self) -> None:
+        """Report the samples whose prompts the engine refuses; raise `RewardError` where that ends the run."""
+        finished: _Finished = {}
+        for number, why in self._unreadable.items():
+            conversation = self._generation_of[number].conversations[number]
+            unscored = self._environments.refuse(conversation.group, conversation.messages, why)
+            if conversation.num_turns:
+                conversation.take_back_answer()
+            else:  # trainers could not read the prompt either
+                unscored = msgspec.structs.replace(unscored, dropped=True)
+            version = self._parts.engine.version or 0
+            self._end(finished, number, *conversation.finish(_UNSCORED, "score", unscored, version))
+        self._unreadable.clear()
         self._send(finished)
 
     def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
@@ -301,6 +329,15 @@ class Generating:
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
         )
         self._context.reply(generation.command.command_id, reply)
+
+
+def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
+    """Return what is wrong with the images of a prompt; None if its image tokens are those of its images."""
+    if image_token_id is None:
+        return "the model does not see" if group.images else None
+    found = group.prompt_ids.count(image_token_id)
+    needed = sum(image.num_tokens for image in group.images or ())
+    return f"the prompt has {found} image tokens, its images need {needed}" if found != needed else None
 
 
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from tandem.common.messages import BuildEngine, Listener, RewardServer
 from tandem.common.network import address_towards
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.models.vision_families import family_of
 from tandem.config.placement import gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
@@ -61,7 +64,7 @@ class Parts:
             if config.agent is None:
                 environments = Environments(config, _program(command.reward_server, context.coordinator))
                 stack.callback(environments.close)
-            engine = _make_engine(config)
+            engine = _make_engine(config, tokenizer)
             stack.callback(engine.close)
             parts = cls(
                 tokenizer=tokenizer,
@@ -176,7 +179,7 @@ def _program(server: RewardServer | None, coordinator: str) -> Program | None:
     return Program(Listener(address=address, public_key=server.public_key), server.callers)
 
 
-def _make_engine(config: Config) -> Engine:
+def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
     """Start the engine that the configuration names."""
     policy, generation = config.policy, config.policy.generation
     if generation.backend == "vllm":
@@ -191,9 +194,24 @@ def _make_engine(config: Config) -> Engine:
             experts=replayed_experts(config),
             config_overrides=policy.hf_config_overrides,
         )
-    from tandem.rollout.engines.transformers import TransformersEngine
+    kind: Callable[..., Engine]
+    if (family := family_of(policy)) is None:
+        from tandem.rollout.engines.transformers import TransformersEngine
 
-    return TransformersEngine(
+        kind = TransformersEngine
+    else:
+        from tandem.rollout.engines.vision import VisionEngine
+        from tandem.samples.images.families import undrawable_ids
+        from tandem.samples.images.reading import ImageLimits
+        from tandem.samples.images.rows import image_folder
+
+        kind = functools.partial(
+            VisionEngine,
+            read_image=image_folder(config).get,
+            undrawable=undrawable_ids(tokenizer, family),
+            limits=ImageLimits(max_pixels=config.data.max_image_pixels),
+        )
+    return kind(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,

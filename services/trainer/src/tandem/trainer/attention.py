@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tandem.common.segments import attend as attend_within
 from tandem.common.segments import sliding_windows, unstable_rotation
+from tandem.config.models.vision_families import VISION
 from tandem.trainer.micro_batches import Row, pack_row, share_prompts
 
 ATTENTION_NAME = "tandem_rows"
@@ -96,11 +97,11 @@ def _prepare(model: Any, max_length: int, row: Row) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         return f"it has layers of type {others[0]}"
-    before = model.config._attn_implementation
+    before = config._attn_implementation
     told_windows: dict[int, int | None] = {}
     try:
         expected_KV = _logits(model)
-        model.set_attn_implementation(ATTENTION_NAME)
+        use_attention(model, ATTENTION_NAME)
         found_KV = _logits(model, told_windows, row)
     except Exception as error:  # a custom architecture fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
@@ -116,8 +117,13 @@ def _prepare(model: Any, max_length: int, row: Row) -> str | None:
             return None
         else:
             reason = "its tokens meet outside of attention"
-    model.set_attn_implementation(before)
+    use_attention(model, before)
     return reason
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Set the attention of a model; of its language model alone if it sees, since a tower does not attend causally."""
+    model.set_attn_implementation({"text_config": name} if model.config.model_type in VISION else name)
 
 
 _SAMPLES = np.array([[0, 1, 2, 0], [0, 1, 1, 2]])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,12 +29,14 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
-from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.models.model_sizes import local_folder, vocabulary_size
 from tandem.config.models.vision_families import family_of
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.images.columns import check_images, image_columns
+from tandem.samples.images.families import ImageSettings, read_settings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
+from tandem.trainer.micro_batches import check_image_tokens
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -45,6 +48,14 @@ Rows = list[int]
 """Rows of a batch's table."""
 
 
+def image_settings(config: Config) -> ImageSettings | None:
+    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
+    if family_of(config.policy) is None:
+        return None
+    name = config.policy.tokenizer.name
+    return read_settings(local_folder(name) or Path(name), name)
+
+
 class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The arrays of samples as a run's engines send them."""
 
@@ -52,8 +63,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens."""
     experts: RoutedExperts | None = None
     """Format of the experts that samples have for each token, if any."""
-    has_images: bool = False
-    """Whether samples have images, none perhaps: whether the model sees."""
+    images: ImageSettings | None = None
+    """The model's settings for images; None if it does not see. If it does, every sample has images, none perhaps."""
 
     @classmethod
     def of(cls, config: Config) -> SampleFormat:
@@ -61,7 +72,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             vocabulary=vocabulary_size(config.policy),
             experts=replayed_experts(config),
-            has_images=family_of(config.policy) is not None,
+            images=image_settings(config),
         )
 
     @property
@@ -79,18 +90,19 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
             loss_mask_T=nothing.astype(np.bool_),
             generation_logprobs_T=nothing.astype(np.float32),
             versions_T=nothing,
-            **(image_columns([]) if self.has_images else {}),
+            **({} if self.images is None else image_columns([])),
         )
 
     def read(self, frames: Arrays) -> Batch:
         """Return received samples. Raises `WireError` unless they are possible samples."""
-        names = (*SAMPLES, *IMAGES) if self.has_images else SAMPLES
+        names = SAMPLES if self.images is None else (*SAMPLES, *IMAGES)
         arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
             self.experts.check(arrays.columns[COLUMN])
-        if self.has_images:
+        if self.images is not None:
             check_images(arrays)
+            check_image_tokens(arrays, self.images)
         return arrays
 
 

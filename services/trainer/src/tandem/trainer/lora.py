@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 
 from tandem.common.errors import ModelError
 from tandem.config.models.lora import chosen, is_adapter, tensor_name
+from tandem.config.models.vision_families import VISION
 from tandem.config.schema.adapters import LoraCfg
 from tandem.trainer.dropout import Dropout, Place
 from tandem.trainer.files.adapter_files import first_values, settings_of
@@ -64,10 +65,13 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the names of a model's linear layers, without the output layer."""
-    head = model.get_output_embeddings()
+    """Return the names of a model's linear layers, without the output layer; of its language model if it sees."""
+    head, family = model.get_output_embeddings(), VISION.get(model.config.model_type)
+    prefix = "" if family is None else family.language_prefix
     return [
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and name.startswith(prefix)
     ]
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config.schema import DynamicBatching, Model, SequencePacking
 from tandem.config.schema.columns import (
     ADVANTAGES,
@@ -40,6 +41,8 @@ from tandem.config.schema.columns import (
 )
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, Ints, by_prompt
 from tandem.samples.batch import Batch
+from tandem.samples.images.families import Grid, ImageSettings, num_tokens, positions
+from tandem.samples.images.towers import grid_size
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer import bins
 
@@ -74,6 +77,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
 
+class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The images whose tokens are in a micro-batch, as its model takes them: an image of a shared prompt once."""
+
+    digests: tuple[str, ...]
+    """In the order of their tokens: the rows one after the other, and the images in each."""
+    grids: tuple[Grid, ...]
+    """How they are divided, as the prompts' tokens say (`tandem.common.messages.ImageRef.grid`)."""
+    position_ids: torch.Tensor | None
+    """int64, ``[3, B, T]``, or ``[3, 1, N]`` for a row: time, height and width of each token; None for a model whose
+    tokens are only counted.
+    """
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Some sequences of a batch, padded on the right to one width, for one forward and backward pass.
 
@@ -100,6 +116,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int16; experts that the engine sent each token to, by layer, -1 where unknown; None without routing replay
     (`tandem.samples.routed_experts`).
     """
+    images: RowImages | None = None
+    """None for a model that does not see."""
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
@@ -191,6 +209,7 @@ class Shard:
             rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows also come in pairs. Batches and global
             batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
         experts: description of the experts to replay for each token; None without replay.
+        image_settings: the model's settings for images; None if it does not see.
     """
 
     def __init__(
@@ -203,13 +222,14 @@ class Shard:
         shares_prompts: bool = False,
         unit: int = 1,
         experts: RoutedExperts | None = None,
+        image_settings: ImageSettings | None = None,
     ) -> None:
         self.whole, self.own, self.replicas = whole, own, replicas
         self.rows = rows = whole.rows_of(replicas.rank)
         """The shard's sequences, as rows of the whole batch."""
         assert whole.lengths_S[rows].tolist() == own.lengths_S.tolist(), "the shard is what the table says"
         self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(rows.tolist())}
-        self._settings, self._experts = settings, experts
+        self._settings, self._experts, self._image_settings = settings, experts, image_settings
         self._unit = unit
         # Units are assigned and divided. Rows only come in and go out.
         self._lengths_UR = whole.lengths_S.astype(np.int64).reshape(-1, unit)
@@ -241,6 +261,7 @@ class Shard:
                 shares_prompts=self._shares_prompts,
                 columns=columns,
                 experts=self._experts,
+                image_settings=self._image_settings,
             )
             for group in groups
         ]
@@ -344,6 +365,7 @@ def pad(
     row_divisible_by: int | None = None,
     columns: Columns | None = None,
     experts: RoutedExperts | None = None,
+    image_settings: ImageSettings | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch, with a width that is a multiple of `divisible_by`.
 
@@ -356,6 +378,7 @@ def pad(
         row_divisible_by: divisor of the length of the packed row, which is added if this is given.
         columns: loss inputs for each of the batch's tokens; None for scoring only.
         experts: description of the experts that the batch's tokens went to; None without replay.
+        image_settings: the model's settings for images; None if it does not see.
 
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
@@ -400,7 +423,74 @@ def pad(
         else moved(
             experts.decode(routed_BTX.reshape(-1, experts.num_bytes)).reshape(*filled_BT.shape, -1, experts.top_k)
         ),
+        images=None
+        if image_settings is None
+        else _images(batch, rows, token_ids_BT, lengths_B, row, image_settings, device),
     )
+
+
+def _images(
+    batch: Batch,
+    rows: Sequence[int],
+    token_ids_BT: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+    row: Row | None,
+    settings: ImageSettings,
+    device: torch.device,
+) -> RowImages:
+    """Return the images of a micro-batch. Raises `ModelError` if a sequence has other image tokens than its images."""
+    position_XBT = np.zeros((3 if settings.family.has_mrope else 1, *token_ids_BT.shape), dtype=np.int64)
+    found: list[tuple[int, str, Grid]] = []
+    """Place of the first token among the ``B * T`` positions, digest and grid of each image."""
+    for place, (sequence, length) in enumerate(zip(rows, lengths_B.tolist(), strict=True)):
+        if sequence == EMPTY_ROW:
+            continue
+        digests, grids = images_in(batch, sequence, settings)
+        token_ids_L = token_ids_BT[place, :length]
+        try:
+            position_XBT[:, place, :length], _ = positions(settings, token_ids_L, grids)
+        except DataError as error:
+            raise ModelError(f"sequence {sequence} of the shard: {error}") from error
+        starts = np.flatnonzero(token_ids_L == settings.image_token_id)
+        used = 0
+        for digest, grid in zip(digests, grids, strict=True):
+            found.append((place * token_ids_BT.shape[1] + int(starts[used]), digest, grid))
+            used += num_tokens(settings, grid)
+    if row is not None:
+        source_N = row.source_N.cpu().numpy()
+        position_XBT = np.where(source_N >= 0, position_XBT.reshape(len(position_XBT), 1, -1)[..., source_N], 0)
+        taken = set(source_N.tolist())
+        found = [each for each in found if each[0] in taken]
+    return RowImages(
+        digests=tuple(digest for _, digest, _ in found),
+        grids=tuple(grid for _, _, grid in found),
+        position_ids=torch.from_numpy(position_XBT).to(device) if settings.family.has_mrope else None,
+    )
+
+
+def images_in(batch: Batch, row: int, settings: ImageSettings) -> tuple[list[str], list[Grid]]:
+    """Return the digests and the grids of a sequence's images."""
+    size = grid_size(settings.family)
+    first, last = batch.offsets("I")[row : row + 2]
+    digests = [digest.tobytes().hex() for digest in batch.image_digests_IX[first:last]]
+    return digests, [tuple(grid[:size]) for grid in batch.image_grids_IX[first:last].tolist()]
+
+
+def check_image_tokens(batch: Batch, settings: ImageSettings) -> None:
+    """Raise `WireError` unless each sequence has the image tokens of its images, as many as their grids need."""
+    ends_S = batch.offsets()
+    for row in range(len(batch)):
+        _, grids = images_in(batch, row, settings)
+        tokens_T = batch.token_ids_T[ends_S[row] : ends_S[row + 1]]
+        found = int((tokens_T == settings.image_token_id).sum())
+        try:
+            needed = sum(num_tokens(settings, grid) for grid in grids)
+        except ValueError as error:
+            raise WireError(f"image_grids_IX: sequence {row} has an impossible grid: {error}") from error
+        if found != needed:
+            raise WireError(
+                f"token_ids_T: sequence {row} has {found} image tokens, and its {len(grids)} images need {needed}"
+            )
 
 
 def _shared(

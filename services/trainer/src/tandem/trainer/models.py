@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tandem.common.errors import ModelError
-from tandem.config.models.hf_config import load_config
+from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.lora import why_no_model
 from tandem.config.schema import Model
 from tandem.config.schema.columns import Head
@@ -36,6 +36,7 @@ from tandem.trainer.scoring import (
     score_tokens,
     top_of_logits,
     top_tokens,
+    without_tokens,
 )
 
 _CLASSIFIERS: dict[Head, Any] = {
@@ -44,6 +45,8 @@ _CLASSIFIERS: dict[Head, Any] = {
 }
 """Heads of models that give one number."""
 _SCALAR: dict[Head, str] = {"value": "value model", "score": "reward model"}
+Pictures = Callable[[MicroBatch], dict[str, Any]]
+"""The inputs of a model's forward pass that come from the images of a micro-batch."""
 _ENTROPY_ROWS = 1024
 """Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
@@ -120,10 +123,10 @@ def without_weights(
 
     It has the given `head`, whatever the checkpoint has. Raises `ModelError`.
     """
-    kind = _CLASSIFIERS.get(head, transformers.AutoModelForCausalLM)
     try:
         labels = {} if head == "vocabulary" else {"num_labels": 1}
         settings = load_config(source, overrides, **labels)
+        kind = _CLASSIFIERS.get(head) or model_class(settings)
         with torch.device("meta"):
             model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library passes on any error of its readers
@@ -188,15 +191,22 @@ class Scorer:
     """
 
     def __init__(
-        self, model: Any, head: Any, context: dist.ProcessGroup | None, replay: RoutingReplay | None = None
+        self,
+        model: Any,
+        head: Any,
+        context: dist.ProcessGroup | None,
+        replay: RoutingReplay | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """Take a model that is already sharded; `context` are the ranks that share each sequence with this one.
 
-        `replay` is given the experts of the tokens of each micro-batch.
+        `replay` is given the experts of the tokens of each micro-batch. `pictures` gives what a model that sees takes
+        beside the tokens.
         """
         self.model = model
         self._context = context
         self._replay = replay
+        self._pictures = pictures
         self._task: _Task | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
@@ -213,6 +223,8 @@ class Scorer:
         task = _Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
         if self._replay is not None:
             self._replay.give(self._routed(batch))
+        if self._pictures is not None:
+            inputs |= self._pictures(batch)
         is_here_K = predictor_K >= 0
         self._task = task if self._context is None else task.take(is_here_K)
         try:
@@ -275,16 +287,19 @@ class TokenScorer(Scorer):
         context: dist.ProcessGroup | None = None,
         learns_entropy: bool = False,
         replay: RoutingReplay | None = None,
+        pictures: Pictures | None = None,
+        undrawable: Sequence[int] = (),
     ) -> None:
         """Begin, as any scorer. Raise `ModelError` if the model is divided so that it cannot be scored.
 
         `linear_head` is the result of `has_linear_head` before sharding, `learns_entropy` whether the entropy has a
-        gradient.
+        gradient. Tokens that are `undrawable` have no probability, as in engines.
         """
+        self._undrawable = tuple(undrawable)
         self._temperature, self._learns_entropy = temperature, learns_entropy
         self._gives_logits = not linear_head
         head = model.get_output_embeddings()
-        super().__init__(model, head, context, replay)
+        super().__init__(model, head, context, replay, pictures)
         if self._gives_logits and self._is_cut:
             raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
         if not self._gives_logits:
@@ -293,7 +308,7 @@ class TokenScorer(Scorer):
     def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
         output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
-            return self._of_logits(output.float() / self._temperature, task)
+            return self._of_logits(without_tokens(output.float() / self._temperature, self._undrawable), task)
         scores: Scores = output
         return scores
 
@@ -323,6 +338,7 @@ class TokenScorer(Scorer):
             vocabulary=vocabulary,
             others_KN=task.others_KN,
             learns_entropy=self._learns_entropy,
+            undrawable=self._undrawable,
         )
 
     def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
@@ -340,15 +356,26 @@ class TopScorer(TokenScorer):
         num: int,
         linear_head: bool,
         context: dist.ProcessGroup | None = None,
+        pictures: Pictures | None = None,
+        undrawable: Sequence[int] = (),
     ) -> None:
         """Begin, as a scorer of tokens; `num` is the number of likeliest tokens."""
-        super().__init__(model, temperature, linear_head=linear_head, context=context)
+        super().__init__(
+            model, temperature, linear_head=linear_head, context=context, pictures=pictures, undrawable=undrawable
+        )
         self._num = num
 
     def _of_hidden(
         self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
     ) -> Scores:
-        return top_tokens(hidden_KH, weight_VH, self._num, temperature=self._temperature, vocabulary=vocabulary)
+        return top_tokens(
+            hidden_KH,
+            weight_VH,
+            self._num,
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+            undrawable=self._undrawable,
+        )
 
     def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
         return top_of_logits(logits_KV, self._num)
@@ -398,9 +425,10 @@ def _as_model_error(what: str) -> Iterator[None]:
 
 def _pretrained(source: str, settings: Model, dtype: torch.dtype) -> Any:
     with _as_model_error(f"cannot load a model from {source!r}"):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        described = load_config(source, settings.hf_config_overrides)
+        model, info = model_class(described).from_pretrained(
             source,
-            config=load_config(source, settings.hf_config_overrides),
+            config=described,
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=False,
@@ -423,7 +451,7 @@ def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
         described = load_config(str(folder), settings.hf_config_overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.new_model.seed)
-            return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, trust_remote_code=False)
+            return model_class(described).from_config(described, dtype=dtype, trust_remote_code=False)
 
 
 def _new_scalar_model(folder: Path, settings: Model, dtype: torch.dtype, head: Head) -> Any:

@@ -11,6 +11,7 @@ Shapes: ``K`` scored tokens, ``R`` of them at a time; ``N`` tokens scored in the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,9 @@ _CACHED = 2**17
 """Logits that stay in the cache of a CPU core between operations: 512 KiB of float32."""
 
 _NEVER = -1e30
-"""The logit of padding. Its probability is zero, and zero times this is not NaN, unlike with infinity."""
+"""The logit of padding, and of tokens that cannot be drawn. Its probability is zero, and zero times this is not NaN,
+unlike with infinity.
+"""
 
 
 class TokenScores(NamedTuple):
@@ -91,6 +94,7 @@ def score_tokens(
     chunk: int | None = None,
     others_KN: torch.Tensor | None = None,
     learns_entropy: bool = False,
+    undrawable: Sequence[int] = (),
 ) -> TokenScores | StudentScores:
     """Return the scores of the targets: `StudentScores` if others are scored in their places, too.
 
@@ -99,7 +103,7 @@ def score_tokens(
     them again. If they are, it uses up those of the forward pass, so that a second backward pass is an error. With
     `vocabulary`, every rank of its group passes the same ``hidden_KH`` and tokens and gets the same scores. The
     gradient of ``hidden_KH`` is already summed over the group. The gradient of the entropy (`learns_entropy`) costs
-    another pass over the probabilities.
+    another pass over the probabilities. Tokens that are `undrawable` have probability zero.
     """
     chunk = _rows_at_once(weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
@@ -107,7 +111,7 @@ def score_tokens(
     if others_KN is not None:
         token_KN = torch.cat([token_KN, others_KN], dim=1)
     scores: tuple[torch.Tensor, ...] = _Scores.apply(  # type: ignore[no-untyped-call]
-        hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy
+        hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy, tuple(undrawable)
     )
     logprobs_KN, entropy_K, is_likeliest_K = scores
     if others_KN is None:
@@ -124,6 +128,7 @@ def top_tokens(
     temperature: float,
     vocabulary: VocabularyShard | None = None,
     chunk: int | None = None,
+    undrawable: Sequence[int] = (),
 ) -> TopTokens:
     """Return the `num` likeliest tokens at each position, with the arguments of `score_tokens`.
 
@@ -135,6 +140,7 @@ def top_tokens(
     for hidden_RH in torch.split(hidden_KH, chunk):
         logits_RV = _logits(hidden_RH, weight_VH, temperature)
         logits_RV[:, num_tokens:] = _NEVER
+        _rule_out(logits_RV, undrawable, first)
         parts.append(logits_RV.topk(min(num, logits_RV.shape[1]), dim=1))
     logits_KN, row_KN = (torch.cat(each) for each in zip(*parts, strict=True))
     token_KN = row_KN + first
@@ -151,6 +157,13 @@ def top_of_logits(logits_KV: torch.Tensor, num: int) -> TopTokens:
     return TopTokens(logits_KN, token_KN.int())
 
 
+def without_tokens(logits_KV: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return whole logits by which these tokens have probability zero."""
+    if not token_ids:
+        return logits_KV
+    return logits_KV.index_fill(1, torch.tensor(token_ids, device=logits_KV.device), _NEVER)
+
+
 def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
     """Place numbers, or rows of them, at the given positions in order, with zeros elsewhere."""
     rows = values_K.shape[1:]
@@ -160,6 +173,13 @@ def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
 
 def _rows_at_once(weight_VH: torch.Tensor) -> int:
     return max(1, _LOGITS // weight_VH.shape[0])
+
+
+def _rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> None:
+    """Give these tokens probability zero; the first of the columns is that of token `first`."""
+    columns = [token - first for token in token_ids if 0 <= token - first < logits_RC.shape[1]]
+    if columns:
+        logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), _NEVER)
 
 
 def _own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
@@ -193,6 +213,7 @@ class _Scores(torch.autograd.Function):
         chunk: int,
         keeps: bool,
         learns_entropy: bool,
+        undrawable: tuple[int, ...],
     ) -> tuple[torch.Tensor, ...]:
         first, num_tokens = _own_tokens(weight_VH, vocabulary)
         row_KN = token_KN - first
@@ -204,6 +225,7 @@ class _Scores(torch.autograd.Function):
         for hidden_RH, row_RN in zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), strict=True):
             logits_RV = None  # before the next are made
             logits_RV = _logits(hidden_RH, weight_VH, temperature)
+            _rule_out(logits_RV, undrawable, first)
             parts.append(_sums(logits_RV, row_RN, num_tokens))
         max_K, sum_K, weighted_K, *logit_NK = torch.cat(parts, dim=1)
         logit_KN = torch.stack(logit_NK, dim=1).where(is_here_KN, 0.0)
@@ -233,6 +255,7 @@ class _Scores(torch.autograd.Function):
         )
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.num_tokens, ctx.chunk, ctx.learns_entropy = num_tokens, chunk, learns_entropy
+        ctx.undrawable, ctx.first = undrawable, first
         is_likeliest_K = (logit_KN[:, 0] == 0.0).float()  # relative to the largest, so zero for that one
         ctx.mark_non_differentiable(is_likeliest_K, *(() if learns_entropy else (entropy_K,)))
         return logit_KN - log_sum_K[:, None], entropy_K, is_likeliest_K
@@ -255,7 +278,9 @@ class _Scores(torch.autograd.Function):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
             if exp_KV is None:
-                exp_KC = _logits(hidden_KH, weight_CH, ctx.temperature).sub_(max_K[:, None]).exp_()
+                logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
+                _rule_out(logits_KC, ctx.undrawable, ctx.first + first)
+                exp_KC = logits_KC.sub_(max_K[:, None]).exp_()
             else:
                 exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once
             # The gradient of log p[token] by the logits: one-hot(token) - p.
@@ -274,7 +299,7 @@ class _Scores(torch.autograd.Function):
         grad_hidden_KH = grad_hidden_KH.to(hidden_KH.dtype)
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)
-        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None, None
+        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None, None, None
 
 
 def _with_entropy(

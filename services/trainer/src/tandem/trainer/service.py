@@ -54,7 +54,6 @@ from tandem.common.wire import Arrays
 from tandem.config import Config
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.models.vision_families import family_of
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
@@ -69,6 +68,7 @@ from tandem.trainer.backends import make_backend
 from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.losses.custom import try_out
+from tandem.trainer.micro_batches import check_image_tokens
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
@@ -96,8 +96,9 @@ class TrainerService:
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._weight_client: WeightClient | None = None
-        self._sees = family_of(context.config.policy) is not None
-        self._fetcher = SampleFetcher(context.run_id, SampleFormat.of(context.config), context.keys)
+        sample_format = SampleFormat.of(context.config)
+        self._images = sample_format.images
+        self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
         self._version = 0
         self._memory = MemoryMeter()
         self._gpus: GpuMonitor | None = None
@@ -186,11 +187,12 @@ class TrainerService:
         own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if name in IMAGES or not name.endswith("_S")}
-            names = (*TOKENS, *IMAGES) if self._sees else TOKENS
+            names = TOKENS if self._images is None else (*TOKENS, *IMAGES)
             given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
             given.check_tokens(self._vocabulary, own.num_valid_S)
-            if self._sees:
+            if self._images is not None:
                 check_images(given)
+                check_image_tokens(given, self._images)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))

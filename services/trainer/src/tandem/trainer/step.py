@@ -32,6 +32,7 @@ from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
+from tandem.trainer.fetching import image_settings
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
@@ -407,6 +408,7 @@ def _shards(
     """
     models = config.holds if exchange is None else exchange.model_group.models
     first = backend.replicas(models[0])
+    sees = "num_images_S" in own.columns
     here = None if exchange is None else exchange.shard(backend, own)
     by_sizes = {first.sizes: (whole, own) if here is None else here}
     shards: dict[Model, Shard] = {}
@@ -421,6 +423,7 @@ def _shards(
             shares_prompts=settings.share_prompts and backend.shares_prompts,
             unit=config.sequences_per_sample,
             experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
+            image_settings=image_settings(config) if sees else None,
         )
     return shards
 

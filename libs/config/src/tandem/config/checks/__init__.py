@@ -20,6 +20,7 @@ from tandem.config.checks import (
     reward_model,
     router_replay,
     run,
+    vision,
 )
 from tandem.config.checks.rule import Rule
 from tandem.config.problem import Invalid, Problems
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *cluster.RULES,
     *generation.RULES,
     *router_replay.RULES,
+    *vision.RULES,
     *numbers.RULES,
 )
 """Rules for all algorithms, in the order of checking; those in the algorithm's declaration come last."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.config.models.vision_families import VISION
+
 
 def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any) -> Any:
     """Return the Transformers configuration of a folder or of a name on the Hub.
@@ -24,3 +26,11 @@ def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any)
     found, _ = transformers.PreTrainedConfig.get_config_dict(source)
     kind: Any = transformers.CONFIG_MAPPING[found["model_type"]]
     return kind.from_dict({**found, **overrides}, **fields)
+
+
+def model_class(config: Any) -> Any:
+    """Return the class of Transformers that loads the language model, one that sees or not, of a configuration."""
+    import transformers
+
+    sees = config.model_type in VISION
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

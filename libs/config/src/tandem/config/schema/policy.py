@@ -66,7 +66,9 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     version_2: bool = msgspec.field(name="_v2", default=True)
     """Accepted: choice between NeMo-RL's two backends of that name. Here there is one."""
     automodel_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Accepted: arguments of NeMo-RL's library for loading models. Here Transformers loads them."""
+    """Accepted: arguments of NeMo-RL's library for loading models. Here Transformers loads them. Of a model that sees,
+    `freeze_config` is read, with the keys `freeze_vision_tower` (by default true) and `freeze_language_model` (false):
+    the parts that are not trained. Without it, everything is."""
     moe_parallelizer: dict[str, Any] | None = None
     """Accepted: arguments of the same library."""
     clear_cache_every_n_steps: PositiveInt | None = None

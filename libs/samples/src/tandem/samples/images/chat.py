@@ -39,6 +39,11 @@ class VisionTokenizer(Tokenizer):
         check_tokenizer(tokenizer, self.settings)
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a feature of an image."""
+        return self.settings.image_token_id
+
     def save(self, folder: Path) -> None:
         """Write the files of tokenizer and image processor beside a model's weights."""
         super().save(folder)

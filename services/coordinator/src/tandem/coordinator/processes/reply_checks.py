@@ -102,7 +102,7 @@ def check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
             _check_episode(asked, row, sample)
             continue
         fits(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
-        fits(turns >= 1 or limits.plays, row, "num_turns", sample, "at least 1")
+        fits(turns >= 1 or limits.plays or bool(sample.failure), row, "num_turns", sample, "at least 1")
         fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
         fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
         most = min(turns * command.sampling.max_new_tokens, limits.max_tokens - prompt)

@@ -125,13 +125,13 @@ class DTensor(Deployment, frozen=True):
         """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
 
         Every rank holds buffers whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side;
-        the other matrix stays whole.
+        the other matrix stays whole. It does not cut the tower of a model that sees.
         """
         if name.endswith(BIAS):
             return ()
         is_adapter = lora.is_adapter(name)
         of = f"{lora.layer_of(name)}.weight" if is_adapter else name
-        dim = self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
+        dim = None if huggingface.is_of_tower(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
         if is_adapter and dim != (0 if name.endswith(lora.B) else 1):
             dim = None
         if dim is not None and dim >= len(shape):

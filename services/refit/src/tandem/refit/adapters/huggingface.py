@@ -21,6 +21,7 @@ from tandem.refit.layout import Box, Layout, LayoutBuilder, Piece, Tensor, whole
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+_OF_TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|connector|multi_modal_projector)\.")
 _FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)$")
 
 
@@ -76,6 +77,14 @@ def _fused(model: ModelShape) -> Iterator[Parameter]:
     fused = tuple(msgspec.structs.replace(part, at=(0, *part.at)) for part in parts)
     yield Parameter(prefix + "gate_up_proj", (experts.num_experts, 2 * gate_up[0], hidden), fused, of_layer)
     yield Parameter(prefix + "down_proj", (experts.num_experts, *gate_up[::-1]), (down,), of_layer)
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a parameter is of the tower that turns images into features, or of its projector.
+
+    Names in memory begin with ``model.``; some in checkpoints do not.
+    """
+    return _OF_TOWER.match(name) is not None
 
 
 class HuggingFace(Deployment, frozen=True):

@@ -16,7 +16,7 @@ from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_co
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
-from tandem.refit.adapters.huggingface import HuggingFace
+from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
 from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vllm import Vllm
 
@@ -59,7 +59,8 @@ def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
         names = lora.chosen(list(parts), policy.adapters, "policy.megatron_cfg.peft")
         layers, dtype = [layer for name in names for layer in parts[name]], policy.precision
     else:
-        linear = [tensor.name.removesuffix(".weight") for tensor in model.tensors if _LINEAR.search(tensor.name)]
+        names = [tensor.name for tensor in model.tensors if not is_of_tower(tensor.name)]
+        linear = [name.removesuffix(".weight") for name in names if _LINEAR.search(name)]
         layers, dtype = lora.chosen(linear, policy.adapters, "policy.dtensor_cfg.lora_cfg"), "float32"
     tensors = (
         msgspec.structs.replace(tensor, product_scale=policy.adapters.scale if tensor.name.endswith(lora.B) else 0.0)

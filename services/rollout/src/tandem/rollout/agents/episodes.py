@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import RewardError
-from tandem.common.messages import Generate, PromptGroup, SamplingParameters
+from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
 from tandem.common.returned import line
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
@@ -98,19 +98,18 @@ class Episode(ServedModel):
 
     # --- what the agent asks of the policy ---------------------------------------------------------------------------
 
-    def chat_ids(self, request: ChatRequest) -> list[int]:
+    def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that the policy is to answer; what was said before keeps its very tokens.
 
         Raises what `ServedModel.chat_ids` raises.
         """
-        messages = [message.for_template() for message in request.messages]
         variables = self.variables_of(request)
         prompt_ids = self.session.prompt_of(messages, variables)
         self._asked[tuple(prompt_ids)] = _Asked(request, messages, variables)
         return prompt_ids
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made, and note it. The seed is the sample's own. Raises `Refused`."""
         sampling, asked_seed = self._as_trained(sampling), seed
@@ -124,7 +123,7 @@ class Episode(ServedModel):
         asked = self._asked.get(tuple(prompt_ids))
         made: list[Chunk] = []
         try:
-            async with aclosing(self._driver.generate(prompt_ids, sampling, seed)) as chunks:
+            async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
                 async for chunk in chunks:
                     if self.is_over:
                         raise over()
@@ -174,7 +173,7 @@ class Episode(ServedModel):
         growing = Growing(self, asked.request, prompt_ids, seed)
         piece = joined([growing.add(chunk) for chunk in made])
         said = ChatMessage(role="assistant", content=piece.text, tool_calls=piece.tool_calls or None)
-        self.session.add(prompt_ids, completion, [*asked.messages, said.for_template()], asked.variables)
+        self.session.add(prompt_ids, completion, [*asked.messages, said.for_template(self._mark)], asked.variables)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 

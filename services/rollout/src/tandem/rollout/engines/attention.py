@@ -24,6 +24,8 @@ from tandem.common.errors import ModelError
 from tandem.common.segments import attend
 
 ATTENTION_NAME = "tandem_slots"
+BLOCKS_ATTENTION_NAME = "tandem_slots_with_blocks"
+"""Name for models whose images are blocks of attention in both directions."""
 _HUGE_PAGES_UP_TO = 2**24
 """Bytes of a layer's keys up to which huge pages are used. They are allocated five times as fast after every sleep,
 but take memory even where only a few tokens lie. A small cache can afford that."""

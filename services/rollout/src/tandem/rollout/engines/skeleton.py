@@ -13,11 +13,12 @@ from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
 from tandem.common.segments import unstable_rotation
-from tandem.config.models.hf_config import load_config
+from tandem.config.models.hf_config import load_config, model_class
+from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.refit.weight_client import Weights, device_name, host_name
-from tandem.rollout.engines.attention import ATTENTION_NAME
+from tandem.rollout.engines.attention import ATTENTION_NAME, BLOCKS_ATTENTION_NAME
 
 
 def load_skeleton(
@@ -28,7 +29,7 @@ def load_skeleton(
     with_weights: bool = False,
     config_overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
+    """Build the model that ``config.json`` in `model_folder` describes, with its tower if it sees, uninitialised.
 
     Buffers such as rotary frequencies are computed. Parameters stay uninitialised, or come from the folder's
     safetensors files if asked for. Raises `ModelError` if the folder holds no model, or one that slots of `max_length`
@@ -43,8 +44,8 @@ def load_skeleton(
             model = _with_weights(model_folder, config, dtype)
         else:
             with no_init_weights():
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+                model = model_class(config).from_config(
+                    config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
                 )
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
@@ -58,11 +59,11 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # its warnings are checked for below
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, found = model_class(config).from_pretrained(
             model_folder,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=_attention(config),
             use_safetensors=True,  # the other format is unpickled
             local_files_only=True,
             trust_remote_code=False,
@@ -79,6 +80,14 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
             state = what.removesuffix("_keys")
             raise ModelError(f"{model_folder}: {names[0]} is {state}, the first of {len(names)} such tensors")
     return model
+
+
+def _attention(config: Any) -> str | dict[str, str]:
+    """Return what to call the attention of slots by: only the language model's, if the model also has a tower."""
+    family = VISION.get(config.model_type)
+    if family is None:
+        return ATTENTION_NAME
+    return {"text_config": BLOCKS_ATTENTION_NAME if family.has_image_blocks else ATTENTION_NAME}
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:

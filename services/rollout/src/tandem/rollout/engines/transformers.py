@@ -35,6 +35,8 @@ class TransformersEngine(RefittedEngine):
     sequences keep their keys and values unless `recompute_caches` follows it.
     """
 
+    _slots_kind: type[Slots] = Slots
+
     def __init__(
         self,
         model_folder: Path,
@@ -68,7 +70,7 @@ class TransformersEngine(RefittedEngine):
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
-        self._slots = Slots(num_slots, max_total_sequence_length, experts)
+        self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0

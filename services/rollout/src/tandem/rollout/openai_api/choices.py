@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tandem.common.messages import SamplingParameters
+from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.rollout.engine import Alternatives
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
 from tandem.rollout.openai_api.protocol import (
@@ -62,6 +62,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     wanted: list[Wanted]
     """Wanted responses, in the order of their choices."""
+    images: tuple[ImageRef, ...] = ()
+    """Images of a chat's prompt."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +83,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 def chat_job(model: ServedModel, request: ChatRequest) -> Job:
     """Return a chat's job. Raises `Refused` and what `ServedModel.chat_ids` raises."""
-    return _job(model, request, [model.chat_ids(request)], request.most_tokens)
+    messages = model.messages_of(request)
+    job = _job(model, request, [model.chat_ids(request, messages)], request.most_tokens)
+    return msgspec.structs.replace(job, images=model.tokenizer.images_in(messages) or ())
 
 
 def completion_job(model: ServedModel, request: CompletionRequest) -> Job:
@@ -185,7 +189,7 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     async def follow(number: int, wanted: Wanted) -> None:
         prompt_ids = job.prompts[wanted.prompt]
         growing = Growing(model, request, prompt_ids, wanted.seed)
-        chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed)
+        chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed, job.images)
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:

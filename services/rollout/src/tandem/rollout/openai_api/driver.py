@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 
 from tandem.common.errors import DataError
-from tandem.common.messages import SamplingParameters
+from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.rollout.engine import Completion, Engine, Request, Tokens
 from tandem.rollout.openai_api.generator import Chunk
 from tandem.rollout.openai_api.refusals import Refused, unavailable
@@ -88,7 +88,7 @@ class EngineDriver:
     # --- called by the event loop ------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made; see `tandem.rollout.openai_api.generator.Generator`."""
         request = Request(
@@ -96,6 +96,7 @@ class EngineDriver:
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             seed=seed,
+            images=images,
             is_external=self._for_external_requests,
         )
         stream = _Stream(asyncio.get_running_loop(), request)

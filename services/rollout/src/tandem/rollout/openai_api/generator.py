@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.messages import SamplingParameters
+from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.engine import Alternatives
 from tandem.rollout.engines.served import Grammar
+from tandem.rollout.openai_api.images import ReceivedImages
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.tokenizer import Tokenizer
@@ -39,11 +40,11 @@ class Generator(Protocol):
     """A maker of responses. A slow one may yield a response as a single chunk."""
 
     def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made; closing or cancelling the iteration abandons the rest.
 
-        Raises `Refused`.
+        `images` are those of the prompt. Raises `Refused`.
         """
         ...
 
@@ -63,6 +64,7 @@ class ServedModel:
         aliases: Sequence[str] = (),
         tool_call_parser: ToolCallParser | None = None,
         shows_versions: bool = False,
+        images: ReceivedImages | None = None,
     ) -> None:
         """Describe the model.
 
@@ -76,6 +78,7 @@ class ServedModel:
             aliases: other names for it.
             tool_call_parser: how it writes tool calls; None where they stay text.
             shows_versions: whether answers name the weight versions that made them.
+            images: keeper of images in requests; None where only texts are answered.
 
         """
         self.name = name
@@ -87,16 +90,25 @@ class ServedModel:
         self.vocabulary = vocabulary
         self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
         self.tool_call_parser = tool_call_parser
+        self.images = images
         self.created = int(time.time())
         self._grammar_tokenizer: Any = None
         """The tokenizer for grammars, once a response has asked for JSON."""
 
-    def chat_ids(self, request: ChatRequest) -> list[int]:
+    def messages_of(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """Return the messages in the form of chat templates, with markers for images. Raises `Refused`."""
+        return [message.for_template(self._mark) for message in request.messages]
+
+    def _mark(self, url: str) -> str:
+        if self.images is None:
+            raise Refused(f"messages: {self.name} answers texts here, not images", param="messages")
+        return self.images.mark(url)
+
+    def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that the model is to answer: the whole conversation, rendered by the chat template.
 
-        Raises `Refused` and what `Tokenizer.encode_chat` raises.
+        `messages` are those of the request. Raises `Refused` and what `Tokenizer.encode_chat` raises.
         """
-        messages = [message.for_template() for message in request.messages]
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
 
     def grammar_of(self, schema: Mapping[str, Any]) -> Grammar:

@@ -7,7 +7,7 @@ would change the answer and is not supported is refused, unless its value change
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -158,11 +158,25 @@ class Generating(Struct, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(Struct, frozen=True):
-    """A part of a message."""
+class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
+    """A text in a message."""
 
-    type: Literal["text"]
     text: str
+
+
+class ImageUrl(Struct, frozen=True):
+    """An image of a message."""
+
+    url: str
+    """A data URI: nothing is fetched, and no file is read."""
+    detail: str = "auto"
+    """Accepted: the model's own settings decide how finely images are looked at."""
+
+
+class ImagePart(Struct, frozen=True, tag_field="type", tag="image_url"):
+    """An image in a message."""
+
+    image_url: ImageUrl
 
 
 class CalledFunction(Struct, frozen=True):
@@ -185,22 +199,22 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    @property
-    def text(self) -> str:
-        """Text of the message."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
+    def text(self, mark: Callable[[str], str]) -> str:
+        """Return the text of the message; `mark` turns an image's address into the marker that stands for it."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        parts = [mark(part.image_url.url) if isinstance(part, ImagePart) else part.text for part in self.content]
+        return ("" if any(isinstance(part, ImagePart) for part in self.content) else "\n").join(parts)
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, mark: Callable[[str], str]) -> dict[str, Any]:
         """Return the message in the form of chat templates: the arguments of calls are objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        message: dict[str, Any] = {"role": self.role, "content": self.text(mark)}
         for field in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, field) is not None:
                 message[field] = getattr(self, field)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from tandem.common.errors import CheckpointError, ConfigError, ModelError, NotFi
 from tandem.common.segments import sliding_windows
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter, tensor_name
+from tandem.config.models.vision_families import family_of
 from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import context, shards
-from tandem.trainer.attention import prepare_to_pack, prepare_to_share
+from tandem.trainer.attention import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.sharding import Ranks
@@ -47,6 +48,9 @@ from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
+
+if TYPE_CHECKING:
+    from tandem.trainer.backends.pictures import Pictures
 
 
 class HeldModel:
@@ -78,6 +82,7 @@ class HeldModel:
         self.shares_prompts = self._prepare_attention(model)
         if not self.is_trained:
             model.requires_grad_(False)
+        self._pictures = self._see(model, freezes=trains_all)
         self._place: Place | None = None
         """The present place in the run for dropout masks; None without dropout."""
         if self._adapters is not None:
@@ -105,7 +110,15 @@ class HeldModel:
         config = self._config
         temperature = config.scoring_temperature
         if self.name == "teacher" and config.topk_logits_k:
-            return TopScorer(model, temperature, num=config.topk_logits_k, linear_head=linear_head, context=group)
+            return TopScorer(
+                model,
+                temperature,
+                num=config.topk_logits_k,
+                linear_head=linear_head,
+                context=group,
+                pictures=self._pictures,
+                undrawable=() if self._pictures is None else self._pictures.undrawable,
+            )
         return TokenScorer(
             model,
             temperature,
@@ -113,6 +126,8 @@ class HeldModel:
             context=group,
             learns_entropy=config.learns_entropy,
             replay=self._replay(model),
+            pictures=self._pictures,
+            undrawable=() if self._pictures is None else self._pictures.undrawable,
         )
 
     def start(self, checkpoint: Path | None) -> None:
@@ -282,7 +297,7 @@ class HeldModel:
                     key, what = "dtensor_cfg.context_parallel_size", "parts of sequences"
                 raise ConfigError(f"{section}.{key}: {name} cannot take {what}: {reason}")
             if is_shared:
-                model.set_attn_implementation(context.ATTENTION_NAME)
+                use_attention(model, context.ATTENTION_NAME)
                 reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
         else:
             if wants_prompts:
@@ -293,6 +308,17 @@ class HeldModel:
         if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
+
+    def _see(self, model: Any, *, freezes: bool) -> Pictures | None:
+        """Give a whole model pictures if it sees. Freeze the parts that the configuration names, if `freezes`."""
+        family = family_of(self._settings)
+        if family is None:
+            return None
+        from tandem.trainer.backends import pictures  # text runs need none of it
+
+        if freezes:
+            pictures.freeze(model, family, self._settings.dtensor_cfg)
+        return pictures.Pictures(self._config, self._settings, family, model, self._ranks)
 
     def _replay(self, model: Any) -> RoutingReplay | None:
         """Send tokens to the experts that an engine chose, if configured. Raises `ModelError` if impossible."""

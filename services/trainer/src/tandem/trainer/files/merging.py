@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.config.models import hub
+from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.lora import CONFIG
 from tandem.samples import manifest
 from tandem.trainer.files import adapter_files
@@ -50,9 +51,8 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                source, dtype="auto", trust_remote_code=False, use_safetensors=True
-            )
+            kind = model_class(load_config(source, None))
+            model = kind.from_pretrained(source, dtype="auto", trust_remote_code=False, use_safetensors=True)
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
             merged.save_pretrained(temporary)
         for path in sorted(adapters.iterdir()):

@@ -1,0 +1,95 @@
+"""Rules for models that see: what is not built for images is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tandem.common.errors import nearest
+from tandem.config.checks.rule import Rule
+from tandem.config.models.model_sizes import model_config
+from tandem.config.models.vision_families import VISION, family_of
+from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.schema import Config, Model
+
+FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
+FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
+_ABSENT_PARTS = ("freeze_audio_tower",)
+"""Accepted: no family has one."""
+
+
+def images_are_built_for_the_family(config: Config) -> None:
+    """Check that the model's family can be trained with images, or that the model is of text."""
+    for key, section in _models(config):
+        family = family_of(section)
+        if family is not None and family.has_image_blocks:
+            built = ", ".join(name for name, each in VISION.items() if not each.has_image_blocks)
+            what = f"{family.model_type}, whose images attend in both directions, is not built; {built} are"
+            raise Invalid(key, what)
+
+
+def no_ranks_share_a_model_that_sees(config: Config) -> None:
+    """Check that no ranks of the DTensor backend share the layers or the sequences of a model that sees."""
+    problems = Problems()
+    for key, section in _models(config):
+        name = key.removesuffix(".model_name")
+        if family_of(section) is None or section.megatron_cfg.enabled:  # which has a list of families of its own
+            continue
+        for size in ("context_parallel_size", "tensor_parallel_size"):
+            ranks = getattr(section.dtensor_cfg, size)
+            if ranks > 1:
+                what = f"{ranks}, which with images is not built"
+                problems.found.append(Invalid(f"{name}.dtensor_cfg.{size}", what))
+    problems.complain()
+
+
+def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
+    """Check that no model of numbers sees, that a teacher sees what the policy sees, and that all share processes."""
+    family = family_of(config.policy)
+    for key, teacher in config.teacher_sections.items():
+        own = family_of(teacher)
+        if own != family and model_config(teacher) is not None and model_config(config.policy) is not None:
+            what, policys = (each.model_type if each else "a model of text" for each in (own, family))
+            raise Invalid(key, f"{what}, but policy.model_name is {policys}: both must see, and in the same way")
+    if family is None:
+        return
+    for model in config.holds:
+        head = config.declaration.head_of(model)
+        if head != "vocabulary":
+            raise Invalid(f"{model}.model_name", f"{family.model_type}: a {head} head is not built with images")
+    others = [model for model in config.processes_of if model != "policy"]
+    if others:
+        raise Invalid(f"cluster.processes_of.{others[0]}", "its images would stay with the policy: not built")
+    if config.policy.router_replay.enabled:
+        raise Invalid("policy.router_replay.enabled", "true, which with images is not built")
+
+
+def frozen_parts_are_known(config: Config) -> None:
+    """Check which parts of a model that sees are to stay as they are."""
+    if family_of(config.policy) is None or config.policy.megatron_cfg.enabled:
+        return
+    frozen: Any = config.policy.dtensor_cfg.automodel_kwargs.get("freeze_config") or {}
+    if not isinstance(frozen, Mapping):
+        raise Invalid(FREEZE, f"{shown(frozen)} is not a section")
+    for name, value in frozen.items():
+        known = (*FROZEN_PARTS, *_ABSENT_PARTS)
+        if name not in known:
+            raise Invalid(f"{FREEZE}.{name}", f"unknown key{nearest(str(name), known)}")
+        if not isinstance(value, bool):
+            raise Invalid(f"{FREEZE}.{name}", f"{shown(value)} is not true or false")
+    if frozen and frozen.get("freeze_vision_tower", True) and frozen.get("freeze_language_model", False):
+        raise Invalid(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
+
+
+def _models(config: Config) -> Iterator[tuple[str, Model]]:
+    """Yield the models that take the tokens of the run, by the key of each one's name."""
+    yield "policy.model_name", config.policy
+    yield from config.teacher_sections.items()
+
+
+RULES: tuple[Rule, ...] = (
+    images_are_built_for_the_family,
+    no_ranks_share_a_model_that_sees,
+    images_are_built_for_the_models_beside_the_policy,
+    frozen_parts_are_known,
+)

@@ -1,0 +1,179 @@
+"""Pixels of images, and the features that a model's tower makes of them: what trainers and engines share. Uses torch.
+
+`pixels` is what Transformers' own processor makes of an image, always with PIL: its other backend resizes to different
+pixels, and a trainer and an engine on two machines would differ. A tower's output for single images equals that for
+several at once, to the bit, so outputs can be kept by digest and joined.
+
+Shapes: ``P`` patches or crops of an image; ``I`` images; ``F`` features.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tandem.common.errors import DataError, ModelError
+from tandem.config.models.vision_families import VisionFamily
+from tandem.samples.images.families import Grid
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Inputs = dict[str, torch.Tensor]
+"""Arguments of a model's forward pass, or of its ``get_image_features``."""
+
+
+class Pixels(NamedTuple):
+    """An image as a tower takes it."""
+
+    tensors: Inputs
+    """The processor's tensors: their first dimension counts patches, crops, or the image."""
+    grid: Grid
+    """How it is divided: `tandem.common.messages.ImageRef.grid`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(each.nbytes for each in self.tensors.values())
+
+
+def grid_size(family: VisionFamily) -> int:
+    """Return how many numbers a grid has."""
+    return 3 if family.is_qwen else 2 if family.has_crops else 0
+
+
+def load_processor(folder: Path | str) -> Any:
+    """Return the image processor of a model's folder, which computes with PIL. Raises `ModelError`."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(str(folder), backend="pil", trust_remote_code=False)
+    except Exception as error:  # the library passes on any error of its readers
+        raise ModelError(f"cannot load the image processor of {str(folder)!r}: {error}".split("\n")[0]) from error
+
+
+def check_model(model: Any) -> None:
+    """Raise `ModelError` unless a model's forward pass takes features of images that were made before."""
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        from transformers import __version__
+
+        raise ModelError(
+            f"{type(model).__name__} of transformers {__version__} takes no image features: use 5.24 or later"
+        )
+
+
+def pixels(family: VisionFamily, processor: Any, image: Image) -> Pixels:
+    """Return what a tower takes of an image, as RGB. Raises `DataError` if the processor cannot take it."""
+    extra = {"return_row_col_info": True} if family.has_crops else {}
+    try:
+        found = processor(images=[image], return_tensors="pt", **extra)
+    except Exception as error:  # processors raise whatever a strange size makes them raise
+        raise DataError(f"an image of {image.width} × {image.height} pixels cannot be used: {error}") from error
+    if family.is_qwen:
+        grid = tuple(int(number) for number in found["image_grid_thw"][0])
+        return Pixels({"pixel_values": found["pixel_values"]}, grid)
+    if family.has_crops:
+        tensors = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask")}
+        return Pixels(tensors, (int(found["rows"][0][0]), int(found["cols"][0][0])))
+    return Pixels({"pixel_values": found["pixel_values"]}, ())
+
+
+def tower_inputs(family: VisionFamily, images: Sequence[Pixels], device: torch.device | None = None) -> Inputs:
+    """Return the inputs of a tower for several images, in order: also a forward pass takes them."""
+    inputs = {
+        name: torch.cat([each.tensors[name] for each in images]).to(device or "cpu") for name in images[0].tensors
+    }
+    if family.is_qwen:
+        inputs["image_grid_thw"] = torch.tensor([each.grid for each in images], device=device)
+    if family.has_crops:  # crops of all images, as if of one sample: those of samples would be padded
+        inputs = {name: tensor[None] for name, tensor in inputs.items()}
+    return inputs
+
+
+def encode(model: Any, inputs: Inputs) -> Any:
+    """Return a tower's output for `tower_inputs`: what `join` and the model's ``mm_encoder_outputs`` take.
+
+    A model writes into the ``mm_encoder_outputs`` that it is given: make a new ``{"image": output}`` for each call.
+    """
+    return model.model.get_image_features(**inputs, return_dict=True)
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Return a tower's outputs for some images as one output for all of them, in order.
+
+    Only the features are joined: the language model takes nothing else.
+    """
+    joined = copy.copy(outputs[0])
+    joined.pooler_output = _joined([each.pooler_output for each in outputs])
+    levels = getattr(outputs[0], "deepstack_features", None)
+    if levels is not None:
+        joined.deepstack_features = [
+            _joined([each.deepstack_features[level] for each in outputs]) for level in range(len(levels))
+        ]
+    return joined
+
+
+def _joined(features: Sequence[Any]) -> Any:
+    """Join features: a tensor ``[I, F, H]``, or a sequence of tensors ``[F, H]``."""
+    if torch.is_tensor(features[0]):
+        return torch.cat(list(features))
+    return tuple(each for own in features for each in own)
+
+
+def num_bytes(output: Any) -> int:
+    """Return the bytes of an output's features."""
+    return sum(each.nbytes for each in features_of(output))
+
+
+def features_of(output: Any) -> list[torch.Tensor]:
+    """Return an output's tensors of features: those of images, or of several at once, and of deeper layers."""
+    found = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return [part for each in found for part in ([each] if torch.is_tensor(each) else each)]
+
+
+def features_only(output: Any) -> Any:
+    """Return an output without what the language model does not take, such as the tower's last hidden states."""
+    kept = {name: getattr(output, name, None) for name in ("pooler_output", "deepstack_features")}
+    return type(output)(**{name: value for name, value in kept.items() if value is not None})
+
+
+class PixelCache:
+    """Processed images by digest, up to a number of bytes; those longest unused go first. Threads may share it."""
+
+    def __init__(self, read: Callable[[str], Pixels], max_bytes: int = 2**30) -> None:
+        """Take what is missing from `read`, by digest."""
+        self._read, self._max_bytes = read, max_bytes
+        self._held: OrderedDict[str, Pixels] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, digest: str) -> Pixels:
+        """Return a processed image. Raises what reading it raises."""
+        with self._lock:
+            if digest in self._held:
+                self._held.move_to_end(digest)
+                return self._held[digest]
+        found = self._read(digest)
+        with self._lock:
+            if digest not in self._held and found.num_bytes <= self._max_bytes:
+                self._held[digest] = found
+                self._num_bytes += found.num_bytes
+                while self._num_bytes > self._max_bytes:
+                    _, gone = self._held.popitem(last=False)
+                    self._num_bytes -= gone.num_bytes
+        return found

@@ -1,0 +1,129 @@
+"""The images of micro-batches, for a model that sees: pixels go into its forward pass, and gradients to its tower.
+
+With FSDP2 every rank takes part in gathering each layer of the tower, in each forward and backward pass. So the tower
+always runs: in a micro-batch without images it encodes a small blank one, of which the language model gets nothing, and
+whose gradients are zeros. That also gives optimizers and ranks the same parameters with gradients in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.common.errors import ModelError
+from tandem.config import Config
+from tandem.config.models.model_sizes import local_folder
+from tandem.config.models.vision_families import VisionFamily
+from tandem.config.schema import Model
+from tandem.config.schema.policy import DtensorCfg
+from tandem.samples.images import towers
+from tandem.samples.images.families import Grid, read_settings, undrawable_ids
+from tandem.samples.images.reading import ImageLimits, decode
+from tandem.samples.images.rows import image_folder
+from tandem.samples.model_files import load_tokenizer
+from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.micro_batches import MicroBatch
+
+_WHITE = (255, 255, 255)
+
+
+class Pictures:
+    """Gives a model the inputs that come from images: `tandem.trainer.models.Pictures`."""
+
+    def __init__(self, config: Config, section: Model, family: VisionFamily, model: Any, ranks: Ranks) -> None:
+        """Take a whole model, which `ranks` will shard, of a section of the configuration.
+
+        Raises `ModelError` if the model cannot be given images, or counts their tokens differently from the policy.
+        """
+        towers.check_model(model)
+        self.family = family
+        name = config.policy.tokenizer.name
+        folder = local_folder(name) or Path(name)
+        settings = read_settings(folder, name)
+        if settings.family != family:
+            seen = settings.family.model_type
+            raise ModelError(
+                f"{section.model_name} is a {family.model_type}, and images are tokens of a {seen}: {name}"
+            )
+        self.undrawable = undrawable_ids(load_tokenizer(config), family)
+        """Tokens that no policy draws, and that have no probability."""
+        self._processor = towers.load_processor(folder)
+        self._folder, self._limits = image_folder(config), ImageLimits(max_pixels=config.data.max_image_pixels)
+        self._cache = towers.PixelCache(self._read)
+        self._model, self._ranks = model, ranks
+        self._blank = self._blank_inputs(settings.patch_size * settings.merge_size)
+        self._needs_blank = False
+        language = model.get_submodule(family.language_prefix.removesuffix("."))
+        language.register_forward_pre_hook(self._with_tower, with_kwargs=True)
+
+    def __call__(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return the inputs of the model beside its tokens. Raises `DataError` for an image that cannot be read."""
+        images = batch.images
+        inputs: dict[str, Any] = {}
+        if images is not None and images.position_ids is not None:
+            inputs["position_ids"] = images.position_ids
+        self._needs_blank = images is None or not images.digests
+        if images is None or self._needs_blank:
+            return inputs
+        found = [self._cache.get(digest) for digest in images.digests]
+        for image, grid, digest in zip(found, images.grids, images.digests, strict=True):
+            _check_grid(image.grid, grid, digest)
+        return inputs | towers.tower_inputs(self.family, found, self._ranks.device)
+
+    def _read(self, digest: str) -> towers.Pixels:
+        image = decode(self._folder.get(digest), f"image {digest[:12]}", self._limits)
+        return towers.pixels(self.family, self._processor, image)
+
+    def _blank_inputs(self, side: int) -> towers.Inputs:
+        """Return the inputs of a tower for a white image: black crops count as padding."""
+        from PIL import Image
+
+        blank = towers.pixels(self.family, self._processor, Image.new("RGB", (side, side), _WHITE))
+        if self.family.has_crops:  # one of them
+            blank = blank._replace(tensors={name: tensor[:1] for name, tensor in blank.tensors.items()})
+        return towers.tower_inputs(self.family, [blank], self._ranks.device)
+
+    def _with_tower(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Run the tower on the blank image before the language model, where there is no other."""
+        if not self._needs_blank or not self._must_run():
+            return None
+        self._needs_blank = False
+        features = towers.features_of(towers.encode(self._model, self._blank))
+        embedded = kwargs["inputs_embeds"]
+        for each in features:  # an empty sum: zero, whatever the features are
+            embedded = embedded + each[:0].sum().to(embedded.dtype)
+        return args, kwargs | {"inputs_embeds": embedded}
+
+    def _must_run(self) -> bool:
+        return self._ranks.num_shards > 1 or (torch.is_grad_enabled() and self._is_trained)
+
+    @cached_property
+    def _is_trained(self) -> bool:
+        """Whether the part of the model that makes features is trained."""
+        prefixes = (self.family.tower_prefix, self.family.projector_prefix)
+        return any(each.requires_grad for name, each in self._model.named_parameters() if name.startswith(prefixes))
+
+
+def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
+    """Freeze the parts of a model that ``automodel_kwargs.freeze_config`` names."""
+    frozen: Mapping[str, Any] = settings.automodel_kwargs.get("freeze_config") or {}
+    if not frozen:
+        return
+    parts = {
+        family.tower_prefix: frozen.get("freeze_vision_tower", True),
+        family.language_prefix: frozen.get("freeze_language_model", False),
+    }
+    for name, parameter in model.named_parameters():
+        if any(is_frozen and name.startswith(prefix) for prefix, is_frozen in parts.items()):
+            parameter.requires_grad_(False)
+
+
+def _check_grid(found: Grid, expected: Grid, digest: str) -> None:
+    if tuple(found) != tuple(expected):
+        raise ModelError(
+            f"image {digest[:12]} is divided into {found} by its processor, and its prompt has tokens for {expected}"
+        )

@@ -1,0 +1,91 @@
+"""The configuration of models that see: what is not built is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.config import Config, build_config
+from tandem.config.notice_rules import notices
+from tests.harness.vision_models import write_vision_files
+
+DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"}
+FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
+
+
+def config_of(folder: Path, policy: dict[str, Any] | None = None, algorithm: str = "sft", **others: Any) -> Config:
+    own = {"model_name": str(folder), "max_total_sequence_length": 512, **(policy or {})}
+    return build_config({algorithm: {}, "policy": own, "data": DATA, **others})
+
+
+def frozen(**parts: Any) -> dict[str, Any]:
+    return {"dtensor_cfg": {"automodel_kwargs": {"freeze_config": parts}}}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"])
+def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_path: Path) -> None:
+    assert config_of(write_vision_files(family, tmp_path)).policy.dtensor_cfg.enabled
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "policy", "expected"),
+    [
+        (
+            "gemma3",
+            "sft",
+            {},
+            "policy.model_name: gemma3, whose images attend in both directions, is not built; qwen2_5_vl, qwen3_vl, "
+            "smolvlm, idefics3 are",
+        ),
+        (
+            "qwen2_5_vl",
+            "sft",
+            {"dtensor_cfg": {"context_parallel_size": 2}},
+            "policy.dtensor_cfg.context_parallel_size: 2, which with images is not built",
+        ),
+        (
+            "smolvlm",
+            "sft",
+            {"dtensor_cfg": {"tensor_parallel_size": 2, "custom_parallel_plan": "package.plan"}},
+            "policy.dtensor_cfg.tensor_parallel_size: 2, which with images is not built",
+        ),
+        (
+            "smolvlm",
+            "sft",
+            {"megatron_cfg": {"enabled": True}},
+            "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
+        ),
+        ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
+        (
+            "smolvlm",
+            "sft",
+            frozen(freeze_vison_tower=True),
+            f"{FREEZE}.freeze_vison_tower: unknown key; did you mean 'freeze_vision_tower'?",
+        ),
+        (
+            "smolvlm",
+            "sft",
+            frozen(freeze_vision_tower="yes"),
+            f"{FREEZE}.freeze_vision_tower: 'yes' is not true or false",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    family: str, algorithm: str, policy: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    trainers = {"cluster": {"trainers": 2}} if "dtensor_cfg" in policy else {}
+    with pytest.raises(ConfigError) as caught:
+        config_of(write_vision_files(family, tmp_path), policy, algorithm, **trainers)
+    assert expected in str(caught.value)
+
+
+def test_only_other_arguments_of_nemo_rls_library_have_no_effect(tmp_path: Path) -> None:
+    folder = write_vision_files("smolvlm", tmp_path)
+    quiet = config_of(folder, frozen(freeze_vision_tower=True, freeze_audio_tower=True))
+    told = config_of(folder, {"dtensor_cfg": {"automodel_kwargs": {"force_hf": True, "freeze_config": {}}}})
+    key = "policy.dtensor_cfg.automodel_kwargs"
+    assert not [line for line in notices(quiet) if key in line]
+    assert [line for line in notices(told) if key in line and "force_hf" in line and "freeze_config" not in line]
