@@ -448,7 +448,7 @@ def _images(
         digests, grids = images_in(batch, sequence, settings)
         token_ids_L = token_ids_BT[place, :length]
         try:
-            position_XBT[:, place, :length], _ = positions(settings, token_ids_L, grids)
+            position_XBT[:, place, :length], _ = positions(settings, token_ids_L.tolist(), grids)
         except DataError as error:
             raise ModelError(f"sequence {sequence} of the shard: {error}") from error
         starts = np.flatnonzero(token_ids_L == settings.image_token_id)
