@@ -66,7 +66,7 @@ DEFECTS = (
         "a service outlives the coordinator that launched it",
         "        die_with(launched_by)\n",
         "        pass\n",
-        "tests/integration/survival/test_deaths.py::test_kill_9_of_the_coordinator_leaves_nothing",
+        "tests/integration/runs/test_losses.py::test_kill_9_of_the_coordinator_leaves_nothing",
     ),
     Defect(
         "samples go to another run's trainers",

@@ -56,6 +56,8 @@ def test_training_and_generation_take_turns_on_one_gpu() -> None:
         assert {"generation", "policy_training", "refit"} <= step.seconds.keys()
         asleep, awake = (step.metrics[f"memory_{phase}_engine_gb"] for phase in ("training", "generation"))
         assert asleep < 0.2 * awake, "what vLLM has unmapped is counted"
+        reserved, used = (step.metrics[f"memory_training_trainer_{what}gb"] for what in ("reserved_", ""))
+        assert reserved >= used > 0
     refits = refits_of()
     assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
     for refit in refits:

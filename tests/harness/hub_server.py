@@ -54,6 +54,10 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Have no repository, and forget what was asked."""
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.requests: list[str] = []
         self.bodies: list[tuple[str, int, int]] = []

@@ -3,9 +3,9 @@
 No memory is taken and nothing is computed: torch goes through the operators, and what a GPU's allocator would hold is
 added up. The other ranks are those of torch's fake process group. What decides shapes, masks and positions, is real.
 
-usage: python -m tests.simulated_gpu.fake_step PLAN [MICRO_BATCHES]; prints a JSON object of gigabytes: `at_optimizer`,
-what there is when the optimizer begins its second step, `peak` of that step, and what is `kept` after it. Without a
-number of micro-batches, a rank has as many as fill the pipeline. The rank is the one with the most weights.
+usage: python -m tests.simulated_gpu.fake_step PLAN RANK OVERRIDE ...; prints a JSON object of gigabytes:
+`at_optimizer`, what there is when the optimizer begins its second step, what is `kept` after it, and `peaks` of that
+step's phases.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.config import Config, load_config
-from tandem.refit.forecast.sides import model_shape, sides
 from tandem.refit.layout import Box
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import dtensor, make_backend
+from tandem.trainer.backends.held import HeldModel
+from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron import preparing
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.files import checkpoints
 from tests.harness.trainers.trainer_harness import train_on
 
-MICRO_BATCHES = 2
-"""Of each rank under FSDP2: gradients of the first are there while the second is computed."""
 LENGTH = [0]
 """Of all rows of a pass."""
 TOP_K = [0]
 """Experts of a token."""
 _GB, _ALIGNED = 1e9, 512
+_OPTIMIZER = "optimizer step"
 
 
 class Shapes(FakeTensorMode):
@@ -95,7 +95,9 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = self.peak = 0
+        self.current, self.phase = 0, _OPTIMIZER
+        self.peaks: dict[str, int] = {}
+        """By phase; all that is in no other is the optimizer's."""
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +118,7 @@ class Meter(TorchDispatchMode):
         num_bytes = -(-storage.nbytes() // _ALIGNED) * _ALIGNED
         self._sizes[storage._cdata] = num_bytes
         self.current += num_bytes - before
-        self.peak = max(self.peak, self.current)
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current)
 
     def _forget(self, key: int) -> None:
         self.current -= self._sizes.pop(key)
@@ -152,6 +154,7 @@ def follow(meter: Meter) -> None:
         return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+    torch.nn.Module.to = move  # type: ignore[method-assign, assignment]
     Ranks.shard = moved  # type: ignore[method-assign]
     FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
     checkpoints._tell = lambda message: [message]
@@ -159,12 +162,17 @@ def follow(meter: Meter) -> None:
         allow(True)  # whose memory is asked for, not what they compute
 
 
-def move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def move(
+    model: torch.nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
     """Give a model parameters and buffers on a device, with the marks of those that are elsewhere."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device != device:
-                there = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            if parameter is not None and (parameter.device, parameter.dtype) != (
+                device or parameter.device,
+                dtype or parameter.dtype,
+            ):
+                there = torch.nn.Parameter(parameter.detach().to(device, dtype), parameter.requires_grad)
                 marks = {key: value for key, value in vars(parameter).items() if key not in vars(there)}
                 there.__dict__.update(marks)
                 module._parameters[name] = there
@@ -212,7 +220,6 @@ def follow_megatron() -> None:
     clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
     Pipeline.run = noted  # type: ignore[method-assign]
     P2PCommunicator._communicate_shapes = shapes
-    torch.nn.Module.to = move  # type: ignore[method-assign, assignment]
 
 
 def follow_experts() -> None:
@@ -251,31 +258,39 @@ def follow_experts() -> None:
     token_dispatcher.gather_from_sequence_parallel_region = gathered
 
 
-def heaviest(config: Config) -> int:
-    """Return the rank with the most weights, the first of several."""
-    shape = model_shape(config)
-    assert not isinstance(shape, str), shape
-    trainers, _ = sides(config, shape)
-    deployment = trainers.deployment
-    ranks = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}.values()
+def tell_phases(meter: Meter, is_megatron: bool) -> None:
+    """Note in which phase of a step memory is taken."""
 
-    def size(rank: int) -> int:
-        return sum(storage.num_bytes for storage in deployment.parameters(trainers.model, rank).storages)
+    def during(phase: str, owner: Any, name: str) -> None:
+        called = getattr(owner, name)
 
-    return max(sorted(ranks), key=size)
+        def noted(*arguments: Any, **options: Any) -> Any:
+            before, is_within = meter.phase, meter.phase != _OPTIMIZER and phase != _OPTIMIZER
+            meter.phase = before if is_within else phase
+            try:
+                return called(*arguments, **options)
+            finally:
+                meter.phase = before
+
+        setattr(owner, name, noted)
+
+    during("log-probabilities", HoldingBackend, "scores")
+    if is_megatron:
+        from tandem.trainer.backends.megatron.pipeline import Pipeline
+
+        during("forward and backward passes", Pipeline, "run")
+    else:
+        during("forward and backward passes", HeldModel, "train_step")
+        during(_OPTIMIZER, HeldModel, "_clip")
 
 
-def main(plan: str, num_micro_batches: int | None = None) -> None:
-    config = load_config(plan, to_run=False)
+def main(plan: str, rank: str, *overrides: str) -> None:
+    config = load_config(plan, list(overrides), to_run=False)
     is_megatron = config.policy.megatron_cfg.enabled
-    # Megatron-Core's gradients are there from the beginning.
-    usual = config.policy.megatron_cfg.pipeline_model_parallel_size if is_megatron else MICRO_BATCHES
-    num = config.data_parallel_size * (num_micro_batches or usual)
-    overrides = [f"policy.train_global_batch_size={num}"]
     if not is_megatron:  # there are no weights to read
-        overrides += ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
-    config = load_config(plan, overrides, to_run=False)
-    dist.init_process_group("fake", rank=heaviest(config), world_size=config.cluster.trainers, store=FakeStore())
+        new = ["policy.new_model.characters=ab", "policy.new_model.config.model_type=any"]
+        config = load_config(plan, [*overrides, *new], to_run=False)
+    dist.init_process_group("fake", rank=int(rank), world_size=config.cluster.trainers, store=FakeStore())
     if not is_megatron:
         ranks = dtensor._arranged(config, config.holds, torch.device("cuda", 0))
         dtensor._arranged = lambda *_: ranks
@@ -285,16 +300,22 @@ def main(plan: str, num_micro_batches: int | None = None) -> None:
         preparing.prepare()
         follow_megatron()
         follow_experts()
-    register_optimizer_step_pre_hook(lambda *_: at_optimizer.append(meter.current))
+    tell_phases(meter, is_megatron)
+
+    def begins(*_: Any) -> None:
+        meter.phase = _OPTIMIZER  # to the end of what has called it
+        at_optimizer.append(meter.current)
+
+    register_optimizer_step_pre_hook(begins)
     with Shapes(allow_non_fake_inputs=True), meter:
         backend = make_backend(config, checkpoint=None)
         for _ in range(2):
-            meter.peak = meter.current
+            meter.peaks.clear()
             at_optimizer.clear()
             train_on(backend, batch_of(config), config)
-    found = {"at_optimizer": max(at_optimizer), "peak": meter.peak, "kept": meter.current}
-    print(json.dumps({name: num_bytes / _GB for name, num_bytes in found.items()}))
+    peaks = {phase: num_bytes / _GB for phase, num_bytes in meter.peaks.items()}
+    print(json.dumps({"at_optimizer": max(at_optimizer) / _GB, "kept": meter.current / _GB, "peaks": peaks}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from tests.harness.runs.by_hand import in_folder
-from tests.harness.runs.running import BIN, Command, process_of, steps_of, wait_until, write_config
+from tests.harness.runs.running import (
+    BIN,
+    Command,
+    joins,
+    merged,
+    process_of,
+    steps_of,
+    titled,
+    wait_until,
+    write_config,
+)
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
@@ -71,3 +81,25 @@ def test_an_engine_is_built_again_while_no_trainer_works(tmp_path: Path, monkeyp
             assert run.wait() == 0, run.output()
         assert [step.step for step in steps_of("run")] == [*range(1, NUM_STEPS + 1)]
         assert len(re.findall("is lost", run.output())) == 1, run.output()
+
+
+def test_a_trainer_that_was_started_by_hand_has_an_engine_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that forks services is replaced, too: what the coordinator has done since must not reach a device."""
+    monkeypatch.setenv("SIMULATED_GPU_STAND_IN", "1")
+    config = merged(ONE_GPU, {"cluster": {"launch": {"trainers": 0, "rollouts": 1, "refit": True}}})
+    with in_folder(tmp_path):
+        Path("slow.py").write_text(SLOW)
+        with Command(COORDINATOR, "up", write_config(config)) as run:
+            address = run.wait_for(r"tcp://\S+:\d+")[0]
+            with Command(BIN / "trainer", *joins(address)) as trainer:
+                run.wait_for(rf"step +1/{NUM_STEPS}")
+                HOLD.touch()
+                wait_until(HELD.exists, run.output)
+                for process in (*titled(run.children(), "coordinator: forks services"), process_of(run, "rollout")):
+                    process.kill()
+                run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
+                HOLD.unlink()
+                assert run.wait() == 0, run.output() + trainer.output()
+        assert [step.step for step in steps_of("run")] == [*range(1, NUM_STEPS + 1)]

@@ -177,3 +177,15 @@ def assert_same_from_host_memory(folder: Path, config: dict[str, Any], expected:
         assert own["generation_engine"] > 0.9 * plain["generation_engine"]
         assert plain["generation_trainer"] < plain["training_trainer"], "the optimizer's state waits in host memory"
         assert plain["training_engine"] < 0.2 * plain["generation_engine"], "an engine that sleeps holds no cache"
+
+
+def test_trainers_step_while_engines_generate(gpus: Gpus, tmp_path: Path) -> None:
+    """Weights reach engines between two tokens, on other devices than trainers'."""
+    asynchronous = {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True}
+    over = {"grpo": {"max_num_steps": 4, "async_grpo": asynchronous}, "checkpointing": {"enabled": False}}
+    run = undisturbed(tmp_path / "asynchronous", merged(DISJOINT, over))
+    steps = [step for step in steps_of(run) if step.step]
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert max(step.metrics["max_trajectory_age"] for step in steps) == 1.0
+    assert {refit.version for refit in refits_of(run)} >= {1, 2, 3}
+    assert all(refit.digest for refit in refits_of(run)), "what engines held was not attested"

@@ -55,5 +55,6 @@ def test_ci_runs_the_smoke_test() -> None:
     environment = tox["testenv:benchmarks"]
     assert "TANDEM_BENCHMARK_SMOKE = 1" in environment["set_env"]
     assert "pytest benchmarks" in environment["commands"].replace("-m pytest", "pytest")
-    assert "benchmarks" in tox["tox"]["env_list"].split(", ")
-    assert re.search(r"run -e \S*\bbenchmarks\b", (ROOT / ".ci" / "run").read_text())
+    assert "checks" in tox["tox"]["env_list"].split(", ")
+    assert re.search(r" -e \S*\bbenchmarks\b", tox["testenv:checks"]["commands"])
+    assert re.search(r"^\S+/tox\"$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)

@@ -34,7 +34,8 @@ def main(arguments):
             print(json.dumps(here))
         case "keys":
             with open(int(arguments[-1]), "rb") as file:
-                print(json.dumps([arguments[:-1], file.read().decode(), *os.listdir("/proc/self/fd")]))
+                print(json.dumps([arguments[:-1], file.read().decode(), *os.listdir("/proc/self/fd")]), flush=True)
+            time.sleep(60)  # its environment is looked at
         case "fail":
             raise ValueError("on purpose")
         case "leave":
@@ -112,9 +113,13 @@ def test_keys_come_by_a_descriptor_and_by_nothing_else(fork_server: ForkServer) 
     for text in ("the keys of one", "those of another"):
         with Path("keys.log").open("wb") as out:
             child = fork_server.start("family.member", ["keys"], out, keys=text.encode())
+        while not (said := Path("keys.log").read_text()).endswith("\n"):
+            assert child.poll() is None
+            time.sleep(0.01)
         assert text not in Path(f"/proc/{child.pid}/environ").read_text(errors="replace")
-        assert child.wait(PATIENCE_S) == 3
-        words, found, *open_ = json.loads(Path("keys.log").read_text())
+        child.kill()
+        child.wait(PATIENCE_S)
+        words, found, *open_ = json.loads(said)
         assert words == ["keys", "--key-fd"]
         assert found == text
     assert len(open_) <= 6, "streams, the keys, and the folder that is listed"

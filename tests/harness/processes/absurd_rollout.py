@@ -1,4 +1,4 @@
-"""A rollout process whose engine reports an absurd, but finite log-probability: a script that tests start.
+"""A rollout process whose engine reports an absurd, but finite log-probability: a module that tests start.
 
 ``VERSION:LOGPROB ARGUMENTS...``: one token of the first sample that is made with that version has this log-probability.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from tandem.rollout import cli
 from tandem.rollout.engine import Completion
@@ -25,8 +26,13 @@ def _step(engine: TransformersEngine) -> list[Completion]:
     return done
 
 
-if __name__ == "__main__":
-    version, logprob = sys.argv[1].split(":")
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command with the engine patched; the first word is what it says of which version."""
+    version, logprob = arguments[0].split(":")
     _absurd[int(version)] = float(logprob)
     TransformersEngine.step = _step  # type: ignore[method-assign]
-    sys.exit(cli.main(sys.argv[2:]))
+    return cli.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

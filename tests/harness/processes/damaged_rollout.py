@@ -1,4 +1,4 @@
-"""A rollout process whose weights come to harm behind the transfer: a script that tests start.
+"""A rollout process whose weights come to harm behind the transfer: a module that tests start.
 
 ``DAMAGES ARGUMENTS...``: the first word says what happens, as ``VERSION:HARM`` with commas between; ``*`` is every
 version, and every attempt at it, a number only the first attempt. The rest goes to the real command.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -109,13 +109,13 @@ def _transfer(
     return num_bytes
 
 
-def main(damages: str, arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the real command with the engine patched."""
-    _harms.update(word.split(":") for word in damages.split(","))
+    _harms.update(word.split(":") for word in arguments[0].split(","))
     TransformersEngine.apply = _apply  # type: ignore[method-assign]
     Weights.apply = _transfer  # type: ignore[method-assign]
-    return cli.main(arguments)
+    return cli.main(arguments[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

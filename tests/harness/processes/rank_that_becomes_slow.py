@@ -1,10 +1,11 @@
-"""A trainer process whose machine becomes slow: a script that tests start. Later forward passes take longer."""
+"""A trainer process whose machine becomes slow: a module that tests start. Later forward passes take longer."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tandem.trainer import cli
@@ -25,6 +26,11 @@ def _call(scorer: TokenScorer, *arguments: Any) -> Any:
     return _real_call(scorer, *arguments)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command, patched."""
     TokenScorer.__call__ = _call  # type: ignore[method-assign]
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A trainer process on a machine that is too slow: a script that tests start. Every forward pass takes a while longer.
+"""A trainer process on a machine that is too slow: a module that tests start. Every forward pass takes a while longer.
 
 The other ranks notice nothing but that they wait, inside the collective operations of their own passes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tandem.trainer import cli
@@ -23,6 +24,11 @@ def _call(scorer: TokenScorer, *arguments: Any) -> Any:
     return _real_call(scorer, *arguments)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command, patched."""
     TokenScorer.__call__ = _call  # type: ignore[method-assign]
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

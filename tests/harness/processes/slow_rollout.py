@@ -1,9 +1,10 @@
-"""A rollout process on a machine that is too slow: a script that tests start. Every token waits a little."""
+"""A rollout process on a machine that is too slow: a module that tests start. Every token waits a little."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 from tandem.rollout import cli
 from tandem.rollout.engine import Completion
@@ -19,6 +20,11 @@ def _step(engine: TransformersEngine) -> list[Completion]:
     return _real_step(engine)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command, patched."""
     TransformersEngine.step = _step  # type: ignore[method-assign]
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A trainer process that takes as long over steps and checkpoints as a test wants: a script that tests start.
+"""A trainer process that takes as long over steps and checkpoints as a test wants: a module that tests start.
 
 Step N does not train while the working directory has a file ``training_N``. A checkpoint of step N is not synced while
 it has a file ``busy_N``. With a file ``no_memory`` there, the process believes that its host has none left.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tandem.common.messages import Train
@@ -57,8 +57,13 @@ def _available() -> int:
     return 0 if NO_MEMORY.exists() else _real_available()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command, patched."""
     checkpoints.sync = _sync
     checkpoints.available_bytes = _available
     TrainerService._train = _train  # type: ignore[method-assign]
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A trainer process whose copy for engines is not what it holds: a script that tests start.
+"""A trainer process whose copy for engines is not what it holds: a module that tests start.
 
 From version 2 on one tensor of the copy stays as it was.
 """
@@ -6,6 +6,7 @@ From version 2 on one tensor of the copy stays as it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from tandem.refit.weight_client import Weights
 from tandem.trainer import cli
@@ -25,6 +26,11 @@ def _refresh(weights: Weights) -> None:
     _num_copies += 1
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Run the real command, patched."""
     Weights.refresh = _refresh  # type: ignore[method-assign]
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -35,34 +35,11 @@ _MODULES = (
     "reasoning_gym",
     "tests.harness.runs.preloaded",  # last: it ends with Megatron-Core, which is not installed beside vLLM
 )
-_WITHOUT_HUB = (
-    "tandem.coordinator.cli",
-    "tandem.coordinator.preparing.preflight",
-    "tandem.coordinator.loop.run",
-    "tandem.coordinator.algorithms.grpo",
-    "tandem.observe.report.report",
-    "matplotlib.backends.backend_agg",
-    "pandas",
-    "reasoning_gym",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "tandem.rollout.service",
-)
-_OF_HUB = ("huggingface_hub", "transformers", "datasets")
-"""Packages that read the environment as they are imported: where the Hub is, and where its cache."""
 
 
-def start(
-    command: str,
-    arguments: Sequence[str],
-    out: IO[bytes],
-    errors: IO[bytes] | None = None,
-    *,
-    server: ForkServer | None = None,
-) -> Child:
+def start(command: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
     """Start a console command with this process's folder and environment."""
-    return (server or fork_server()).start(f"tandem.{command}.cli", arguments, out, errors)
+    return fork_server().start(f"tandem.{command}.cli", arguments, out, errors)
 
 
 @cache
@@ -72,9 +49,9 @@ def fork_server() -> ForkServer:
 
 
 @cache
-def fork_server_without_hub() -> ForkServer:
-    """Return what commands are forked from that import the packages of the Hub themselves, with their environment."""
-    return _OfAnInterpreter(_preload_without_hub, _DEADLINE_S)
+def fork_server_of_hub() -> ForkServer:
+    """Return what commands are forked from that ask the Hub which the environment named at the first call."""
+    return _OfAnInterpreter(_preload_of_hub, _DEADLINE_S)
 
 
 class _OfAnInterpreter(ForkServer):
@@ -96,15 +73,11 @@ def _preload() -> None:
         whole_pages.collapse()
 
 
-def _preload_without_hub() -> None:
-    for module in _WITHOUT_HUB:
-        importlib.import_module(module)
-    if found := [name for name in _OF_HUB if name in sys.modules]:
-        print(f"{found} would have the environment of the tests, and not of a command", file=sys.stderr)
-        os._exit(1)
-    whole_pages.collapse()
+def _preload_of_hub() -> None:
+    importlib.import_module("datasets")
+    _preload()
 
 
 if __name__ == "__main__":
-    preloads = {each.__name__: each for each in (_preload, _preload_without_hub)}
+    preloads = {each.__name__: each for each in (_preload, _preload_of_hub)}
     serve(int(sys.argv[1]), int(sys.argv[2]), preloads[sys.argv[3]])

@@ -25,13 +25,14 @@ import pytest
 import yaml
 
 from tandem.common.keys import key_file
-from tandem.launch.fork_server import Child, ForkServer
+from tandem.launch.fork_server import Child
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
 
 TIMEOUT_S = 240.0
 BIN = Path(sys.executable).parent
 _TICK_S = 0.05
+_PROCESSES = "tests.harness.processes."
 
 TINY: dict[str, Any] = {
     "grpo": {
@@ -184,18 +185,9 @@ def copy_examples(stage_steps: int = 5) -> None:
 
 def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    return _ended(consoles.fork_server(), *arguments, timeout_s=timeout_s)
-
-
-def coordinator_of_hub(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; it asks the Hub that the environment names, with the cache that it names."""
-    return _ended(consoles.fork_server_without_hub(), *arguments, timeout_s=timeout_s)
-
-
-def _ended(server: ForkServer, *arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        process = consoles.start("coordinator", words, out, errors, server=server)
+        process = consoles.start("coordinator", words, out, errors)
         try:
             code = process.wait(timeout_s)
         finally:
@@ -213,7 +205,8 @@ def typed(*words: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProc
 class Command:
     """A command that runs while the test does something to it; killed at the end, whatever happened.
 
-    A service finds the environment in the working directory, as the documentation says: by the Python path.
+    It may be a module of `tests.harness.processes`, which is forked as services are. A service finds the environment in
+    the working directory, as the documentation says: by the Python path.
     """
 
     def __init__(self, *words: str | Path) -> None:
@@ -225,6 +218,8 @@ class Command:
             patch.setenv("PYTHONPATH", path)
             if command in consoles.COMMANDS:
                 self.process = consoles.start(str(command), arguments, out)
+            elif str(command).startswith(_PROCESSES):
+                self.process = consoles.fork_server().start(str(command), arguments, out)
             else:
                 self.process = subprocess.Popen([BIN / command, *arguments], stdout=out, stderr=subprocess.STDOUT)
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,13 +197,13 @@ def run_by_hand(
     launch = {"launch": {"refit": True, **sizes, kind: sizes[kind] - 1}}
     with Command("coordinator", "up", write(merged({"cluster": {**sizes, **launch}}, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, script, *arguments, *joins(address)):
+        with Command(script, *arguments, *joins(address)):
             return run.wait()
 
 
 def test_damaged_weights_are_named() -> None:
     over = {"refit": {"alias": "never"}}
-    assert run_by_hand(str(damaged_rollout.__file__), "1:flip,2:flip,3:flip", over=over) == 0
+    assert run_by_hand(damaged_rollout.__name__, "1:flip,2:flip,3:flip", over=over) == 0
     found = diagnosed("run")
     assert names_of(found) == ["damaged weights"]
     assert found["findings"][0]["certainty"] == "likely", "three times is no accident"
@@ -212,7 +211,7 @@ def test_damaged_weights_are_named() -> None:
 
 
 def test_a_slow_engine_is_named() -> None:
-    assert run_by_hand(str(slow_rollout.__file__), rollouts=2, over={"grpo": {"max_num_steps": 4}}) == 0
+    assert run_by_hand(slow_rollout.__name__, rollouts=2, over={"grpo": {"max_num_steps": 4}}) == 0
     found = diagnosed("run")
     assert names_of(found) == ["slow engine"]
     assert found["findings"][0]["what"].startswith("rollout-1 takes ")
@@ -220,7 +219,7 @@ def test_a_slow_engine_is_named() -> None:
 
 def test_a_slow_trainer_rank_is_named() -> None:
     over = {"grpo": {"max_num_steps": 6}}
-    assert run_by_hand(str(slow_rank.__file__), trainers=2, kind="trainers", over=over) == 0
+    assert run_by_hand(slow_rank.__name__, trainers=2, kind="trainers", over=over) == 0
     found = diagnosed("run")
     assert names_of(found) == ["slow trainer rank"]
     assert found["findings"][0]["what"].startswith("trainer-1 takes ")
@@ -252,7 +251,7 @@ def test_a_run_that_was_killed_and_what_it_lost_before_are_told(killed: Path) ->
 def test_a_rank_that_becomes_slow_midway_is_named_with_its_step() -> None:
     """And stays so."""
     over = {"grpo": {"max_num_steps": 14}}
-    script = str(rank_that_becomes_slow.__file__)
+    script = rank_that_becomes_slow.__name__
     assert run_by_hand(script, trainers=2, kind="trainers", over=over) == 0
     (found,) = (each for each in diagnosed("run")["findings"] if each["name"] == "became slow")
     (line,) = (line for line in found["evidence"] if line.startswith("trainer-1: "))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,11 +48,11 @@ def digest_of(checkpoint: Path) -> int:
 
 
 @contextlib.contextmanager
-def run_with_trainer(config: Path, script: str | None) -> Iterator[Command]:
+def run_with_trainer(config: Path, script: str) -> Iterator[Command]:
     """Start a run whose trainer is a script of a test."""
     with Command("coordinator", "up", config) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, str(script), *joins(address)):
+        with Command(script, *joins(address)):
             yield run
 
 
@@ -83,7 +82,7 @@ def test_what_engines_hold_is_what_was_trained(trainers: dict[str, Any], keep_co
 
 def test_an_engine_that_is_killed_while_a_step_trains_has_a_successor_before_it_ends() -> None:
     training_file(3).touch()
-    with run_with_trainer(write_config(merged(ASYNC, BY_HAND)), slow_trainer.__file__) as run:
+    with run_with_trainer(write_config(merged(ASYNC, BY_HAND)), slow_trainer.__name__) as run:
         run.wait_for("step 2/6")
         wait_until(lambda: any(refit.version == 2 for refit in refits_of()), lambda: f"version 2 in\n{run.output()}")
         before = len(refits_of())
@@ -104,7 +103,7 @@ def test_an_engine_that_is_killed_while_a_step_trains_has_a_successor_before_it_
 
 
 def test_a_copy_that_is_not_what_was_trained_ends_the_run() -> None:
-    with run_with_trainer(write_config(merged(ASYNC, BY_HAND)), stale_copy.__file__) as run:
+    with run_with_trainer(write_config(merged(ASYNC, BY_HAND)), stale_copy.__name__) as run:
         assert run.wait() == 1
         said = re.search(r"error: (rollout-\d) failed while .*: it does not hold version 2: (.*)", run.output())
         assert said is not None, run.output()

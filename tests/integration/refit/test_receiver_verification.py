@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,7 @@ def run_with(damages: str, over: dict[str, Any]) -> Iterator[Command]:
     """Start a run whose last engine is started by hand, and comes to harm."""
     with Command("coordinator", "up", write_config(merged(CONFIG, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        script = str(Path(damaged_rollout.__file__))
-        with Command(sys.executable, script, damages, *joins(address)):
+        with Command(damaged_rollout.__name__, damages, *joins(address)):
             yield run
 
 

@@ -149,7 +149,8 @@ def test_the_examples_run(name: str) -> None:
         pytest.importorskip("verifiers")
     copy_examples()
     small = ["grpo.num_prompts_per_step=2", "grpo.max_num_steps=2", "grpo.max_val_samples=4"]
-    batches = ["policy.train_global_batch_size=16", "policy.train_micro_batch_size=16"]
+    small.append("grpo.num_generations_per_prompt=4")
+    batches = ["policy.train_global_batch_size=8", "policy.train_micro_batch_size=8"]
     key = "verifiers" if name == "verifiers_agent" else "agent"
     ended = coordinator("up", f"examples/{name}.yaml", *small, *batches, f"env.{key}.timeout_s=200")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -84,8 +84,10 @@ def test_the_examples_run(name: str) -> None:
         "up",
         f"examples/{name}.yaml",
         "grpo.max_num_steps=1",
-        "grpo.num_prompts_per_step=16",
-        "grpo.max_val_samples=16",
+        "grpo.num_prompts_per_step=4",
+        "grpo.max_val_samples=4",
+        "policy.train_global_batch_size=32",
+        "policy.train_micro_batch_size=32",
         timeout_s=200,
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr

@@ -41,23 +41,6 @@ NOBODY_REPLACED: dict[str, Any] = {"cluster": {"max_replacements": 0}}
 LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
-    before = leaks.segments()
-    config = write_config(LONG)
-    with Command("coordinator", "up", config) as run:
-        run.wait_for("step 3/1000")
-        children = run.children()
-        run.signal(signal.SIGINT)
-        assert run.wait() == 130, run.output()
-        assert all_gone(children, 5.0) == []
-    done = steps_of()[-1].step
-    assert Path(f"run/checkpoints/step_{done}").exists()
-    assert leaks.segments_left(before) == set()
-    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
-    assert resumed.returncode == 0, resumed.stderr
-    assert steps_of()[-1].step == done + 1
-
-
 def setsid(*words: str | Path) -> Command:
     """Start a command that leads a session, and so a group, of its own."""
     return Command(program("setsid"), BIN / words[0], *words[1:])
@@ -193,18 +176,6 @@ def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -
     assert f"resuming at step {done + 1}" in resumed.stdout
     assert steps_of("sft_run")[-1].step == 200
     assert [step.step for step in steps_of()] == [1]
-
-
-def test_kill_9_of_the_coordinator_leaves_nothing() -> None:
-    before = leaks.segments()
-    with Command("coordinator", "up", write_config(LONG)) as run:
-        run.wait_for("step 2/1000")
-        children = run.children()
-        assert len(children) > 4  # three services, what they were forked from, and what scores
-        run.signal(signal.SIGKILL)
-        run.wait()
-        assert all_gone(children, 5.0) == []
-    assert leaks.segments_left(before) == set()
 
 
 def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> None:

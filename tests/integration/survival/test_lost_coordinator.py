@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
@@ -18,15 +17,14 @@ from tests.harness.processes import killing_rollout
 from tests.harness.processes.killing_rollout import kill_file
 from tests.harness.runs import consoles
 from tests.harness.runs.by_hand import assert_same_results, last_weights, undisturbed_run
+from tests.harness.runs.harried import coordinator_of
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
     Command,
     all_gone,
-    coordinator,
     joins,
     merged,
     process_of,
-    processes_of,
     wait_until,
     write_config,
 )
@@ -46,21 +44,6 @@ SILENT: dict[str, Any] = {"heartbeat_timeout_s": 5.0}
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), merged(RUN, LAUNCHED))
-
-
-def coordinator_of(run: Command) -> psutil.Process:
-    """Return the process that a supervisor supervises."""
-    found: list[psutil.Process] = []
-
-    def look() -> bool:
-        for child in psutil.Process(run.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "tandem.coordinator.cli up" in " ".join(child.cmdline()):
-                    found.append(child)
-        return bool(found)
-
-    wait_until(look, run.output)
-    return found[-1]
 
 
 @contextlib.contextmanager
@@ -136,35 +119,6 @@ def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_
         assert "taken up by another coordinator" in added.output()
     assert Path(f"run/logs/{gone}.log").read_text().count(f"{gone} joined") == 1, "it has left for good"
     assert last_weights(Path("run")) == last_weights(undisturbed)
-
-
-def test_launched_engines_outlive_coordinators_that_are_killed_or_hang(undisturbed: Path) -> None:
-    """The first is killed, and an engine with it; the second is stopped. Who lives is the same process to the end."""
-    before, config = leaks.segments(), write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
-    with Command("coordinator", "up", config, "--supervise") as run:
-        run.wait_for("step 2/6")
-        (refit,), (kept, killed) = processes_of(run, "refit"), processes_of(run, "rollout")
-        (trainer,) = processes_of(run, "trainer")
-        coordinator_of(run).kill()
-        killed.kill()
-        run.wait_for(r"the coordinator was killed by SIGKILL; it is started again(.|\n)*step 4/6")
-        assert trainer.pid not in {process.pid for process in processes_of(run, "trainer")}
-        stopped = coordinator_of(run)
-        stopped.suspend()
-        run.wait_for(r"the coordinator was killed: no sign of life for \d+ s; it is started again")
-        run.wait_for(r"coordinator is lost: no sign of life for \d+ s; another goes on with the run, and expects")
-        assert not stopped.is_running(), "it cannot come back"
-        everybody = run.children()
-        assert {refit.pid, kept.pid} <= {process.pid for process in everybody}
-        assert run.wait() == 0, run.output()
-        assert all_gone(everybody, 20.0) == []
-    texts = [log.read_text() for log in Path("run/logs").glob("rollout-*.log")]
-    counts = sorted((text.count("joined"), text.count("taken up by another coordinator")) for text in texts)
-    assert counts == [(1, 2), (2, 1)]
-    assert_same_results("run", undisturbed)
-    assert_recorded("run", config)
-    assert "coordinator 2 times" in coordinator("diagnose", "run").stdout
-    assert leaks.segments_left(before) == set()
 
 
 def test_a_launched_engine_that_does_not_come_back_is_replaced_and_nothing_outlives_the_supervisor() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ import pytest
 
 from tandem.common.wire import EXIT_AWAITED_ANEW
 from tandem.observe.run_folder.journal import read_journal
-from tests.harness import leaks
-from tests.harness.processes import killing_rollout
-from tests.harness.processes.killing_rollout import kill_file, processes_at
-from tests.harness.runs import consoles
-from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
-from tests.harness.runs.record_harness import TWO, assert_recorded, record_of
+from tests.harness.processes.killing_rollout import kill_file
+from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_results, undisturbed_run
+from tests.harness.runs.harried import LAUNCHED, RUN, harried
+from tests.harness.runs.record_harness import assert_recorded
 from tests.harness.runs.running import (
     Command,
     all_gone,
@@ -28,103 +24,15 @@ from tests.harness.runs.running import (
     merged,
     process_of,
     steps_of,
-    wait_until,
     write_config,
 )
 
-RUN: dict[str, Any] = merged(
-    TWO,
-    {
-        "grpo": {"max_num_steps": 8, "val_period": 4},
-        "checkpointing": {"save_period": 3, "metric_name": None, "keep_top_k": None},
-        "cluster": {"trainers": 2, "launch": {"trainers": 2, "refit": True}, "max_replacements": 9},
-    },
-)
 SHORT: dict[str, Any] = {"grpo": {"max_num_steps": 4, "val_period": 0}}
-LAUNCHED: dict[str, Any] = {"cluster": {"launch": "all"}}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), merged(RUN, LAUNCHED))
-
-
-class Harried:
-    """A run whose two rollouts kill others."""
-
-    def __init__(self, run: Command, address: str) -> None:
-        self.run = run
-        self.address = address
-
-    def end(self) -> str:
-        """Wait for the run's end; return what it has said. Its rollouts were the same from its beginning to its end."""
-        services = self.run.children()
-        assert self.run.wait() == 0, self.run.output()
-        assert not list(Path().glob("kill_*")), "everybody was killed who was to be"
-        assert all_gone(services, 20.0) == []
-
-        def lines() -> list[str]:
-            return [path.read_text() for path in Path().glob("rollout-*.txt")]
-
-        wait_until(lambda: all("leaves: the run finished" in line for line in lines()), lambda: f"an end of {lines()}")
-        assert [line.count("joined") for line in lines()] == [1, 1]
-        return self.run.output()
-
-
-@contextlib.contextmanager
-def harried(config: Path) -> Iterator[Harried]:
-    """Start a run, and by hand the two rollouts that kill others."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as started:
-        patch.setenv("PYTHONPATH", str(Path.cwd()))
-        run = started.enter_context(Command("coordinator", "up", config))
-        address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        for _ in range(2):
-            out = started.enter_context(Path(f"rollout-{time.monotonic_ns()}.txt").open("wb"))
-            words = joins(address)
-            process = consoles.fork_server().start(killing_rollout.__name__, words, out)
-            started.callback(process.wait, 20.0)
-            started.callback(process.kill)
-        yield Harried(run, address)
-
-
-def test_a_refit_service_that_dies_or_hangs_is_replaced_and_nobody_else(undisturbed: Path) -> None:
-    """The second loss of two: it is stopped, and is not heard any more when it would go on."""
-    config = write_config(RUN)
-    kill_file("attest", 2).write_text("refit 0 SIGKILL")
-    kill_file("give", 5).write_text("refit 0 SIGSTOP")
-    with harried(config) as cluster:
-        cluster.run.wait_for("step 1/8")
-        trainers = {process.pid for process in processes_at(cluster.address, "trainer")}
-        assert len(trainers) == 2
-        cluster.run.wait_for(r"refit-0 is lost: no heartbeat for \d+ s.*; another is launched in its place")
-        assert {process.pid for process in processes_at(cluster.address, "trainer")} == trainers
-        said = cluster.end()
-    assert "refit-0 is lost: killed by SIGKILL" in said
-    assert "trainers are started again" not in said
-    assert_same_results("run", undisturbed)
-    assert {refit.version for refit in refits_of()} == set(range(9))
-
-
-def test_trainers_may_die_at_any_moment(undisturbed: Path) -> None:
-    """While the model is that of the beginning, while they fetch, train, are read and digest: all comes out equal."""
-    before, config = leaks.segments(), write_config(RUN)
-    kill_file("generate", 2).write_text("trainer 0 SIGKILL")
-    kill_file("give", 5).write_text("trainer 1 SIGKILL")
-    kill_file("refit", 6).write_text("trainer 0 SIGKILL")
-    kill_file("attest", 7).write_text("trainer 1 SIGKILL")
-    with harried(config) as cluster:
-        said = cluster.end()
-    assert len(re.findall(r"trainer-\d is lost: killed by SIGKILL.*all trainers are started again", said)) == 4, said
-    assert re.search(r"the run goes on at step 1 from the model that the run began with", said)
-    assert len(re.findall(r"the run goes on at step 4 from the checkpoint \S+step_3$", said, re.MULTILINE)) == 2
-    assert len(re.findall(r"groups of steps? .* had been generated, and are not generated again", said)) == 4
-    assert_same_results("run", undisturbed)
-    assert_recorded("run", config)
-    for step, rows in record_of(undisturbed).items():
-        ours = {(row.scored.group, row.scored.sample): row.arrays.token_ids_T.tolist() for row in record_of()[step]}
-        assert ours == {(row.scored.group, row.scored.sample): row.arrays.token_ids_T.tolist() for row in rows}
-    assert "tokens_per_s" not in steps_of()[3].metrics, "step 4 was trained again on what had been generated"
-    assert leaks.segments_left(before) == set()
 
 
 def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is_told_to_go(undisturbed: Path) -> None:

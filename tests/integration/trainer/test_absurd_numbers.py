@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def assert_set_aside(run: str) -> None:
 def test_a_log_probability_of_minus_100_sets_its_group_aside_and_again_at_resume_and_in_a_replay() -> None:
     with Command("coordinator", "up", write_config(merged(EIGHT, BY_HAND))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, str(absurd_rollout.__file__), "4:-100", *joins(address)):
+        with Command(absurd_rollout.__name__, "4:-100", *joins(address)):
             run.wait_for(NAMED)
             run.wait_for("step 5/8")
             services = run.children()

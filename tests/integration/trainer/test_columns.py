@@ -51,7 +51,7 @@ COLUMNS = {
 OWN: dict[str, Any] = {
     "grpo": {"max_num_steps": 2, "val_period": 0},
     "loss_fn": {"class": "weighed.Weighed", "columns": COLUMNS},
-    "env": {"mine": {"class": "weighed.Judge"}},
+    "env": {"mine": {"class": "judging.Judge"}},
     "checkpointing": {"enabled": False},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def weighed() -> None:
-    Path("weighed.py").write_text(LOSS + JUDGE)
+    Path("weighed.py").write_text(LOSS)
+    Path("judging.py").write_text(JUDGE)  # whose processes need no torch
 
 
 def test_they_are_the_same_numbers_in_every_layout() -> None:

@@ -44,9 +44,26 @@ def long_batch() -> Batch:
     )
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, float]:
+    """Return a model, and what plain Hugging Face finds its loss and the norm of its gradient to be."""
+    folder = make_model(tmp_path_factory.mktemp("alone") / "model", "qwen3", **SIZES, **ONE_HEAD)
+    batch = long_batch()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    token_ids_T = torch.from_numpy(batch.token_ids_T.astype(np.int64))
+    logprobs_TV = model(input_ids=token_ids_T[None]).logits[0, :-1].log_softmax(dim=-1)
+    mask_T = torch.from_numpy(batch.loss_mask_T[1:])
+    loss = -logprobs_TV.gather(1, token_ids_T[1:, None])[:, 0][mask_T].mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    return folder, loss.item(), norm.item()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(backend: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "qwen3", **SIZES, **ONE_HEAD)
+def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(
+    backend: str, alone: tuple[Path, float, float]
+) -> None:
+    folder, loss, norm = alone
     config = make_config(
         folder,
         algorithm="sft",
@@ -56,19 +73,9 @@ def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(backend: 
         train_micro_batch_size=1,
         max_grad_norm=None,
     )
-    batch = long_batch()
-    ranks = run_ranks(2, train_rank, config, batch)
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    token_ids_T = torch.from_numpy(batch.token_ids_T.astype(np.int64))
-    logprobs_TV = model(input_ids=token_ids_T[None]).logits[0, :-1].log_softmax(dim=-1)
-    mask_T = torch.from_numpy(batch.loss_mask_T[1:])
-    loss = -logprobs_TV.gather(1, token_ids_T[1:, None])[:, 0][mask_T].mean()
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    for metrics, most_logits in ranks:
-        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for metrics, most_logits in run_ranks(2, train_rank, config, long_batch()):
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert LOGITS / 2 < most_logits <= LOGITS
 
 

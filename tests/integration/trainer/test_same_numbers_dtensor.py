@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 TEMPERATURE = 0.7
 KL = 0.1
-BATCHES = [make_batch(seed=seed) for seed in range(3)]
+BATCHES = [make_batch(seed=seed) for seed in range(2)]
 
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 SP: dict[str, Any] = {"sequence_parallel": True}

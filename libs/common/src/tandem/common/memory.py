@@ -41,7 +41,8 @@ class MemoryMeter:
         """Return the peak since `begin`, and the memory held now."""
         cuda = _cuda()
         if cuda is not None:
-            return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated())
+            reserved = cuda.max_memory_reserved()
+            return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated(), reserved=reserved)
         held = _resident("VmRSS")
         peak = max(self._at_begin, held) if self._at_begin else _resident("VmHWM")
         return MemoryUse(peak=peak, held=held)

@@ -184,6 +184,8 @@ class MemoryUse(Message, frozen=True, kw_only=True):
     """Most bytes at any time from the command to its reply."""
     held: Count
     """Bytes still held at the reply."""
+    reserved: Count = 0
+    """Most bytes that torch's allocator had of the GPU, with what is free in its blocks; 0 on a CPU."""
 
 
 # --- coordinator to trainer and back ---------------------------------------------------------------------------------

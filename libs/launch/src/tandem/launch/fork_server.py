@@ -242,7 +242,8 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
     with gc_tuning.paused(), contextlib.suppress(Exception):
         preload()
-    if _uses_a_gpu():  # a library used a GPU during import; start again without, and let each service import
+    # A library used a GPU during import, or the owner did before: start again without, and let each service import.
+    if _uses_a_gpu() or not _may_forks_use_a_gpu():
         os.set_inheritable(orders_fd, True)
         os.execv(sys.executable, [sys.executable, "-m", "tandem.launch.fork_server", str(orders_fd), str(owner)])
     gc.freeze()  # otherwise garbage collection would make each child copy the imported memory
@@ -264,6 +265,21 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
 
 def _uses_a_gpu() -> bool:
     return any(os.path.realpath(entry.path) == _GPU_MEMORY for entry in os.scandir("/proc/self/fd"))
+
+
+def _may_forks_use_a_gpu() -> bool:
+    """Ask torch, in a fork, whether it refuses to use a GPU there.
+
+    It does if any process above has used one, whose open files are no longer here, or has only counted them.
+    """
+    torch = sys.modules.get("torch")
+    is_refused = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    if is_refused is None:  # torch is not imported, or not one for GPUs
+        return True
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(bool(is_refused())))
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _forget_owner(keep_fd: int) -> None:

@@ -295,6 +295,7 @@ class _Scores(torch.autograd.Function):
             grad_hidden_KH += rounded_KC @ weight_CH
             if grad_weight_VH is not None:
                 torch.mm(rounded_KC.T, hidden_KH, out=grad_weight_VH[columns])
+            del exp_KC, grad_KC, rounded_KC  # before the next are made
         grad_hidden_KH = grad_hidden_KH.to(hidden_KH.dtype)
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)

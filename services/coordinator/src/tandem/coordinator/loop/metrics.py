@@ -71,6 +71,8 @@ class StepMetrics:
     def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:
         """Add the memory of a process that works in one phase, and in another waits with what it holds."""
         _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
+        if use.reserved:
+            _keep_maxima(self._memory, {f"{works}_{kind}_reserved": use.reserved})
 
     def _note_gpus(self, kind: str, gpus: Mapping[str, float]) -> None:
         for name, value in gpus.items():

@@ -71,6 +71,8 @@ class Experts(msgspec.Struct, frozen=True):
     """A mixture of experts in place of the dense feed-forward network of some layers."""
 
     num_experts: int
+    num_chosen: int
+    """Routed experts that each token goes to."""
     intermediate_size: int
     """Intermediate size of one routed expert."""
     shared_size: int
@@ -148,6 +150,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         return Experts(
             num_experts=config.get("num_experts") or config["num_local_experts"],
+            num_chosen=config["num_experts_per_tok"],
             intermediate_size=config["moe_intermediate_size"],
             shared_size=0,
             has_bias=False,
@@ -156,6 +159,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     if config["model_type"] in ("deepseek_v3", "glm4_moe"):
         return Experts(
             num_experts=config.get("n_routed_experts") or config["num_local_experts"],
+            num_chosen=config["num_experts_per_tok"],
             intermediate_size=config["moe_intermediate_size"],
             shared_size=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
             has_bias=True,

@@ -12,6 +12,7 @@ from rich.table import Table
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.refit.forecast import plan_summary as outline
+from tandem.refit.forecast.memory import columns, memory_of, size_of_gpu
 from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
 from tandem.refit.forecast.transfers import Forecast, is_on_gpus, predict
@@ -42,7 +43,7 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
         console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
-        console.print(f"  {outline.memory(config, both[0])}")
+        _print_memory(config, both[0], explained, console)
     if generates:
         print_ages(config, given, explained.cost.seconds if explained else None, console)
     if explained:
@@ -87,6 +88,34 @@ def _parameters(tensors: Sequence[Tensor]) -> str:
 
 def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
     return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
+
+
+def _print_memory(config: Config, trainers: Side, explained: Forecast | None, console: Console) -> None:
+    """Print the phases of the trainer that needs most. On CPUs, attention and gathering take other memory."""
+    on_gpus = is_on_gpus(config)
+    of_refit = None if explained is None else explained.memory
+    found = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit)
+    peak, knows = found.peak, len(found.phases) > 1
+    is_in_host_memory = config.policy.dtensor_cfg.cpu_offload and not config.policy.megatron_cfg.enabled
+    where = " (in host memory)" if is_in_host_memory else ""
+    if not knows:
+        listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in found.kept.items())
+        console.print(f"  {peak.num_bytes / 1e9:,.2f} GB a trainer{where}, without activations: {listed}")
+        return
+    console.print(
+        f"  trainer {found.rank} needs most{where}: {peak.num_bytes / 1e9:,.1f} GB at its peak, in {peak.name}"
+    )
+    names = columns(found)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in (f"GB of trainer {found.rank}", *names, "in all"):
+        table.add_column(title, justify="right" if table.columns else "left")
+    for phase in found.phases:
+        sizes = [*(phase.held.get(name, 0.0) for name in names), phase.num_bytes]
+        table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
+    console.print(table)
+    size = size_of_gpu()
+    if size is not None and not where and peak.num_bytes > size:
+        console.print(f"  [bold red]more than a GPU here has: {size / 1e9:,.1f} GB[/]")
 
 
 def _print_cost(explained: Forecast, console: Console) -> None:

@@ -1,15 +1,11 @@
-"""The plan summary beside refits: ranks, batches, memory, and keys without effect."""
+"""The plan summary beside refits: ranks, batches, and keys without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tandem.config import Config, notices
-from tandem.config.models import lora
 from tandem.config.unsupported import refusal
-from tandem.refit.forecast.sides import Side
-
-_GB = 1e9
 
 
 def ranks_of_training(config: Config) -> str:
@@ -70,59 +66,6 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
     most = -(-num // max(1, tokens // longest))
     kind = "packed rows" if packing.enabled else "micro-batches"
     return f"at most {most:,} {kind} of at most {tokens:,} tokens"
-
-
-def memory(config: Config, trainers: Side) -> str:
-    """Describe the largest trainer's memory when its optimizer begins: closed forms for Adam's moments."""
-    rest, experts, adapters = _most_weights(trainers)
-    frozen = 0
-    if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
-        frozen, rest, experts = rest + experts, adapters, 0
-    weights = gradients = rest + experts
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    state = 2.0 * weights
-    # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that one.
-    held = 2 if policy.precision == "bfloat16" else 4
-    trained = held if megatron.enabled else 4
-    if megatron.enabled:
-        is_half = policy.precision == "bfloat16"
-        # Half precision has copies in float32 of weights and, unless gradients are reduced in it, of gradients.
-        item_size, bytes_of_state = (2, 16) if is_half else (4, 8)
-        if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
-            gradients, bytes_of_state = weights * 2, 12
-        a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
-        shares = a_stage // megatron.tensor_model_parallel_size
-        shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
-        if not megatron.optimizer.get("use_distributed_optimizer", True):
-            shares = shares_E = 1
-        state = bytes_of_state / item_size * (rest / shares + experts / shares_E)
-    kept = {"weights": weights, "gradients": gradients, "optimizer": state}
-    if config.policy.adapters is not None:  # without its adapters it is its own reference
-        kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
-    elif config.needs_reference and "reference" not in config.processes_of:
-        kept["reference model"] = weights * held // trained
-    if "teacher" in config.holds and "teacher" not in config.processes_of:
-        kept["teacher"] = weights * held // trained
-    for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
-        if model not in config.processes_of:
-            kept[f"{model} model and its optimizer"] = weights + gradients + state
-    listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
-    where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""
-    return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"
-
-
-def _most_weights(side: Side) -> tuple[int, int, int]:
-    """Return the bytes of the rank with the most weights: those of experts, of adapters and of the rest."""
-    deployment = side.deployment
-    ranks = {deployment.place(rank): rank for rank in range(deployment.num_ranks)}.values()
-    found = []
-    for rank in ranks:
-        sizes = [0, 0, 0]
-        for storage in deployment.parameters(side.model, rank).storages:
-            kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
-            sizes[kind] += storage.num_bytes
-        found.append((sizes[0], sizes[1], sizes[2]))
-    return max(found, key=sum)
 
 
 def in_vain(config: Config) -> Iterator[str]:

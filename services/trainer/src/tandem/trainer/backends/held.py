@@ -340,12 +340,15 @@ class HeldModel:
             raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
 
     def _communicate(self, *, last: bool) -> None:
-        """Reduce gradients once an optimizer step, if host memory can hold them whole until then."""
-        if not isinstance(self.model, FSDPModule):
+        """Reduce gradients once an optimizer step, if host memory can hold them whole until then.
+
+        On a GPU every backward pass is a last one to FSDP2. After others it keeps whole gradients of the embedding and
+        the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
+        """
+        if not isinstance(self.model, FSDPModule) or self.device.type != "cpu":
             return
-        if self.device.type == "cpu":
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last)
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last)
         self.model.set_is_last_backward(last)
 
     def _clip(self) -> float:

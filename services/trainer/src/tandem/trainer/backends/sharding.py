@@ -98,4 +98,6 @@ class Ranks:
         gather_again = device_type != "cpu"
         mesh = self._shards["shard"]
         for part in (*decoder_layers(model), model):
-            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=gather_again)
+            # The rest is needed by the output layer, so by the end of one pass and the start of the next.
+            reshards = gather_again and part is not model
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
-from tests.harness.hub_server import HubServer, files_in, hub_server
-from tests.harness.runs.running import TINY, typed, weights_of, write_config
+from tests.harness.hub_server import HubServer, files_in
+from tests.harness.runs.of_hub import coordinator_of_hub
+from tests.harness.runs.running import TINY, weights_of, write_config
 from tests.harness.trainers.trainer_harness import make_model
 
 CHARACTERS = TINY["policy"]["new_model"]["characters"]
@@ -26,18 +26,12 @@ class Any:
 """
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """Serve a Hub with a policy and two teachers, and let commands ask it, with an empty cache."""
-    with hub_server() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        for layers, (name, folder) in enumerate(FOLDERS.items(), 1):
-            model = make_model(Path(folder), "llama", characters=CHARACTERS, num_hidden_layers=layers)
-            server.add(f"tiny/{name}", files_in(model))
-        yield server
+@pytest.fixture(autouse=True)
+def models(hub: HubServer) -> None:
+    """Have a policy and two teachers on the Hub."""
+    for layers, (name, folder) in enumerate(FOLDERS.items(), 1):
+        model = make_model(Path(folder), "llama", characters=CHARACTERS, num_hidden_layers=layers)
+        hub.add(f"tiny/{name}", files_in(model))
 
 
 def config_of(algorithm: str, names: dict[str, str], folder: str) -> str:
@@ -72,12 +66,12 @@ def config_of(algorithm: str, names: dict[str, str], folder: str) -> str:
 def test_they_are_fetched_and_teach_what_the_same_folders_teach(hub: HubServer, algorithm: str) -> None:
     named = {name: f"tiny/{name}@main" for name in FOLDERS}
     config = config_of(algorithm, named, "hub")
-    checked = typed("coordinator", "check", config)
+    checked = coordinator_of_hub("check", config)
     assert checked.returncode == 0, checked.stderr
     for name in ("sums", "products"):
         assert f"note: on_policy_distillation.{KEY}.{name}: tiny/{name} is at " in checked.stderr
     assert hub.bodies == []
-    done = typed("coordinator", "up", config)
+    done = coordinator_of_hub("up", config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(size for _, first, size in hub.bodies if first == 0) == sorted(
         len(hub.repositories["models", f"tiny/{name}"].commits.copy().popitem()[1]["model.safetensors"])
@@ -88,18 +82,18 @@ def test_they_are_fetched_and_teach_what_the_same_folders_teach(hub: HubServer, 
     commits = {name: hub.repositories["models", f"tiny/{name}"].branches["main"] for name in FOLDERS}
     assert recorded == {name: f"tiny/{name}@{commits[name]}" for name in ("sums", "products")}
 
-    done = typed("coordinator", "up", config_of(algorithm, FOLDERS, "local"))
+    done = coordinator_of_hub("up", config_of(algorithm, FOLDERS, "local"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights_of("hub/checkpoints/step_1") == weights_of("local/checkpoints/step_1")
     swapped = FOLDERS | {"sums": FOLDERS["products"], "products": FOLDERS["sums"]}
-    done = typed("coordinator", "up", config_of(algorithm, swapped, "swapped"))
+    done = coordinator_of_hub("up", config_of(algorithm, swapped, "swapped"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights_of("hub/checkpoints/step_1") != weights_of("swapped/checkpoints/step_1"), "each teaches its own"
 
 
 def test_a_teacher_that_is_not_there_is_named_by_its_environment(hub: HubServer) -> None:
     config = config_of("distillation", {**FOLDERS, "sums": "tiny/none", "products": "made/product"}, "run")
-    refused = typed("coordinator", "check", config)
+    refused = coordinator_of_hub("check", config)
     assert refused.returncode == 2, refused.stdout
     key = f"error: on_policy_distillation.{KEY}"
     assert f"{key}.sums: 'tiny/none' does not exist; there is no model 'tiny/none' on {hub.url}" in refused.stderr

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,9 @@ import pytest
 
 from tandem.config import config_from_json
 from tandem.observe.run_folder.journal import read_journal
-from tests.harness.hub_server import TOKEN, HubServer, Repository, hub_server
-from tests.harness.runs.running import TIMEOUT_S, coordinator_of_hub, steps_of, typed, write_config
+from tests.harness.hub_server import TOKEN, HubServer, Repository
+from tests.harness.runs.of_hub import coordinator_of_hub, program_of_hub
+from tests.harness.runs.running import steps_of, write_config
 
 PROBE = """
 import sys
@@ -46,18 +43,6 @@ def rows(last: str = "") -> bytes:
     return "".join(f"{json.dumps({'input': f'{each}{last}', 'output': '1'})}\n" for each in sums).encode()
 
 
-@pytest.fixture
-def hub(hub_console_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Serve a Hub, and let what is typed ask it."""
-    with hub_server() as server:
-        settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        for name, value in {**settings, "NO_PROXY": "127.0.0.1,localhost"}.items():
-            monkeypatch.setenv(name, value)
-        for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        yield server
-
-
 def sums_on(server: HubServer, name: str = "org/Sums", **how: bool) -> Repository:
     return server.add(name, {"train.jsonl": rows(), "README.md": b"# Sums\n"}, kind="datasets", **how)
 
@@ -69,15 +54,11 @@ def configured(**data: Any) -> Path:
 
 
 def probed(*overrides: list[str], **environment: str) -> list[str]:
-    """Return what a process, which reads the settings of the Hub anew, says of the data of some configurations."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(overrides=overrides)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    """Return what a process, which has these settings of the Hub, says of the data of some configurations."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        done = program_of_hub(PROBE.format(overrides=overrides))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -104,7 +85,7 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(hub: HubServer) -> None:
     config = str(configured())
     checked = coordinator_of_hub("check", config)
     assert checked.returncode == 0, checked.stderr
-    begun = typed("coordinator", "up", config)
+    begun = coordinator_of_hub("up", config)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     assert commit_in("run") == first
     # Whoever reads the newer commit finds no column of the name that the configuration says.
@@ -181,16 +162,14 @@ def test_a_full_disk(hub: HubServer) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n",
         1,
     )
-    done = subprocess.run(
-        [sys.executable, "-c", limited], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = program_of_hub(limited)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith("data.dataset_name: cannot load 'org/Large', split 'train': File too large")
     assert "HF_HOME" in line
 
 
-def test_a_branch_of_a_model_is_known_offline(hub: HubServer) -> None:
+def test_a_branch_of_a_model_is_known_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add("org/Model", {"config.json": b"{}", "tokenizer.json": b"{}"}).branches["main"]
     program = (
         "from tandem.config.models import hub\n"
@@ -198,13 +177,8 @@ def test_a_branch_of_a_model_is_known_offline(hub: HubServer) -> None:
         "hub.is_offline() or hub.fetch_description(snapshot)\n"
         "print(snapshot.commit)\n"
     )
-    for offline in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "HF_HUB_OFFLINE": offline},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+    for offline in (False, True):
+        if offline:
+            monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        done = program_of_hub(program)
         assert done.stdout.split() == [commit], done.stderr

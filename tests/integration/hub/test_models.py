@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.harness.hub_server import TOKEN, HubServer, files_in, hub_server
+from tests.harness.hub_server import TOKEN, HubServer, files_in
 from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs.of_hub import coordinator_of_hub, start_of_hub
 from tests.harness.runs.running import (
     BIN,
     TIMEOUT_S,
     coordinator,
-    coordinator_of_hub,
-    typed,
     wait_until,
     weights_of,
     write_config,
@@ -32,11 +30,6 @@ from tests.harness.runs.running import (
 NAME = "tiny/digits"
 WEIGHTS = "model.safetensors"
 FROM_HUB = {"policy": {"model_name": NAME, "new_model": None}, "grpo": {"max_num_steps": 1}}
-MEGATRON = {
-    "optimizer": None,
-    "dtensor_cfg": {"enabled": False},
-    "megatron_cfg": {"enabled": True, "optimizer": {"lr": 1.0e-3}},
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run/checkpoints/step_1/policy"
 
 
-@pytest.fixture
-def hub(hub_console_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """Serve a Hub, and let commands ask it, with an empty cache."""
-    with hub_server() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        yield server
+def empty_cache() -> None:
+    shutil.rmtree("hf")
+    Path("hf").mkdir()
 
 
 def up(config: Path, *words: str) -> str:
@@ -94,7 +81,7 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(
     repository.is_private = True
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     config = write_config({**FROM_HUB, "checkpointing": {"save_period": 1}})
-    checked = typed("coordinator", "check", str(config), "policy.optimizer.kwargs.lr=0.5")
+    checked = coordinator_of_hub("check", str(config), "policy.optimizer.kwargs.lr=0.5")
     assert checked.returncode == 0, checked.stderr
     assert sent(hub) == []  # small files only
     # Its size is known when they are here.
@@ -139,12 +126,6 @@ def _two_steps() -> tuple[str, ...]:
     return ("grpo.max_num_steps=2", "checkpointing.save_period=1")
 
 
-def test_megatron_trains_a_model_from_the_hub(hub: HubServer, model: Path) -> None:
-    hub.add(NAME, files_in(model))
-    up(write_config({**FROM_HUB, "policy": {**FROM_HUB["policy"], **MEGATRON}}))
-    assert sent(hub) == [(0, len(files_in(model)[WEIGHTS]))]
-
-
 def test_each_node_fetches_into_its_own_cache(hub: HubServer, model: Path, tmp_path: Path) -> None:
     hub.add(NAME, files_in(model))
     config = write_config({**FROM_HUB, "cluster": {"launch": "none", "address": "tcp://127.0.0.1:*"}})
@@ -166,7 +147,7 @@ def test_each_node_fetches_into_its_own_cache(hub: HubServer, model: Path, tmp_p
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.wait(TIMEOUT_S)
     assert sent(hub) == 2 * [(0, len(files_in(model)[WEIGHTS]))]  # once for each node, whatever its processes
 
 
@@ -253,12 +234,12 @@ def test_fetching_that_is_killed_is_done_again(hub: HubServer, model: Path) -> N
     hub.add(NAME, files)
     hub.hold = threading.Event()
     config = write_config(FROM_HUB)
-    process = subprocess.Popen([BIN / "coordinator", "up", str(config)], stdout=subprocess.DEVNULL)
+    process = start_of_hub("up", config)
     try:
         wait_until(lambda: bool(hub.bodies), lambda: "half of the weights to be sent")
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(TIMEOUT_S)
     hub.hold.set()
     hub.hold = None
     up(config)
@@ -271,10 +252,7 @@ def test_of_two_runs_that_want_a_model_one_fetches_it(hub: HubServer, model: Pat
     hub.hold = threading.Event()
     config = write_config(FROM_HUB)
     processes = [
-        subprocess.Popen(
-            [BIN / "coordinator", "up", str(config), f"logger.log_dir={name}", f"checkpointing.checkpoint_dir={name}"],
-            stdout=subprocess.DEVNULL,
-        )
+        start_of_hub("up", config, f"logger.log_dir={name}", f"checkpointing.checkpoint_dir={name}")
         for name in ("one", "two")
     ]
     try:
@@ -284,7 +262,7 @@ def test_of_two_runs_that_want_a_model_one_fetches_it(hub: HubServer, model: Pat
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.wait(TIMEOUT_S)
     half = len(files[WEIGHTS]) // 2
     assert sent(hub) == [(0, half), (half, len(files[WEIGHTS]))]
 
@@ -303,13 +281,13 @@ def test_other_commands_take_names_of_the_hub(hub: HubServer, model: Path) -> No
     missing = refused("serve", "tiny/nothing")
     assert "tiny/nothing: there is no such folder" in missing
     assert "there is no model 'tiny/nothing'" in missing
-    shutil.rmtree("hf")
+    empty_cache()
     trained = up(write_config({**FROM_HUB, "policy": {**FROM_HUB["policy"], **_lora()}}, "lora.yaml"), *_saved("lora"))
     assert f"fetching {NAME}" in trained
     adapters = json.loads(Path("lora/checkpoints/step_1/policy/adapter_config.json").read_text())
     repository = hub.repositories["models", NAME]
     assert (adapters["base_model_name_or_path"], adapters["revision"]) == (NAME, repository.branches["main"])
-    shutil.rmtree("hf")
+    empty_cache()
     merged = coordinator_of_hub("merge", "lora", "merged")
     assert merged.returncode == 0, merged.stdout + merged.stderr
     assert (Path("merged") / WEIGHTS).is_file()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config import load_config
 from tandem.observe.run_folder.journal import read_journal
-from tests.harness.hub_server import HubServer, files_in, hub_server
+from tests.harness.hub_server import HubServer, files_in
 from tests.harness.reward_models import write_reward_model
 from tests.harness.runs.at_terminal import Terminal
+from tests.harness.runs.of_hub import coordinator_of_hub, program_of_hub, start_of_hub, start_program
 from tests.harness.runs.running import (
     BIN,
     PPO,
     TIMEOUT_S,
     TINY,
-    coordinator_of_hub,
     merged,
-    typed,
     wait_until,
     write_config,
 )
@@ -47,17 +43,6 @@ found, _ = find_on_hub(load_config("config.yaml"), "new", None)
 for each in (found.policy.model_name, found.policy.tokenizer.name, found.settings_of("value").model_name):
     print(Path(each).name)
 """
-
-
-@pytest.fixture
-def hub(hub_console_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """Serve a Hub, and let commands ask it, with an empty cache."""
-    with hub_server() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        yield server
 
 
 def tiny(folder: str = "digits", **sizes: int) -> dict[str, bytes]:
@@ -140,7 +125,7 @@ def test_a_reward_model(hub: HubServer) -> None:
     commit = hub.repositories["models", "tiny/judge"].branches["main"]
     with read_journal(Path("run")) as journal:
         assert json.loads(journal.config_json)["env"]["reward_model"]["model_name"] == f"tiny/judge@{commit}"
-    causal = typed("coordinator", "check", config, f"env.reward_model.model_name={NAME}")
+    causal = coordinator_of_hub("check", config, f"env.reward_model.model_name={NAME}")
     assert causal.returncode != 0
     assert "not a sequence classifier" in causal.stderr
 
@@ -151,13 +136,13 @@ def test_a_fetch_of_several_files_that_was_killed_is_gone_on_with(hub: HubServer
     hub.add(NAME, files)
     hub.hold, hub.is_held = threading.Event(), lambda name: name not in shards[:2]
     config = str(write_config(FROM_HUB))
-    process = subprocess.Popen([BIN / "coordinator", "up", config], stdout=subprocess.DEVNULL)
+    process = start_of_hub("up", config)
     blobs = Path("hf/hub/models--tiny--digits/snapshots")
     try:
         wait_until(lambda: len([*blobs.glob("*/*.safetensors")]) == 2, lambda: "two files to be there")
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(TIMEOUT_S)
     hub.hold.set()
     hub.hold = None
     wait_until(lambda: not hub.connections, lambda: "the server to see that the process is gone")
@@ -174,16 +159,16 @@ def test_another_command_does_not_take_part_of_a_model_for_all_of_it(hub: HubSer
     hub.add(NAME, files)
     hub.hold, hub.is_held = threading.Event(), lambda name: name not in shards[:1]
     program = f"from tandem.config.models import hub; print(hub.fetched({NAME!r}, print))"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    process = start_program(program)
     snapshots = Path("hf/hub/models--tiny--digits/snapshots")
     try:
         wait_until(lambda: bool([*snapshots.glob("*/*.safetensors")]), lambda: "one file to be there")
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(TIMEOUT_S)
     hub.hold.set()
     hub.hold = None
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = program_of_hub(program)
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.splitlines()[-1])
     assert sorted(path.name for path in folder.glob("*.safetensors")) == shards
@@ -235,7 +220,7 @@ def test_two_models_of_one_name_may_be_of_different_commits(hub: HubServer) -> N
     hub.add(NAME, files).push({**files, "README.md": b"later"}, "v2")
     over = {"policy": FROM_HUB["policy"], "ppo": {"max_num_steps": 1}, "value": {"model_name": NAME, "revision": "v2"}}
     write_config(merged(PPO, over))
-    done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = program_of_hub(FOUND)
     branches = hub.repositories["models", NAME].branches
     assert done.stdout.split() == [branches["main"], branches["main"], branches["v2"]], done.stderr
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.hub_server import HubServer, files_in, hub_server
+from tandem.launch.fork_server import Child
+from tests.harness.hub_server import HubServer, files_in
+from tests.harness.runs.of_hub import program_of_hub, start_program
 from tests.harness.runs.running import TIMEOUT_S, TINY, wait_until
 from tests.harness.trainers.trainer_harness import make_model
 
@@ -23,17 +22,11 @@ FETCH = f"from tandem.config.models import hub; print(hub.fetched({NAME!r}, prin
 REMOVE = f"from tandem.config.models import hub; hub.remove_unfinished(hub.Reference({NAME!r}))"
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """Serve a Hub with one model, and let programs ask it, with an empty cache."""
-    with hub_server() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        characters = TINY["policy"]["new_model"]["characters"]
-        server.add(NAME, files_in(make_model(Path("digits"), "llama", characters=characters)))
-        yield server
+@pytest.fixture(autouse=True)
+def digits(hub: HubServer) -> None:
+    """Have one model on the Hub."""
+    characters = TINY["policy"]["new_model"]["characters"]
+    hub.add(NAME, files_in(make_model(Path("digits"), "llama", characters=characters)))
 
 
 def unfinished() -> list[Path]:
@@ -47,14 +40,14 @@ def aged(path: Path) -> None:
 
 
 def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = program_of_hub(program)
     assert done.returncode == 0, done.stderr
 
 
-def held_fetch(hub: HubServer) -> subprocess.Popen[bytes]:
+def held_fetch(hub: HubServer) -> Child:
     """Return a process that has fetched half of the weights, and gets no more of them."""
     hub.hold = threading.Event()
-    process = subprocess.Popen([sys.executable, "-c", FETCH], stdout=subprocess.DEVNULL)
+    process = start_program(FETCH)
     wait_until(lambda: bool(hub.bodies and unfinished()), lambda: "half of the weights to be sent")
     return process
 
@@ -69,7 +62,7 @@ def let_go(hub: HubServer) -> None:
 def test_what_a_killed_fetch_leaves_is_not_gone_on_with_and_is_removed_by_the_next(hub: HubServer) -> None:
     process = held_fetch(hub)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(TIMEOUT_S)
     let_go(hub)
     (left,) = unfinished()
     aged(left)

@@ -1,0 +1,155 @@
+"""Memory of the trainer rank that needs most, in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.models import lora
+from tandem.observe.exporters.nvml import opened_nvml
+from tandem.refit.forecast.activations import passes
+from tandem.refit.forecast.sides import Side
+
+Bytes = dict[str, float]
+"""Bytes by what they are for."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One phase of a step."""
+
+    name: str
+    held: Bytes
+
+    @property
+    def num_bytes(self) -> float:
+        """All of it."""
+        return sum(self.held.values())
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A rank's memory."""
+
+    rank: int
+    kept: Bytes
+    """Weights, gradients and optimizer state, when the optimizer begins."""
+    phases: tuple[Phase, ...]
+    """The phases of a step; only the optimizer's if activations are not known."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+
+def memory_of(
+    config: Config, trainers: Side, *, with_activations: bool = True, of_refit: Mapping[str, int] | None = None
+) -> Memory:
+    """Return the memory of the rank that needs most, the first of several.
+
+    `of_refit` is what a refit takes of each trainer beside what it holds, by name.
+    """
+    deployment = trainers.deployment
+    ranks = sorted({deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}.values())
+    found = [_of_rank(config, trainers, rank, with_activations=with_activations) for rank in ranks]
+    largest = max(found, key=lambda memory: memory.peak.num_bytes)
+    if of_refit is None or not with_activations:
+        return largest
+    extra = of_refit.get(f"trainer-{largest.rank}", 0)
+    return msgspec.structs.replace(largest, phases=(*largest.phases, _refit(config, trainers, largest, extra)))
+
+
+def _refit(config: Config, trainers: Side, memory: Memory, extra: float) -> Phase:
+    """Return the phase in which weights move: a trainer that shares its GPU has the rest in host memory then."""
+    _, master_gradients = _kept(config, trainers, memory.rank)
+    held = dict(memory.kept)
+    if config.policy.generation.colocated.enabled:
+        held |= {name: 0.0 for name in held if "weights" not in name and name != "adapters"}
+    else:
+        held["optimizer"] -= master_gradients
+        held["gradients"] *= config.policy.megatron_cfg.enabled
+    return Phase("refit", held | {"buffers": extra})
+
+
+def _of_rank(config: Config, trainers: Side, rank: int, *, with_activations: bool) -> Memory:
+    kept, master_gradients = _kept(config, trainers, rank)
+    is_megatron = config.policy.megatron_cfg.enabled
+    gradients = kept["gradients"]
+    phases = []
+    for each in passes(config, trainers, rank) if with_activations else ():
+        held = {**kept, "optimizer": kept["optimizer"] - master_gradients}
+        is_training = each.activations > 0
+        # FSDP2 frees gradients after each step. Megatron-Core's have one buffer for good.
+        held["gradients"] = gradients if is_training or is_megatron else 0.0
+        phases.append(Phase(each.name, {**held, "activations": each.activations, "buffers": each.buffers}))
+    optimizer = config.policy.optimizer
+    # Without the fused implementation, torch's Adam takes square roots of all second moments at once.
+    is_in_parts = not is_megatron and optimizer is not None and optimizer.kwargs.get("fused") is False
+    buffers = {"buffers": kept["optimizer"] / 2} if is_in_parts else {}
+    phases.append(Phase("optimizer step", {**kept, **buffers}))
+    return Memory(rank, kept, tuple(phases))
+
+
+def _kept(config: Config, trainers: Side, rank: int) -> tuple[Bytes, float]:
+    """Return what a rank holds when its optimizer begins, by closed forms for Adam's moments.
+
+    And the part of the optimizer's that is only there then: copies of the gradients in float32.
+    """
+    rest, experts, adapters = _weights(trainers, rank)
+    frozen = 0
+    if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
+        frozen, rest, experts = rest + experts, adapters, 0
+    weights = gradients = rest + experts
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    state, master_gradients = 2.0 * weights, 0.0
+    # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that one.
+    held = 2 if policy.precision == "bfloat16" else 4
+    trained = held if megatron.enabled else 4
+    if megatron.enabled:
+        is_half = policy.precision == "bfloat16"
+        # Half precision has copies in float32 of weights and, unless gradients are reduced in it, of gradients.
+        item_size, bytes_of_state, bytes_of_gradients = (2, 16, 4) if is_half else (4, 8, 0)
+        if is_half and megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients, bytes_of_state, bytes_of_gradients = weights * 2, 12, 0
+        a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
+        shares = a_stage // megatron.tensor_model_parallel_size
+        shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
+        if not megatron.optimizer.get("use_distributed_optimizer", True):
+            shares = shares_E = 1
+        shard = (rest / shares + experts / shares_E) / item_size
+        state, master_gradients = bytes_of_state * shard, bytes_of_gradients * shard
+    kept: Bytes = {"weights": weights, "gradients": gradients, "optimizer": state}
+    if config.policy.adapters is not None:  # without its adapters it is its own reference
+        kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
+    elif config.needs_reference and "reference" not in config.processes_of:
+        kept["reference model"] = weights * held // trained
+    if "teacher" in config.holds and "teacher" not in config.processes_of:
+        kept["teacher"] = weights * held // trained
+    for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
+        if model not in config.processes_of:
+            kept[f"{model} model and its optimizer"] = weights + gradients + state
+    return kept, master_gradients
+
+
+def _weights(side: Side, rank: int) -> tuple[int, int, int]:
+    """Return the bytes of a rank's weights: those of the rest, of experts, and of adapters."""
+    sizes = [0, 0, 0]
+    for storage in side.deployment.parameters(side.model, rank).storages:
+        kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
+        sizes[kind] += storage.num_bytes
+    return sizes[0], sizes[1], sizes[2]
+
+
+def size_of_gpu() -> float | None:
+    """Return the bytes of the smallest GPU of this machine; None without one."""
+    with opened_nvml() as nvml:
+        sizes = [] if nvml is None else [gpu.memory_gb for gpu in nvml.links()]
+    known = [size for size in sizes if size is not None]
+    return 1e9 * min(known) if known else None
+
+
+def columns(memory: Memory) -> list[str]:
+    """Return what the phases hold, in order, without what none of them does."""
+    names: Mapping[str, None] = dict.fromkeys(name for phase in memory.phases for name in phase.held)
+    return [name for name in names if any(phase.held.get(name) for phase in memory.phases)]
