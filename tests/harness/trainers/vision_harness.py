@@ -133,6 +133,8 @@ class PlainVision:
         inputs = dict(self._images[input_ids[0].numpy().tobytes()])
         if self._family.has_mrope and inputs:
             inputs["mm_token_type_ids"] = (input_ids == self.model.config.image_token_id).long()
+        if self._family.has_image_blocks:
+            inputs["token_type_ids"] = (input_ids == self.model.config.image_token_id).long()
         return self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

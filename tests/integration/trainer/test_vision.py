@@ -13,15 +13,20 @@ import torch
 from tandem.common.errors import ModelError, WireError
 from tandem.config import Config
 from tandem.samples.batch import Batch
+from tandem.trainer.attention import WITH_IMAGES, prepare_to_share, use_attention
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.fetching import image_settings
 from tandem.trainer.files.merging import merge
 from tandem.trainer.micro_batches import check_image_tokens, pad
 from tests.harness.trainers.reference import (
     Numbers,
+    adamw,
     assert_same_numbers,
+    assert_same_weights,
     gathered_numbers,
+    logprobs_of,
     plain_numbers,
+    sequences_of,
     train_one_rank,
     trained_weights,
 )
@@ -137,27 +142,66 @@ def test_recomputed_layers_and_dynamic_batches_change_no_number(tmp_path: Path) 
         assert_same_numbers(found, expected, TOLERANCE)
 
 
-def evaluate_and_train(rank: int, config: Config, batch: Batch) -> tuple[dict[str, float], dict[str, float]]:
-    backend = make(config)
-    return evaluate_on(backend, batch, config), train_on(backend, batch, config).metrics
+def evaluate_and_train(rank: int, configs: Sequence[Config], batch: Batch, folder: Path) -> list[Any]:
+    found = []
+    for number, config in enumerate(configs):
+        backend = make(config)
+        found.append((evaluate_on(backend, batch, config), train_on(backend, batch, config).metrics))
+        backend.save(folder / str(number)).num_bytes.result()
+    return found
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_the_loss_of_sft_is_hugging_faces_own(family: str, tmp_path: Path) -> None:
-    config = vision_config(write_vision_model(family, tmp_path / "model"), tmp_path / "run", algorithm="sft")
-    batch = seeing_batch(config)
-    plain = PlainVision(config, batch)
-    total, offsets = 0.0, batch.offsets()
+    folder = write_vision_model(family, tmp_path / "model")
+    configs = [vision_config(folder, tmp_path / "run", algorithm="sft", **settings) for settings in ({}, PACKED)]
+    batch = seeing_batch(configs[0])
+    plain = PlainVision(configs[0], batch)
+    total, offsets, num_tokens = torch.zeros(()), batch.offsets(), int(batch.loss_mask_T.sum())
     for row in range(len(batch)):
         own = slice(offsets[row], offsets[row + 1])
         token_ids, mask = (torch.from_numpy(each[own].copy()) for each in (batch.token_ids_T, batch.loss_mask_T))
         labels = token_ids.long().where(mask, -100)
-        with torch.no_grad():
-            total += float(plain(token_ids.long()[None], labels=labels[None]).loss) * int(mask.sum())
-    loss = total / int(batch.loss_mask_T.sum())
-    for evaluated, trained in run_ranks(2, evaluate_and_train, config, batch):
-        assert evaluated["loss"] == pytest.approx(loss, abs=TOLERANCE)
-        assert trained["loss"] == pytest.approx(loss, abs=TOLERANCE)
+        total = total + plain(token_ids.long()[None], labels=labels[None]).loss * int(mask.sum()) / num_tokens
+    optimizer = adamw(plain)
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    for found in run_ranks(2, evaluate_and_train, configs, batch, tmp_path / "saved"):
+        for number, (evaluated, trained) in enumerate(found):
+            assert evaluated["loss"] == pytest.approx(float(total.detach()), abs=TOLERANCE)
+            assert trained["loss"] == pytest.approx(float(total.detach()), abs=TOLERANCE)
+            assert trained["grad_norm"] == pytest.approx(float(norm), rel=TOLERANCE)
+            assert_same_weights(trained_weights(tmp_path / "saved" / str(number)), plain, TOLERANCE)
+
+
+def test_images_of_shared_prompts_attend_in_both_directions(tmp_path: Path) -> None:
+    config = vision_config(write_vision_model("gemma3", tmp_path / "model"), tmp_path / "run", algorithm="sft")
+    batch = seeing_batch(config)
+    found = run_ranks(1, shared_logprobs, config, batch.replace(**batch.table().columns))[0]
+    expected = [
+        logprobs_of(PlainVision(config, batch), each["token_ids"])[each["mask"]].tolist()
+        for each in sequences_of(batch)
+    ]
+    assert len(found) == sum(map(len, expected))
+    assert found == pytest.approx([number for each in expected for number in each], abs=TOLERANCE)
+
+
+def shared_logprobs(rank: int, config: Config, batch: Batch) -> list[float]:
+    """Return the log-probabilities of valid tokens, of a row that has each prompt once."""
+    backend = make(config)
+    held = backend._held["policy", 0]
+    assert prepare_to_share(held.model, 512) is None
+    use_attention(held.model, WITH_IMAGES)
+    micro = pad(
+        batch, range(8), divisible_by=1, device=held.device, shares_prompts=True, image_settings=image_settings(config)
+    )
+    assert micro.row is not None
+    assert micro.images is not None
+    assert len(micro.images.digests) == 4, "each prompt's images once"
+    (scores,) = held.scores([micro])
+    found: list[float] = scores[0][micro.loss_mask_BT].tolist()
+    return found
 
 
 def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[list[str], dict[str, float]]:

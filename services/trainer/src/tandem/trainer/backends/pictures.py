@@ -25,6 +25,7 @@ from tandem.samples.images.families import Grid, read_settings, undrawable_ids
 from tandem.samples.images.reading import ImageLimits, decode
 from tandem.samples.images.rows import image_folder
 from tandem.samples.model_files import load_tokenizer
+from tandem.trainer.attention import WITH_IMAGES, use_attention
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch
 
@@ -57,6 +58,8 @@ class Pictures:
         self._model, self._ranks = model, ranks
         self._blank = self._blank_inputs(settings.patch_size * settings.merge_size)
         self._needs_blank = False
+        if family.has_image_blocks:  # after the attention was chosen for rows
+            use_attention(model, WITH_IMAGES)
         language = model.get_submodule(family.language_prefix.removesuffix("."))
         language.register_forward_pre_hook(self._with_tower, with_kwargs=True)
 
@@ -66,6 +69,8 @@ class Pictures:
         inputs: dict[str, Any] = {}
         if images is not None and images.position_ids is not None:
             inputs["position_ids"] = images.position_ids
+        if images is not None and images.blocks:
+            inputs["image_blocks"] = images.blocks
         self._needs_blank = images is None or not images.digests
         if images is None or self._needs_blank:
             return inputs
