@@ -26,7 +26,7 @@ class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, msgspec.Meta(ge=16, le=1024)] = 32
     max_shapes: Annotated[int, msgspec.Meta(ge=1, le=9)] = 4
     blank: bool = False
-    """Whether pictures show nothing: a control, whose questions can only be guessed."""
+    """Whether pictures show a few grey dots instead: a control, whose questions can only be guessed."""
 
 
 def shapes(data: Data, seed: int, images: ImageRows) -> Iterator[Problem]:
@@ -65,7 +65,9 @@ def _drawn(generator: random.Random, parameters: _Parameters, num: int, colour: 
     for place in generator.sample(range(_CELLS * _CELLS), num):
         x, y = cell * (place % _CELLS), cell * (place // _CELLS)
         shape = draw.rectangle if generator.random() < 0.5 else draw.ellipse
-        if not parameters.blank:
+        if parameters.blank:
+            draw.point([(generator.randrange(size), generator.randrange(size)) for _ in range(4)], fill="lightgrey")
+        else:
             shape([x + cell // 8, y + cell // 8, x + cell - cell // 8 - 1, y + cell - cell // 8 - 1], fill=colour)
     encoded = io.BytesIO()
     image.save(encoded, "PNG")

@@ -249,6 +249,9 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = prepared(name, split, subset, commit)
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
+        kinds = (loaded.features or {}).values()
+        if any(isinstance(getattr(kind, "feature", kind), datasets.Image) for kind in kinds):
+            loaded = loaded.with_format("arrow")[:].to_pylist()  # images as their encoded bytes
         found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)

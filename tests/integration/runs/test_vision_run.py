@@ -1,0 +1,119 @@
+"""Whole runs of a model that sees, through the console commands: GRPO and SFT over pictures of shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.observe.run_folder.journal import read_journal
+from tandem.samples.images.markers import marked_in
+from tandem.samples.images.store import ImageFolder
+from tandem.samples.sample_record import read_step
+from tests.harness.runs.by_hand import assert_same_results
+from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.harness.vision_models import write_vision_model
+
+SHAPES: dict[str, Any] = {
+    "grpo": {"max_num_steps": 4, "max_val_samples": 8},
+    "policy": {"model_name": "sees", "new_model": None, "max_total_sequence_length": 64},
+    "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 64, "num_validation": 16},
+    "env": {"digits": {"class": "digits.Digits"}},
+}
+
+
+def write_shapes(over: dict[str, Any] | None = None) -> Path:
+    """Write the configuration, and the model that it begins with, to the working directory."""
+    if not Path("sees").exists():
+        write_vision_model("qwen2_5_vl", Path("sees"))
+    return write_config(merged(SHAPES, over or {}))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of four steps of two trainers and two engines, which tests only read."""
+    folder = tmp_path_factory.mktemp("sees")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        ended = coordinator("up", write_shapes(), "cluster.trainers=2", "cluster.rollouts=2")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "run"
+
+
+def test_a_model_that_sees_is_trained_on_what_its_engine_saw(whole: Path) -> None:
+    steps = steps_of(whole)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        # The engine's own log-probabilities are the trainer's, pictures and all.
+        assert step.metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert step.metrics["grad_norm"] > 0.0
+    with read_journal(whole) as journal:
+        refits = list(journal.refits())
+    assert {refit.version for refit in refits} >= {1, 2, 3, 4}
+    assert all(refit.verify == "full" and refit.digest for refit in refits)
+
+
+def test_samples_refer_to_the_pictures_in_the_runs_folder(whole: Path) -> None:
+    images = ImageFolder(whole / "images")
+    samples = [sample for step in (1, 2, 3, 4) for sample in read_step(whole / "samples", step)]
+    assert len(samples) == 4 * 16
+    for sample in samples:
+        (marked,) = marked_in(sample.question)
+        assert sample.arrays.num_images_S.tolist() == [1]
+        assert sample.arrays.image_digests_IX.tobytes().hex() == marked.digest
+        assert sample.arrays.image_grids_IX.tolist() == [[1, 8, 8]]
+        assert images.get(marked.digest).startswith(b"\x89PNG")
+    assert len({sample.question for sample in samples}) > 8
+
+
+def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(whole: Path) -> None:
+    two_of_each = ("cluster.trainers=2", "cluster.rollouts=2")
+    with Command("coordinator", "up", write_shapes(), *two_of_each) as run:
+        run.wait_for("step 1/4")
+        process_of(run, "rollout").kill()
+        run.wait_for("step 2/4")
+        process_of(run, "trainer", 1).kill()
+        assert run.wait() == 0, run.output()
+    assert_same_results("run", whole)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(whole: Path) -> None:
+    two_of_each = ("cluster.trainers=2", "cluster.rollouts=2")
+    config = write_shapes()
+    with Command("coordinator", "up", config, *two_of_each) as run:
+        run.wait_for("step 3/4")
+        run.process.kill()
+        run.wait()
+    ended = coordinator("up", config, "--resume", *two_of_each)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert_same_results("run", whole)
+
+
+def test_sft_learns_answers_about_pictures_and_blank_ones_tell_less() -> None:
+    """The same steps over the same questions, once with pictures that show nothing."""
+    losses = {}
+    for name, task in (("seen", {"size": 32}), ("blank", {"size": 32, "blank": True})):
+        data = {**SHAPES["data"], "task_params": task, "num_train": 512, "num_validation": 64}
+        over = {
+            "algorithm": "sft",
+            "sft": {"max_num_steps": 60, "val_period": 60, "val_batches": 1, "val_global_batch_size": 64},
+            "data": {**data, "solution_template": "{answer}"},
+            "logger": {"log_dir": name},
+            "checkpointing": {"enabled": False},
+            "policy": {
+                "train_global_batch_size": 32,
+                "train_micro_batch_size": 32,
+                "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3.0e-3}},
+            },
+        }
+        ended = coordinator("up", write_shapes(over))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        losses[name] = steps_of(Path(name))[-1].metrics["val_loss"]
+    assert losses["seen"] < 0.8 * losses["blank"]
+
+
+def test_a_text_model_gets_no_pictures() -> None:
+    ended = coordinator("check", write_config({"data": SHAPES["data"], "env": SHAPES["env"]}))
+    assert ended.returncode != 0
+    assert "data.dataset_name: shapes are pictures, but policy.model_name is a text model" in ended.stderr
