@@ -51,8 +51,7 @@ SEQUENCES = (
 
 def vision_config(model: Path, runs: Path, *, algorithm: str = "grpo", **policy: Any) -> Config:
     """Return a configuration whose run's images are in a folder of `runs`."""
-    settings = {"max_total_sequence_length": 512, **policy}
-    config = make_config(model, algorithm=algorithm, **settings)
+    config = make_config(model, algorithm=algorithm, **{"max_total_sequence_length": 512, **policy})
     return msgspec.structs.replace(config, logger=msgspec.structs.replace(config.logger, log_dir=str(runs)))
 
 

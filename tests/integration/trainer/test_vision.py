@@ -59,9 +59,10 @@ def train_all(rank: int, configs: Sequence[Config], batch: Batch, folder: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_matches_plain_hugging_face(family: str, world_size: int, tmp_path: Path) -> None:
     folder = write_vision_model(family, tmp_path / "model")
-    configs = [vision_config(folder, tmp_path / "run", **settings) for settings in KINDS.values()]
+    loss = {"reference_policy_kl_penalty": 0.1}
+    configs = [vision_config(folder, tmp_path / "run", loss=loss, **settings) for settings in KINDS.values()]
     batch = seeing_batch(configs[0])
-    expected = plain_numbers(PlainVision(configs[0], batch), [batch], temperature=1.0, kl=0.0)
+    expected = plain_numbers(PlainVision(configs[0], batch), [batch], temperature=1.0, kl=0.1)
 
     ranks = run_ranks(world_size, train_all, configs, batch, tmp_path / "saved")
     for number, kind in enumerate(KINDS):
@@ -257,3 +258,17 @@ def test_other_image_tokens_than_the_images_need_are_refused_by_name(tmp_path: P
         check_image_tokens(wrong, settings)
     with pytest.raises(ModelError, match=r"sequence 5 of the shard: the sequence has \d+ image tokens"):
         pad(wrong, range(8), divisible_by=1, device=torch.device("cpu"), image_settings=settings)
+
+
+def distilled(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+    return train_on(make(config), batch, config).metrics
+
+
+def test_a_teacher_that_is_the_policy_has_nothing_to_teach(tmp_path: Path) -> None:
+    folder = write_vision_model("qwen2_5_vl", tmp_path / "model")
+    config = vision_config(
+        folder, tmp_path / "run", algorithm="distillation", teacher={"model_name": str(folder)}, topk=64
+    )
+    for metrics in run_ranks(2, distilled, config, seeing_batch(config)):
+        assert metrics["loss"] == pytest.approx(0.0, abs=TOLERANCE)
+        assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-3)
