@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from tandem.rollout import cli
@@ -32,7 +31,3 @@ def main(arguments: Sequence[str]) -> int:
     _absurd[int(version)] = float(logprob)
     TransformersEngine.step = _step  # type: ignore[method-assign]
     return cli.main(arguments[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +29,3 @@ def main(arguments: Sequence[str]) -> int:
     """Run the real command, patched."""
     TokenScorer.__call__ = _call  # type: ignore[method-assign]
     return cli.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ The other ranks notice nothing but that they wait, inside the collective operati
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,3 @@ def main(arguments: Sequence[str]) -> int:
     """Run the real command, patched."""
     TokenScorer.__call__ = _call  # type: ignore[method-assign]
     return cli.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

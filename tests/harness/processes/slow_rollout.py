@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
@@ -24,7 +23,3 @@ def main(arguments: Sequence[str]) -> int:
     """Run the real command, patched."""
     TransformersEngine.step = _step  # type: ignore[method-assign]
     return cli.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,6 @@ it has a file ``busy_N``. With a file ``no_memory`` there, the process believes 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -63,7 +62,3 @@ def main(arguments: Sequence[str]) -> int:
     checkpoints.available_bytes = _available
     TrainerService._train = _train  # type: ignore[method-assign]
     return cli.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ From version 2 on one tensor of the copy stays as it was.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from tandem.refit.weight_client import Weights
@@ -30,7 +29,3 @@ def main(arguments: Sequence[str]) -> int:
     """Run the real command, patched."""
     Weights.refresh = _refresh  # type: ignore[method-assign]
     return cli.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -154,13 +154,15 @@ def test_the_example_trains_a_reward_model_and_uses_it() -> None:
     assert count == 1
     stage.write_text(text)
     config, model = "examples/arithmetic_reward_model.yaml", Path("results/arithmetic_rm/checkpoints/latest/policy")
-    ended = coordinator("up", config, "grpo.max_num_steps=2", "grpo.num_prompts_per_step=16", "logger.samples=all")
+    short = ["grpo.max_num_steps=2", "grpo.num_prompts_per_step=4", "grpo.max_val_samples=16", "logger.samples=all"]
+    batches = ["policy.train_global_batch_size=64", "policy.train_micro_batch_size=64"]
+    ended = coordinator("up", config, *short, *batches)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
     assert re.search(rf"^prerequisite \S*arithmetic_rm\.yaml: making .*{model}$", ended.stdout, re.MULTILINE)
     run = "results/arithmetic_reward_model"
     assert [step.step for step in steps_of(run)] == [0, 1, 2]
     samples = [sample for samples in record_of(run).values() for sample in samples]
-    assert len(samples) == 2 * 256
+    assert len(samples) == 2 * 64
     for sample in samples[:: len(samples) // 16]:
         conversation = ("user", sample.prompt.removeprefix("<bos>")), ("assistant", sample.scored.response)
         assert sample.scored.reward == pytest.approx(plain_reward(model, *conversation), abs=1e-5)
