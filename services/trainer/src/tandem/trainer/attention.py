@@ -15,15 +15,15 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tandem.common.image_blocks import ImageBlock, attend_blocks
 from tandem.common.segments import attend as attend_within
 from tandem.common.segments import sliding_windows, unstable_rotation
 from tandem.config.models.vision_families import VISION
+from tandem.samples.images.blocks import ImageBlock, attend_blocks
 from tandem.trainer.micro_batches import Row, pack_row, share_prompts
 
 ATTENTION_NAME = "tandem_rows"
 WITH_IMAGES = "tandem_rows_with_images"
-"""Attention of families whose images attend in both directions (`tandem.common.image_blocks`)."""
+"""Attention of families whose images attend in both directions (`tandem.samples.images.blocks`)."""
 
 
 def attend(

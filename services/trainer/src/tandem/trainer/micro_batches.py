@@ -26,7 +26,6 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tandem.common.errors import DataError, ModelError, WireError
-from tandem.common.image_blocks import ImageBlock
 from tandem.config.schema import DynamicBatching, Model, SequencePacking
 from tandem.config.schema.columns import (
     ADVANTAGES,
@@ -42,6 +41,7 @@ from tandem.config.schema.columns import (
 )
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, Ints, by_prompt
 from tandem.samples.batch import Batch
+from tandem.samples.images.blocks import ImageBlock
 from tandem.samples.images.families import Grid, ImageSettings, num_tokens, positions
 from tandem.samples.images.towers import grid_size
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts

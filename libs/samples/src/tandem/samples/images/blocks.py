@@ -1,4 +1,4 @@
-"""Attention among the tokens of an image, in both directions, for families whose other tokens attend causally.
+"""Attention among the tokens of an image in both directions, where other tokens attend causally. Uses torch.
 
 Causal attention runs for all tokens as for text, with its fast kernels. Then the queries of each image are computed
 anew: they see the tokens of their sequence that causal attention shows them, and the whole image.
