@@ -18,14 +18,13 @@ _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
 
 
-def images_are_built_for_the_family(config: Config) -> None:
-    """Check that the model's family can be trained with images, or that the model is of text."""
-    for key, section in _models(config):
-        family = family_of(section)
-        if family is not None and family.has_image_blocks:
-            built = ", ".join(name for name, each in VISION.items() if not each.has_image_blocks)
-            what = f"{family.model_type}, whose images attend in both directions, is not built; {built} are"
-            raise Invalid(key, what)
+def engines_show_images_to_the_family(config: Config) -> None:
+    """Check that engines can generate for the model's family: their caches are built for causal attention alone."""
+    family = family_of(config.policy)
+    if family is not None and family.has_image_blocks and config.generates:
+        others = ", ".join(name for name, each in VISION.items() if not each.has_image_blocks)
+        what = f"{family.model_type}, whose images attend in both directions, has no engine; {others} have"
+        raise Invalid("policy.model_name", what)
 
 
 def no_ranks_share_a_model_that_sees(config: Config) -> None:
@@ -88,7 +87,7 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 
 RULES: tuple[Rule, ...] = (
-    images_are_built_for_the_family,
+    engines_show_images_to_the_family,
     no_ranks_share_a_model_that_sees,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
