@@ -1,4 +1,4 @@
-"""The tensors of models that see, by the names that they have in memory: the language model's and the tower's.
+"""The tensors of models that see, by their names in memory: the language model's and the tower's.
 
 Checkpoints of some families have older names, which Transformers translates as it reads them.
 """
