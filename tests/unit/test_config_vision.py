@@ -34,13 +34,6 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
     ("family", "algorithm", "policy", "expected"),
     [
         (
-            "gemma3",
-            "grpo",
-            {},
-            "policy.model_name: gemma3, whose images attend in both directions, has no engine; qwen2_5_vl, qwen3_vl, "
-            "smolvlm, idefics3 have",
-        ),
-        (
             "qwen2_5_vl",
             "sft",
             {"dtensor_cfg": {"context_parallel_size": 2}},

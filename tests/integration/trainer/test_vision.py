@@ -13,7 +13,6 @@ import torch
 from tandem.common.errors import ModelError, WireError
 from tandem.config import Config
 from tandem.samples.batch import Batch
-from tandem.trainer.attention import WITH_IMAGES, prepare_to_share, use_attention
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.fetching import image_settings
 from tandem.trainer.files.merging import merge
@@ -24,20 +23,17 @@ from tests.harness.trainers.reference import (
     assert_same_numbers,
     assert_same_weights,
     gathered_numbers,
-    logprobs_of,
     plain_numbers,
-    sequences_of,
     train_one_rank,
     trained_weights,
 )
 from tests.harness.trainers.trainer_harness import evaluate_on, run_ranks, train_on
 from tests.harness.trainers.vision_harness import SEQUENCES, PlainVision, seeing_batch, vision_config
-from tests.harness.vision_models import write_vision_model
+from tests.harness.vision_models import FAMILIES, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-5
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 768}}
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {"share_prompts": False},
@@ -174,35 +170,6 @@ def test_the_loss_of_sft_is_hugging_faces_own(family: str, tmp_path: Path) -> No
             assert trained["loss"] == pytest.approx(float(total.detach()), abs=TOLERANCE)
             assert trained["grad_norm"] == pytest.approx(float(norm), rel=TOLERANCE)
             assert_same_weights(trained_weights(tmp_path / "saved" / str(number)), plain, TOLERANCE)
-
-
-def test_images_of_shared_prompts_attend_in_both_directions(tmp_path: Path) -> None:
-    config = vision_config(write_vision_model("gemma3", tmp_path / "model"), tmp_path / "run", algorithm="sft")
-    batch = seeing_batch(config)
-    found = run_ranks(1, shared_logprobs, config, batch.replace(**batch.table().columns))[0]
-    expected = [
-        logprobs_of(PlainVision(config, batch), each["token_ids"])[each["mask"]].tolist()
-        for each in sequences_of(batch)
-    ]
-    assert len(found) == sum(map(len, expected))
-    assert found == pytest.approx([number for each in expected for number in each], abs=TOLERANCE)
-
-
-def shared_logprobs(rank: int, config: Config, batch: Batch) -> list[float]:
-    """Return the log-probabilities of valid tokens, of a row that has each prompt once."""
-    backend = make(config)
-    held = backend._held["policy", 0]
-    assert prepare_to_share(held.model, 512) is None
-    use_attention(held.model, WITH_IMAGES)
-    micro = pad(
-        batch, range(8), divisible_by=1, device=held.device, shares_prompts=True, image_settings=image_settings(config)
-    )
-    assert micro.row is not None
-    assert micro.images is not None
-    assert len(micro.images.digests) == 4, "each prompt's images once"
-    (scores,) = held.scores([micro])
-    found: list[float] = scores[0][micro.loss_mask_BT].tolist()
-    return found
 
 
 def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[list[str], dict[str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import model_config
-from tandem.config.models.vision_families import VISION, family_of
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, Model
 
@@ -16,15 +16,6 @@ FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
 FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
 _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
-
-
-def engines_show_images_to_the_family(config: Config) -> None:
-    """Check that engines can generate for the model's family: their caches are built for causal attention alone."""
-    family = family_of(config.policy)
-    if family is not None and family.has_image_blocks and config.generates:
-        others = ", ".join(name for name, each in VISION.items() if not each.has_image_blocks)
-        what = f"{family.model_type}, whose images attend in both directions, has no engine; {others} have"
-        raise Invalid("policy.model_name", what)
 
 
 def no_ranks_share_a_model_that_sees(config: Config) -> None:
@@ -87,7 +78,6 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 
 RULES: tuple[Rule, ...] = (
-    engines_show_images_to_the_family,
     no_ranks_share_a_model_that_sees,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,

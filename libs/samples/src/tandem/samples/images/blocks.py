@@ -1,61 +1,72 @@
-"""Attention among the tokens of an image in both directions, where other tokens attend causally. Uses torch.
+"""Attention in blocks: tokens of one image attend to each other in both directions, as in Gemma 3.
 
-Causal attention runs for all tokens as for text, with its fast kernels. Then the queries of each image are computed
-anew: they see the tokens of their sequence that causal attention shows them, and the whole image.
-
-Shapes: ``B`` rows of ``T`` tokens, ``H`` heads, ``G`` of them with keys and values, ``D`` dimensions; ``M`` keys that a
-block sees.
+Shapes: ``N`` tokens of a row; ``H`` query heads, ``G`` key heads; ``D`` elements of a head; ``B`` tokens of a block;
+``M`` tokens of its sequence up to the block's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 
-class ImageBlock(NamedTuple):
-    """The tokens of an image, side by side in a row."""
+class Block(NamedTuple):
+    """The tokens of an image within a row whose sequence lies there in one piece."""
 
-    row: int
-    first: int
-    """Index of its first token in the row."""
-    size: int
-    """Number of its tokens."""
-    key_M: torch.Tensor
-    """int64; the tokens in the row of its sequence, in order, up to its own last one."""
+    begin: int
+    """Place of the first token of its sequence."""
+    start: int
+    """Place of its own first token."""
+    stop: int
+    """Place after its last token."""
 
 
 def attend_blocks(
-    attended_BTHD: torch.Tensor,
-    query_BHTD: torch.Tensor,
-    key_BGTD: torch.Tensor,
-    value_BGTD: torch.Tensor,
-    blocks: Sequence[ImageBlock],
+    output_1NHD: torch.Tensor,
+    query_1HND: torch.Tensor,
+    key_1GND: torch.Tensor,
+    value_1GND: torch.Tensor,
+    blocks: Iterable[Block],
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Return what causal attention gives, with that of images in its place. `window` is that of sliding attention."""
-    found = attended_BTHD.clone() if blocks else attended_BTHD
-    is_grouped = query_BHTD.shape[1] != key_BGTD.shape[1]
-    for block in blocks:
-        row, key_M = slice(block.row, block.row + 1), block.key_M
-        queries = slice(block.first, block.first + block.size)
-        place_M = torch.arange(len(key_M), device=key_M.device)
-        own_Q = place_M[-block.size :, None]
-        in_image_M = place_M >= len(key_M) - block.size
-        seen_QM = place_M <= own_Q
+    """Return the output of causal attention with the tokens of blocks computed anew.
+
+    A token of a block attends to all of its block besides what a layer with this `window`, None for no limit, lets it
+    see before.
+    """
+    output_1NHD = output_1NHD.clone()
+    for begin, start, stop in blocks:
+        own, seen = slice(start, stop), slice(begin, stop)
+        place_B1 = torch.arange(start, stop, device=query_1HND.device)[:, None]
+        place_M = torch.arange(begin, stop, device=query_1HND.device)
+        is_before_BM = place_M <= place_B1
         if window is not None:
-            seen_QM &= place_M > own_Q - window
-        attended_1HQD = F.scaled_dot_product_attention(
-            query_BHTD[row, :, queries],
-            key_BGTD[row, :, key_M],
-            value_BGTD[row, :, key_M],
-            attn_mask=seen_QM | in_image_M,
+            is_before_BM &= place_M > place_B1 - window
+        attended_1HBD = F.scaled_dot_product_attention(
+            query_1HND[:, :, own],
+            key_1GND[:, :, seen],
+            value_1GND[:, :, seen],
+            attn_mask=is_before_BM | (place_M >= start),
             scale=scaling,
-            enable_gqa=is_grouped,
+            enable_gqa=query_1HND.shape[1] != key_1GND.shape[1],
         )
-        found[row, queries] = attended_1HQD.transpose(1, 2)
+        output_1NHD[:, own] = attended_1HBD.transpose(1, 2)
+    return output_1NHD
+
+
+def runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
+    """Return the stretches in which a token stands side by side, as places of their first tokens and after their
+    last."""
+    found: list[tuple[int, int]] = []
+    for place, each in enumerate(token_ids):
+        if each != token_id:
+            continue
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
     return found
