@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,11 @@ import transformers
 from tandem.common.errors import DataError
 from tandem.common.messages import ImageRef
 from tandem.rollout.engine import Completion, Request
-from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, Prompt, Step, slot_attention
+from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, Step, slot_attention
 from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
-from tandem.samples.images.blocks import ImageBlock, attend_blocks
+from tandem.samples.images.blocks import Block, attend_blocks
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
@@ -237,13 +237,6 @@ class VisionEngine(TransformersEngine):
         places = np.flatnonzero(np.array(prompt_ids) == self._settings.image_token_id)
         return tuple(places[:: self._settings.tokens_per_image].tolist())
 
-    def _blocks(self, view: View, prompt: Prompt) -> Iterator[ImageBlock]:
-        """Yield the blocks of a prompt's images within a step's row."""
-        size = self._settings.tokens_per_image
-        for start in view.block_starts:
-            key_M = torch.arange(prompt.start, prompt.start + start + size, device=self._model.device)
-            yield ImageBlock(row=0, first=prompt.start + start, size=size, key_M=key_M)
-
     def _picture(self, image: ImageRef) -> Picture:
         picture = self._pictures.get(image.digest)
         if picture is None:
@@ -274,9 +267,12 @@ class VisionEngine(TransformersEngine):
                 parts.append(torch.from_numpy(prompts_XN).to(delta_R.device))
             kwargs["position_ids"] = torch.cat(parts, dim=1)[:, None]
         if self._has_blocks:
-            kwargs["image_blocks"] = tuple(
-                block for view, prompt in zip(views, step.prompts, strict=True) for block in self._blocks(view, prompt)
-            )
+            size = self._settings.tokens_per_image
+            kwargs["image_blocks"] = [
+                Block(prompt.start, prompt.start + start, prompt.start + start + size)
+                for view, prompt in zip(views, step.prompts, strict=True)
+                for start in view.block_starts
+            ]
         pictures = [picture for view in views for picture in view.pictures]
         if pictures:
             outputs = self._outputs(pictures)
@@ -312,7 +308,7 @@ def slot_attention_with_blocks(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    image_blocks: tuple[ImageBlock, ...] = (),
+    image_blocks: Iterable[Block] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as `slot_attention` does, and within the images of the step's prompts in both directions.
