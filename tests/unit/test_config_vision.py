@@ -25,7 +25,7 @@ def frozen(**parts: Any) -> dict[str, Any]:
     return {"dtensor_cfg": {"automodel_kwargs": {"freeze_config": parts}}}
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3"])
 def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_path: Path) -> None:
     assert config_of(write_vision_files(family, tmp_path)).policy.dtensor_cfg.enabled
 
@@ -33,13 +33,6 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
 @pytest.mark.parametrize(
     ("family", "algorithm", "policy", "expected"),
     [
-        (
-            "gemma3",
-            "sft",
-            {},
-            "policy.model_name: gemma3, whose images attend in both directions, is not built; qwen2_5_vl, qwen3_vl, "
-            "smolvlm, idefics3 are",
-        ),
         (
             "qwen2_5_vl",
             "sft",

@@ -7,7 +7,7 @@ import torch
 from scoring_harness import LargestTensor
 
 from tandem.trainer import scoring
-from tandem.trainer.scoring import StudentScores, TokenScores, score_tokens, top_tokens
+from tandem.trainer.scoring import StudentScores, TokenScores, score_tokens, top_tokens, without_tokens
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 
@@ -163,3 +163,39 @@ def test_the_likeliest_tokens_are_those_of_all_logits(chunk: int) -> None:
     expected = ((hidden_KH @ weight_VH.T) / 0.7).topk(4, dim=-1)
     torch.testing.assert_close(logits_KN, expected.values)
     assert torch.equal(token_KN, expected.indices.int())
+
+
+@pytest.mark.parametrize("learns_entropy", [False, True])
+@pytest.mark.parametrize("chunk", [None, 1, 8, 1000])
+def test_tokens_that_are_never_drawn_have_no_probability(chunk: int | None, learns_entropy: bool) -> None:
+    undrawable = (3, 4, VOCABULARY - 2)
+    hidden_KH, weight_VH, target_K = inputs()
+    other_KH, other_VH = (tensor.detach().double().requires_grad_() for tensor in (hidden_KH, weight_VH))
+    target_K = torch.where(torch.isin(target_K, torch.tensor(undrawable)), 5, target_K)
+    scores = score_tokens(
+        hidden_KH,
+        weight_VH,
+        target_K,
+        temperature=0.7,
+        chunk=chunk,
+        undrawable=undrawable,
+        learns_entropy=learns_entropy,
+    )
+    left = torch.tensor([token for token in range(VOCABULARY) if token not in undrawable])
+    logprobs_KV = ((other_KH @ other_VH[left].T) / 0.7).log_softmax(dim=-1)
+    expected_K = logprobs_KV.gather(1, torch.searchsorted(left, target_K)[:, None])[:, 0]
+    entropy_K = -(logprobs_KV.exp() * logprobs_KV).sum(dim=-1)
+    torch.testing.assert_close(scores.logprobs.double(), expected_K, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.entropy.double(), entropy_K, rtol=0, atol=1e-6)
+    weights_K = torch.linspace(-1, 1, NUM_TOKENS)
+    of_entropy = 0.3 if learns_entropy else 0.0
+    (scores.logprobs * weights_K + of_entropy * scores.entropy).sum().backward()
+    (expected_K * weights_K.double() + of_entropy * entropy_K).sum().backward()
+    for tensor, other in ((hidden_KH, other_KH), (weight_VH, other_VH)):
+        assert tensor.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=0, atol=5e-6)
+    best = top_tokens(hidden_KH, weight_VH, VOCABULARY - 3, temperature=0.7, chunk=chunk, undrawable=undrawable)
+    assert not torch.isin(best.token_ids, torch.tensor(undrawable)).any()
+    whole = without_tokens(hidden_KH @ weight_VH.T, undrawable).log_softmax(dim=-1)
+    assert (whole[:, list(undrawable)].exp() == 0).all()

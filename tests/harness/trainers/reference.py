@@ -30,9 +30,9 @@ from tests.harness.trainers.trainer_harness import (
 TOLERANCE = 1e-6
 
 
-def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
-    kind = model_class(transformers.AutoConfig.from_pretrained(folder / "policy"))
-    model = kind.from_pretrained(folder / "policy")
+def trained_weights(folder: Path, name: str = "policy") -> dict[str, torch.Tensor]:
+    kind = model_class(transformers.AutoConfig.from_pretrained(folder / name))
+    model = kind.from_pretrained(folder / name)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -51,8 +51,7 @@ SEQUENCES = (
 
 def vision_config(model: Path, runs: Path, *, algorithm: str = "grpo", **policy: Any) -> Config:
     """Return a configuration whose run's images are in a folder of `runs`."""
-    settings = {"max_total_sequence_length": 512, **policy}
-    config = make_config(model, algorithm=algorithm, **settings)
+    config = make_config(model, algorithm=algorithm, **{"max_total_sequence_length": 512, **policy})
     return msgspec.structs.replace(config, logger=msgspec.structs.replace(config.logger, log_dir=str(runs)))
 
 
@@ -133,6 +132,8 @@ class PlainVision:
         inputs = dict(self._images[input_ids[0].numpy().tobytes()])
         if self._family.has_mrope and inputs:
             inputs["mm_token_type_ids"] = (input_ids == self.model.config.image_token_id).long()
+        if self._family.has_image_blocks:
+            inputs["token_type_ids"] = (input_ids == self.model.config.image_token_id).long()
         return self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -39,7 +39,9 @@ def score(
     return {name: tensor.detach().float().numpy() for name, tensor in found.items()}
 
 
-def score_rows_of_a_rank(rank: int, size: int, padded: int, dtype: torch.dtype, chunk: int | None) -> Any:
+def score_rows_of_a_rank(
+    rank: int, size: int, padded: int, dtype: torch.dtype, chunk: int | None, undrawable: tuple[int, ...] = ()
+) -> Any:
     """Score with this rank's part of the rows, which are `padded` with rows of anything."""
     assert dist.group.WORLD is not None
     hidden_KH, weight_VH, target_K = inputs(size, dtype)
@@ -48,17 +50,21 @@ def score_rows_of_a_rank(rank: int, size: int, padded: int, dtype: torch.dtype, 
     num_rows = padded // dist.get_world_size()
     own_VH = whole_VH[rank * num_rows : (rank + 1) * num_rows].clone().requires_grad_()
     shard = VocabularyShard(group=dist.group.WORLD, first_row=rank * num_rows, num_rows=size)
-    return score(hidden_KH, own_VH, target_K, vocabulary=shard, chunk=chunk)
+    return score(hidden_KH, own_VH, target_K, vocabulary=shard, chunk=chunk, undrawable=undrawable)
 
 
 @pytest.mark.parametrize(
     ("size", "padded"), [(40, 40), (37, 40), (19, 40)], ids=["no padding", "padding", "a rank of padding alone"]
 )
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_scores_over_two_ranks_are_those_over_one(size: int, padded: int, chunk: int | None) -> None:
-    expected = score(*inputs(size, torch.float32))
+@pytest.mark.parametrize(("chunk", "undrawable"), [(None, ()), (4, ()), (4, (1, 18)), (None, (1, 18))])
+def test_scores_over_two_ranks_are_those_over_one(
+    size: int, padded: int, chunk: int | None, undrawable: tuple[int, ...]
+) -> None:
+    hidden_KH, weight_VH, target_K = inputs(size, torch.float32)
+    undrawable = tuple(token for token in undrawable if not (target_K == token).any())
+    expected = score(hidden_KH, weight_VH, target_K, undrawable=undrawable)
     assert 6 <= expected["likeliest"].sum() < NUM_TOKENS
-    ranks = run_ranks(2, score_rows_of_a_rank, size, padded, torch.float32, chunk)
+    ranks = run_ranks(2, score_rows_of_a_rank, size, padded, torch.float32, chunk, undrawable)
     for found in ranks:
         for name in ("logprobs", "entropy", "likeliest", "hidden"):
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)

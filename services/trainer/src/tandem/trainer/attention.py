@@ -7,6 +7,7 @@ differ, because the library needs a mask for them, and there is none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tandem.common.segments import attend as attend_within
 from tandem.common.segments import sliding_windows, unstable_rotation
 from tandem.config.models.vision_families import VISION
-from tandem.trainer.micro_batches import Row, pack_row, share_prompts
+from tandem.samples.images.blocks import Block, attend_blocks
+from tandem.trainer.micro_batches import ImageBlock, Row, pack_row, share_prompts
 
 ATTENTION_NAME = "tandem_rows"
+WITH_IMAGES = "tandem_rows_with_images"
+"""Attention of families whose images attend in both directions (`tandem.samples.images.blocks`)."""
 
 
 def attend(
@@ -70,7 +74,35 @@ def _spread(tensor_1HND: torch.Tensor, source_BW: torch.Tensor) -> torch.Tensor:
     return tensor_NHD.index_select(0, source_BW.flatten()).view(*source_BW.shape, *tensor_NHD.shape[1:]).transpose(1, 2)
 
 
+def attend_with_images(
+    module: torch.nn.Module,
+    query_BHTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    image_blocks: Sequence[ImageBlock] = (),
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `attend` does, and in both directions among the tokens of an image."""
+    attended_BTHD, _ = attend(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
+    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+    causal_BTHD = attended_BTHD
+    attended_BTHD = attended_BTHD.clone()
+    for row, size, source_M in image_blocks:
+        num = len(source_M)
+        attended_1MHD = attend_blocks(
+            causal_BTHD[row, source_M][None],
+            *(tensor[row, :, source_M][None] for tensor in (query_BHTD, key_BHTD, value_BHTD)),
+            [Block(0, num - size, num)],
+            scaling,
+            window,
+        )
+        attended_BTHD[row, source_M[num - size :]] = attended_1MHD[0, num - size :]
+    return attended_BTHD, None
+
+
 transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+transformers.AttentionInterface.register(WITH_IMAGES, attend_with_images)
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:

@@ -28,10 +28,14 @@ SECTION = "policy.dtensor_cfg.lora_cfg"
 def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
     """Give layers of a whole model adapters in float32, freeze all else, and return the layers' names.
 
+    A model that sees gets them in its language model alone.
+
     The first values depend only on the seed and the names. Raises `ConfigError` if no layer is chosen, and `ModelError`
     if PEFT cannot adapt one.
     """
-    linear = linear_layers(model)
+    family = VISION.get(model.config.model_type)
+    prefix = "" if family is None else family.language_prefix  # a tower has layers of the same names
+    linear = [name for name in linear_layers(model) if name.startswith(prefix)]
     layers = chosen(linear, adapters, SECTION)
     model.requires_grad_(False)
     try:
@@ -65,13 +69,10 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the names of a model's linear layers, without the output layer; of its language model if it sees."""
-    head, family = model.get_output_embeddings(), VISION.get(model.config.model_type)
-    prefix = "" if family is None else family.language_prefix
+    """Return the names of a model's linear layers, without the output layer."""
+    head = model.get_output_embeddings()
     return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and name.startswith(prefix)
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
     ]
 
 

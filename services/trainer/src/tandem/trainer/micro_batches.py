@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,6 +77,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
 
+class ImageBlock(NamedTuple):
+    """The tokens of an image that attend to each other in both directions."""
+
+    row: int
+    """Row that they are in."""
+    size: int
+    """Number of them."""
+    source_M: torch.Tensor
+    """int64; the tokens of the row that their sequence consists of, in order, up to the image's last one."""
+
+
 class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The images whose tokens are in a micro-batch, as its model takes them: an image of a shared prompt once."""
 
@@ -88,6 +99,8 @@ class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64, ``[3, B, T]``, or ``[3, 1, N]`` for a row: time, height and width of each token; None for a model whose
     tokens are only counted.
     """
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images in the rows that the model takes, for a family whose images attend in both directions."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -448,7 +461,7 @@ def _images(
         digests, grids = images_in(batch, sequence, settings)
         token_ids_L = token_ids_BT[place, :length]
         try:
-            position_XBT[:, place, :length], _ = positions(settings, token_ids_L, grids)
+            position_XBT[:, place, :length], _ = positions(settings, token_ids_L.tolist(), grids)
         except DataError as error:
             raise ModelError(f"sequence {sequence} of the shard: {error}") from error
         starts = np.flatnonzero(token_ids_L == settings.image_token_id)
@@ -465,7 +478,36 @@ def _images(
         digests=tuple(digest for _, digest, _ in found),
         grids=tuple(grid for _, _, grid in found),
         position_ids=torch.from_numpy(position_XBT).to(device) if settings.family.has_mrope else None,
+        blocks=_blocks(found, settings, token_ids_BT.shape, row, device) if settings.family.has_image_blocks else (),
     )
+
+
+def _blocks(
+    images: Sequence[tuple[int, str, Grid]],
+    settings: ImageSettings,
+    shape: tuple[int, ...],
+    row: Row | None,
+    device: torch.device,
+) -> tuple[ImageBlock, ...]:
+    """Return the blocks of images that begin at these places among the ``B * T`` positions of this shape."""
+    num_rows, width = shape
+    place_BT = np.tile(np.arange(width), (num_rows, 1))
+    if row is not None:
+        place_BT = np.full(num_rows * width, -1)
+        source_N = row.source_N.cpu().numpy()
+        place_BT[source_N[source_N >= 0]] = np.flatnonzero(source_N >= 0)
+        place_BT = place_BT.reshape(num_rows, width)
+        if row.source_BW is not None:  # a sample's prompt may be in the row as another's
+            source_BW = row.source_BW.cpu().numpy()
+            used = min(width, source_BW.shape[1])
+            place_BT[:, :used] = source_BW[:, :used]
+    blocks = []
+    for source, _, grid in images:
+        sample, start = divmod(source, width)
+        size = num_tokens(settings, grid)
+        source_M = torch.from_numpy(place_BT[sample, : start + size].copy()).to(device)
+        blocks.append(ImageBlock(sample if row is None else 0, size, source_M))
+    return tuple(blocks)
 
 
 def images_in(batch: Batch, row: int, settings: ImageSettings) -> tuple[list[str], list[Grid]]:

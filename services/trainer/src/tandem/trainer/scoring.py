@@ -140,7 +140,8 @@ def top_tokens(
     for hidden_RH in torch.split(hidden_KH, chunk):
         logits_RV = _logits(hidden_RH, weight_VH, temperature)
         logits_RV[:, num_tokens:] = _NEVER
-        _rule_out(logits_RV, undrawable, first)
+        if undrawable:
+            _rule_out(logits_RV, undrawable, first)
         parts.append(logits_RV.topk(min(num, logits_RV.shape[1]), dim=1))
     logits_KN, row_KN = (torch.cat(each) for each in zip(*parts, strict=True))
     token_KN = row_KN + first
@@ -225,7 +226,8 @@ class _Scores(torch.autograd.Function):
         for hidden_RH, row_RN in zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), strict=True):
             logits_RV = None  # before the next are made
             logits_RV = _logits(hidden_RH, weight_VH, temperature)
-            _rule_out(logits_RV, undrawable, first)
+            if undrawable:
+                _rule_out(logits_RV, undrawable, first)
             parts.append(_sums(logits_RV, row_RN, num_tokens))
         max_K, sum_K, weighted_K, *logit_NK = torch.cat(parts, dim=1)
         logit_KN = torch.stack(logit_NK, dim=1).where(is_here_KN, 0.0)
@@ -279,7 +281,8 @@ class _Scores(torch.autograd.Function):
             weight_CH = weight_VH[columns]
             if exp_KV is None:
                 logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
-                _rule_out(logits_KC, ctx.undrawable, ctx.first + first)
+                if ctx.undrawable:
+                    _rule_out(logits_KC, ctx.undrawable, ctx.first + first)
                 exp_KC = logits_KC.sub_(max_K[:, None]).exp_()
             else:
                 exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import model_config
-from tandem.config.models.vision_families import VISION, family_of
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, Model
 
@@ -16,16 +16,6 @@ FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
 FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
 _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
-
-
-def images_are_built_for_the_family(config: Config) -> None:
-    """Check that the model's family can be trained with images, or that the model is of text."""
-    for key, section in _models(config):
-        family = family_of(section)
-        if family is not None and family.has_image_blocks:
-            built = ", ".join(name for name, each in VISION.items() if not each.has_image_blocks)
-            what = f"{family.model_type}, whose images attend in both directions, is not built; {built} are"
-            raise Invalid(key, what)
 
 
 def no_ranks_share_a_model_that_sees(config: Config) -> None:
@@ -88,7 +78,6 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 
 RULES: tuple[Rule, ...] = (
-    images_are_built_for_the_family,
     no_ranks_share_a_model_that_sees,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,

@@ -6,7 +6,7 @@ Shapes: ``N`` tokens of a row; ``H`` query heads, ``G`` key heads; ``D`` element
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -56,17 +56,3 @@ def attend_blocks(
         )
         output_1NHD[:, own] = attended_1HBD.transpose(1, 2)
     return output_1NHD
-
-
-def runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
-    """Return the stretches in which a token stands side by side, as places of their first tokens and after their
-    last."""
-    found: list[tuple[int, int]] = []
-    for place, each in enumerate(token_ids):
-        if each != token_id:
-            continue
-        if found and found[-1][1] == place:
-            found[-1] = (found[-1][0], place + 1)
-        else:
-            found.append((place, place + 1))
-    return found

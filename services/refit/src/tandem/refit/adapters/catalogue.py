@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
 from tandem.config.models import lora
+from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.geometry import (
     BIAS,
@@ -31,6 +32,7 @@ from tandem.refit.adapters.geometry import (
     geometry_of,
     tensors_of,
 )
+from tandem.refit.adapters.vision import tensors_of_seeing
 from tandem.refit.layout import Tensor
 
 _QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
@@ -157,6 +159,8 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
     """Return the shape of the model described by a ``config.json``.
 
+    A model that sees has its tensors by the names that they have in memory, and no geometry.
+
     Args:
         config: the file's content.
         dtype: element type of the weights; default: the file's own, or bfloat16 if it names none.
@@ -165,11 +169,13 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
         ModelError: the architecture is unknown, or a field is missing or of the wrong kind.
 
     """
-    if config.get("model_type") not in FAMILIES:
+    if config.get("model_type") not in (*FAMILIES, *VISION):
         raise ModelError(f"model_type {config.get('model_type')!r} has no catalogue; known are {', '.join(FAMILIES)}")
     try:
-        geometry = geometry_of(config)
         named = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        if config["model_type"] in VISION:
+            return ModelShape(tuple(tensors_of_seeing(config, named)), None)
+        geometry = geometry_of(config)
         return ModelShape(tuple(tensors_of(config, geometry, named)), geometry)
     except KeyError as error:
         raise ModelError(f"the model's configuration lacks {error}") from error

@@ -12,6 +12,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
+from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
@@ -169,6 +170,11 @@ def model_shape(config: Config) -> ModelShape | str:
         raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json")
     else:
         return "no config.json of it is here"
+    if found.get("model_type") in VISION:
+        try:
+            return from_config(found)
+        except ModelError as error:  # files of such models leave out what their library assumes
+            return str(error)
     if found.get("model_type") not in FAMILIES:
         return f"only its weight files have the shapes of a {found.get('model_type')}"
     return from_config(found)

@@ -25,7 +25,7 @@ from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, Step, slot_a
 from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
-from tandem.samples.images.blocks import Block, attend_blocks, runs
+from tandem.samples.images.blocks import Block, attend_blocks
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
@@ -96,8 +96,8 @@ class View:
     pictures: tuple[Picture, ...]
     positions_XT: Int64s
     """Positions of the prompt's tokens, a row or three."""
-    blocks: tuple[tuple[int, int], ...]
-    """First token, and the one after the last, of each image whose tokens attend to each other in both directions."""
+    block_starts: tuple[int, ...]
+    """First token of each image whose tokens attend to each other in both directions."""
     delta: int
     """Difference of the position and the index of a token made later."""
 
@@ -228,9 +228,14 @@ class VisionEngine(TransformersEngine):
                 self._settings, request.prompt_ids, [image.grid for image in request.images]
             )
             pictures = tuple(self._picture(image) for image in request.images)
-            blocks = runs(request.prompt_ids, self._settings.image_token_id) if self._has_blocks else ()
-            view = self._views[key] = View(pictures, positions_XT, tuple(blocks), delta)
+            starts = self._block_starts(request.prompt_ids) if self._has_blocks else ()
+            view = self._views[key] = View(pictures, positions_XT, starts, delta)
         return view
+
+    def _block_starts(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first image token of each image; all of an image stand side by side."""
+        places = np.flatnonzero(np.array(prompt_ids) == self._settings.image_token_id)
+        return tuple(places[:: self._settings.tokens_per_image].tolist())
 
     def _picture(self, image: ImageRef) -> Picture:
         picture = self._pictures.get(image.digest)
@@ -262,10 +267,11 @@ class VisionEngine(TransformersEngine):
                 parts.append(torch.from_numpy(prompts_XN).to(delta_R.device))
             kwargs["position_ids"] = torch.cat(parts, dim=1)[:, None]
         if self._has_blocks:
+            size = self._settings.tokens_per_image
             kwargs["image_blocks"] = [
-                Block(prompt.start, prompt.start + start, prompt.start + stop)
+                Block(prompt.start, prompt.start + start, prompt.start + start + size)
                 for view, prompt in zip(views, step.prompts, strict=True)
-                for start, stop in view.blocks
+                for start in view.block_starts
             ]
         pictures = [picture for view in views for picture in view.pictures]
         if pictures:

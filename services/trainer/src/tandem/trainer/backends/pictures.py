@@ -8,27 +8,53 @@ whose gradients are zeros. That also gives optimizers and ranks the same paramet
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import VisionFamily
+from tandem.config.models.vision_families import VISION, VisionFamily
 from tandem.config.schema import Model
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import towers
 from tandem.samples.images.families import Grid, read_settings, undrawable_ids
 from tandem.samples.images.reading import ImageLimits, decode
 from tandem.samples.images.rows import image_folder
+from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
+from tandem.trainer.attention import WITH_IMAGES, use_attention
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _WHITE = (255, 255, 255)
+
+
+class _Reader:
+    """The images of a run as towers take them; the models of a process share it."""
+
+    def __init__(self, folder: Path, family: VisionFamily, images: ImageFolder, limits: ImageLimits) -> None:
+        self._family, self._images, self._limits = family, images, limits
+        self._processor = towers.load_processor(folder)
+        self.cache = towers.PixelCache(self._read)
+
+    def pixels(self, image: Image) -> towers.Pixels:
+        """Return an image as a tower takes it."""
+        return towers.pixels(self._family, self._processor, image)
+
+    def _read(self, digest: str) -> towers.Pixels:
+        return self.pixels(decode(self._images.get(digest), f"image {digest[:12]}", self._limits))
+
+
+@cache
+def _reader(folder: Path, model_type: str, images: Path, max_pixels: int) -> _Reader:
+    return _Reader(folder, VISION[model_type], ImageFolder(images), ImageLimits(max_pixels=max_pixels))
 
 
 class Pictures:
@@ -51,12 +77,13 @@ class Pictures:
             )
         self.undrawable = undrawable_ids(load_tokenizer(config), family)
         """Tokens that no policy draws, and that have no probability."""
-        self._processor = towers.load_processor(folder)
-        self._folder, self._limits = image_folder(config), ImageLimits(max_pixels=config.data.max_image_pixels)
-        self._cache = towers.PixelCache(self._read)
+        reader = _reader(folder, family.model_type, image_folder(config).folder, config.data.max_image_pixels)
+        self._cache = reader.cache
         self._model, self._ranks = model, ranks
-        self._blank = self._blank_inputs(settings.patch_size * settings.merge_size)
+        self._blank = self._blank_inputs(reader, settings.patch_size * settings.merge_size)
         self._needs_blank = False
+        if family.has_image_blocks:  # after the attention was chosen for rows
+            use_attention(model, WITH_IMAGES)
         language = model.get_submodule(family.language_prefix.removesuffix("."))
         language.register_forward_pre_hook(self._with_tower, with_kwargs=True)
 
@@ -66,6 +93,8 @@ class Pictures:
         inputs: dict[str, Any] = {}
         if images is not None and images.position_ids is not None:
             inputs["position_ids"] = images.position_ids
+        if images is not None and images.blocks:
+            inputs["image_blocks"] = images.blocks
         self._needs_blank = images is None or not images.digests
         if images is None or self._needs_blank:
             return inputs
@@ -74,15 +103,11 @@ class Pictures:
             _check_grid(image.grid, grid, digest)
         return inputs | towers.tower_inputs(self.family, found, self._ranks.device)
 
-    def _read(self, digest: str) -> towers.Pixels:
-        image = decode(self._folder.get(digest), f"image {digest[:12]}", self._limits)
-        return towers.pixels(self.family, self._processor, image)
-
-    def _blank_inputs(self, side: int) -> towers.Inputs:
+    def _blank_inputs(self, reader: _Reader, side: int) -> towers.Inputs:
         """Return the inputs of a tower for a white image: black crops count as padding."""
-        from PIL import Image
+        from PIL.Image import new
 
-        blank = towers.pixels(self.family, self._processor, Image.new("RGB", (side, side), _WHITE))
+        blank = reader.pixels(new("RGB", (side, side), _WHITE))
         if self.family.has_crops:  # one of them
             blank = blank._replace(tensors={name: tensor[:1] for name, tensor in blank.tensors.items()})
         return towers.tower_inputs(self.family, [blank], self._ranks.device)

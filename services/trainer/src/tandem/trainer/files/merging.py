@@ -51,7 +51,7 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            kind = model_class(load_config(source, None))
+            kind = model_class(load_config(str(source), None))
             model = kind.from_pretrained(source, dtype="auto", trust_remote_code=False, use_safetensors=True)
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
             merged.save_pretrained(temporary)
