@@ -1,4 +1,4 @@
-"""Messages whose content is a list of parts, as OpenAI's API and data sets have them, as texts with markers."""
+"""Messages with lists of parts, as in OpenAI's API and in data sets, as texts with markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The images of a data set: rows say them as texts with markers, and a run keeps their bytes in its folder."""
+"""Images of a data set: texts say them by markers, and the run's folder keeps their bytes."""
 
 from __future__ import annotations
 
