@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tandem.common.segments import attend as attend_within
 from tandem.common.segments import sliding_windows, unstable_rotation
 from tandem.config.models.vision_families import VISION
-from tandem.samples.images.blocks import ImageBlock, attend_blocks
-from tandem.trainer.micro_batches import Row, pack_row, share_prompts
+from tandem.samples.images.blocks import Block, attend_blocks
+from tandem.trainer.micro_batches import ImageBlock, Row, pack_row, share_prompts
 
 ATTENTION_NAME = "tandem_rows"
 WITH_IMAGES = "tandem_rows_with_images"
@@ -86,7 +86,19 @@ def attend_with_images(
     """Attend as `attend` does, and in both directions among the tokens of an image."""
     attended_BTHD, _ = attend(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
     scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-    return attend_blocks(attended_BTHD, query_BHTD, key_BHTD, value_BHTD, image_blocks, scaling, window), None
+    causal_BTHD = attended_BTHD
+    attended_BTHD = attended_BTHD.clone()
+    for row, size, source_M in image_blocks:
+        num = len(source_M)
+        attended_1MHD = attend_blocks(
+            causal_BTHD[row, source_M][None],
+            *(tensor[row, :, source_M][None] for tensor in (query_BHTD, key_BHTD, value_BHTD)),
+            [Block(0, num - size, num)],
+            scaling,
+            window,
+        )
+        attended_BTHD[row, source_M[num - size :]] = attended_1MHD[0, num - size :]
+    return attended_BTHD, None
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, attend)

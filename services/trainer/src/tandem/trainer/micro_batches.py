@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,7 +41,6 @@ from tandem.config.schema.columns import (
 )
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, Ints, by_prompt
 from tandem.samples.batch import Batch
-from tandem.samples.images.blocks import ImageBlock
 from tandem.samples.images.families import Grid, ImageSettings, num_tokens, positions
 from tandem.samples.images.towers import grid_size
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
@@ -76,6 +75,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; index, among the ``B * W`` positions, of the attention output for each token of the row. None in a packed
     row.
     """
+
+
+class ImageBlock(NamedTuple):
+    """The tokens of an image that attend to each other in both directions."""
+
+    row: int
+    """Row that they are in."""
+    size: int
+    """Number of them."""
+    source_M: torch.Tensor
+    """int64; the tokens of the row that their sequence consists of, in order, up to the image's last one."""
 
 
 class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -495,9 +505,8 @@ def _blocks(
     for source, _, grid in images:
         sample, start = divmod(source, width)
         size = num_tokens(settings, grid)
-        key_M = place_BT[sample, : start + size]
-        first = int(key_M[-size])
-        blocks.append(ImageBlock(sample if row is None else 0, first, size, torch.from_numpy(key_M.copy()).to(device)))
+        source_M = torch.from_numpy(place_BT[sample, : start + size].copy()).to(device)
+        blocks.append(ImageBlock(sample if row is None else 0, size, source_M))
     return tuple(blocks)
 
 
