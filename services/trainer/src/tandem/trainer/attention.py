@@ -92,7 +92,9 @@ def attend_with_images(
         num = len(source_M)
         attended_1MHD = attend_blocks(
             causal_BTHD[row, source_M][None],
-            *(tensor[row, :, source_M][None] for tensor in (query_BHTD, key_BHTD, value_BHTD)),
+            query_BHTD[row, :, source_M][None],
+            key_BHTD[row, :, source_M][None],
+            value_BHTD[row, :, source_M][None],
             [Block(0, num - size, num)],
             scaling,
             window,
