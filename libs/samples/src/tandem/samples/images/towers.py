@@ -1,4 +1,4 @@
-"""Pixels of images, and the features that a model's tower makes of them: what trainers and engines share. Uses torch.
+"""Pixels of images, and the features that a tower makes of them: what trainers and engines share.
 
 `pixels` is what Transformers' own processor makes of an image, always with PIL: its other backend resizes to different
 pixels, and a trainer and an engine on two machines would differ. A tower's output for single images equals that for
