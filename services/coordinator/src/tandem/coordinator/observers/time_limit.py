@@ -1,4 +1,4 @@
-"""The time by which a run must have saved: the observer that asks for its end when no further step fits."""
+"""The time by which a run must have saved: an observer asks for its end when no further step fits."""
 
 from __future__ import annotations
 
