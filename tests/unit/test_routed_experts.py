@@ -26,7 +26,7 @@ from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
 from tandem.samples.batch import SAMPLES, Batch
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, as_trained_on, experts_in
-from tandem.trainer.fetching import _most_tokens
+from tandem.trainer.fetching import SampleFormat
 
 SMALL = RoutedExperts(num_layers=3, num_experts=8, top_k=2)
 LARGE = RoutedExperts(num_layers=61, num_experts=256, top_k=8)
@@ -100,8 +100,9 @@ def test_samples_travel_with_the_column_or_without() -> None:
 
 
 def test_requests_for_samples_are_as_small_as_a_reply_may_be() -> None:
-    assert _most_tokens(LARGE) * LARGE.num_bytes <= 2**28
-    assert _most_tokens(None) > _most_tokens(LARGE)
+    with_experts = SampleFormat(vocabulary=9, experts=LARGE).most_tokens
+    assert with_experts * LARGE.num_bytes <= 2**28
+    assert SampleFormat(vocabulary=9).most_tokens > with_experts
 
 
 @pytest.mark.parametrize("model_type", ROUTERS)

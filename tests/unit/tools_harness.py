@@ -16,7 +16,7 @@ from serving_harness import text_ids
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.common.messages import SamplingParameters
+from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.rollout.openai_api.generator import Chunk
 from tandem.samples.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ class Scripted:
         self._number = itertools.count()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the next response."""
         self.prompts.append([*prompt_ids])

@@ -187,10 +187,10 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
 
     async def follow(number: int, wanted: Wanted) -> None:
-        prompt_ids = job.prompts[wanted.prompt]
-        growing = Growing(model, request, prompt_ids, wanted.seed)
-        chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed, job.images)
         try:
+            prompt_ids = job.prompts[wanted.prompt]
+            growing = Growing(model, request, prompt_ids, wanted.seed)
+            chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed, job.images)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     pieces.put_nowait((number, growing.add(chunk)))
