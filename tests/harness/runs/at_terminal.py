@@ -36,6 +36,8 @@ class Terminal:
         )
         os.close(theirs)
         self.seen = ""
+        self._rest = ""
+        """What was shown at once with what was waited for, after it: the next wait may be for that."""
 
     def __enter__(self) -> Terminal:
         return self
@@ -50,11 +52,12 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def read_until(self, pattern: str) -> str:
-        """Return what is shown from now on until it matches."""
-        deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while not re.search(pattern, shown):
+        """Return what is shown, after what was last waited for, until it matches, and what comes with that."""
+        deadline, shown = time.monotonic() + TIMEOUT_S, self._rest
+        while (found := re.search(pattern, shown)) is None:
             assert time.monotonic() < deadline, (pattern, self.seen)
             shown += self._read(1.0)
+        self._rest = shown[found.end() :]
         return shown
 
     def read_until_there(self, path: Path) -> str:
