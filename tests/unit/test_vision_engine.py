@@ -106,7 +106,7 @@ def test_of_a_tower_s_output_only_the_features_are_kept(family: str, tmp_path: P
     engine = seeing.engine()
     image = seeing.image(48, 40, 1)
     run_all(engine, [seeing.request(0, "how many?", [image], max_new_tokens=1)])
-    kept = engine._features.get(image.digest)
+    kept = engine._features.find(image.digest)
     assert {*kept.keys()} <= {"pooler_output", "deepstack_features"}
     levels = 1 + len(kept.get("deepstack_features") or ())
     assert engine._features.num_bytes == image.num_tokens * 64 * 4 * levels

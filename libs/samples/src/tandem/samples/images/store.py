@@ -7,14 +7,13 @@ import hashlib
 import os
 import re
 import shutil
-import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 from tandem.common.errors import DataError, RunFolderError
 from tandem.common.regular_files import irregular
+from tandem.samples.images.bounded import ReadThrough
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -92,50 +91,9 @@ def _check(data: bytes, digest: str, what: str) -> bytes:
     return data
 
 
-class BoundedImages:
-    """Images in memory, up to a number of bytes; the ones longest unused go first. Threads may share it."""
+class BoundedImages(ReadThrough[bytes]):
+    """Images in memory, up to a number of bytes."""
 
     def __init__(self, read: Callable[[str], bytes], max_bytes: int) -> None:
         """Take what is missing from `read`, such as `ImageFolder.get`, by digest."""
-        self._read = read
-        self._max_bytes = max_bytes
-        self._held: OrderedDict[str, bytes] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self._num_bytes
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digests of what is held, the one longest unused first."""
-        with self._lock:
-            return tuple(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, digest: str) -> bytes:
-        """Return the bytes of an image. Raises what reading it raises."""
-        with self._lock:
-            if digest in self._held:
-                self._held.move_to_end(digest)
-                return self._held[digest]
-        data = self._read(digest)
-        self.put(digest, data)
-        return data
-
-    def put(self, digest: str, data: bytes) -> None:
-        """Hold an image, unless it is larger than all that may be held."""
-        if len(data) > self._max_bytes:
-            return
-        with self._lock:
-            if digest in self._held:
-                return
-            self._held[digest] = data
-            self._num_bytes += len(data)
-            while self._num_bytes > self._max_bytes:
-                _, gone = self._held.popitem(last=False)
-                self._num_bytes -= len(gone)
+        super().__init__(read, len, max_bytes)

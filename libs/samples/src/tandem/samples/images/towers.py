@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +19,7 @@ import torch
 
 from tandem.common.errors import DataError, ModelError
 from tandem.config.models.vision_families import VisionFamily
+from tandem.samples.images.bounded import ReadThrough
 from tandem.samples.images.families import Grid
 
 if TYPE_CHECKING:
@@ -144,36 +143,9 @@ def features_only(output: Any) -> Any:
     return type(output)(**{name: value for name, value in kept.items() if value is not None})
 
 
-class PixelCache:
-    """Processed images by digest, up to a number of bytes; those longest unused go first. Threads may share it."""
+class PixelCache(ReadThrough[Pixels]):
+    """Processed images, up to a number of bytes."""
 
     def __init__(self, read: Callable[[str], Pixels], max_bytes: int = 2**30) -> None:
         """Take what is missing from `read`, by digest."""
-        self._read, self._max_bytes = read, max_bytes
-        self._held: OrderedDict[str, Pixels] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, digest: str) -> Pixels:
-        """Return a processed image. Raises what reading it raises."""
-        with self._lock:
-            if digest in self._held:
-                self._held.move_to_end(digest)
-                return self._held[digest]
-        found = self._read(digest)
-        with self._lock:
-            if digest not in self._held and found.num_bytes <= self._max_bytes:
-                self._held[digest] = found
-                self._num_bytes += found.num_bytes
-                while self._num_bytes > self._max_bytes:
-                    _, gone = self._held.popitem(last=False)
-                    self._num_bytes -= gone.num_bytes
-        return found
+        super().__init__(read, lambda found: found.num_bytes, max_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
 from tandem.samples.images.blocks import Block, attend_blocks
+from tandem.samples.images.bounded import Bounded
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
@@ -37,47 +37,11 @@ _MAX_PIXEL_BYTES = 2**29
 _MAX_ENCODED_BYTES = 2**28
 
 
-class EncoderCache:
-    """Outputs of the tower by the digests of their images, up to a number of bytes; those longest unused go first."""
+class EncoderCache(Bounded[Any]):
+    """Outputs of the tower, up to a number of bytes; forgotten when the weights that made them are not in use."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held: OrderedDict[str, Any] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._held
-
-    def get(self, digest: str) -> Any:
-        """Return an output; None if it is not held."""
-        if digest not in self._held:
-            return None
-        self._held.move_to_end(digest)
-        return self._held[digest]
-
-    def put(self, digest: str, output: Any) -> None:
-        """Hold an output, unless it is larger than all that may be held."""
-        size = towers.num_bytes(output)
-        if digest in self._held or size > self._max_bytes:
-            return
-        self._held[digest] = output
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            _, gone = self._held.popitem(last=False)
-            self._num_bytes -= towers.num_bytes(gone)
-
-    def clear(self) -> None:
-        """Forget everything: the weights that made it are no longer those in use."""
-        self._held.clear()
-        self._num_bytes = 0
+        super().__init__(towers.num_bytes, max_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,7 +251,7 @@ class VisionEngine(TransformersEngine):
         """
         outputs: dict[str, Any] = {}
         for digest in dict.fromkeys(picture.image.digest for picture in pictures):
-            output = self._features.get(digest)
+            output = self._features.find(digest)
             if output is None:
                 inputs = towers.tower_inputs(self._settings.family, [self._pixels.get(digest)], self._model.device)
                 output = towers.features_only(towers.encode(self._model, inputs))
