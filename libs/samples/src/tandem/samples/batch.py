@@ -357,6 +357,11 @@ of each rank. A table also has the columns of a custom loss: a frame ``NAME_S``,
 """
 
 
+def is_of_table(name: str) -> bool:
+    """Return whether an array has a number for each sequence that all ranks need; the rest goes to its rank alone."""
+    return name.endswith("_S") and name not in IMAGES
+
+
 def _axes(name: str) -> str:
     """Return the letters of an array's axes."""
     return name.rpartition("_")[2]

@@ -129,6 +129,11 @@ class Tokenizer:
         """Return the tokens of a conversation. Raises the errors of `render_chat` and `encode`."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return False
+
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...] | None:
         """Return the images of messages, in order; None, as here, if the model does not see."""
         return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,6 @@ from tandem.common.messages import BuildEngine, Listener, RewardServer
 from tandem.common.network import address_towards
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.models.vision_families import family_of
 from tandem.config.placement import gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
@@ -22,6 +19,8 @@ from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
+from tandem.samples.images.reading import ImageLimits
+from tandem.samples.images.rows import image_folder
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.samples.sample_store import SampleStore
@@ -194,23 +193,10 @@ def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
             experts=replayed_experts(config),
             config_overrides=policy.hf_config_overrides,
         )
-    kind: Callable[..., Engine]
-    if (family := family_of(policy)) is None:
-        from tandem.rollout.engines.transformers import TransformersEngine
+    from tandem.rollout.engines.embedded import embedded_engine
 
-        kind = TransformersEngine
-    else:
-        from tandem.rollout.engines.vision import VisionEngine
-        from tandem.samples.images.families import undrawable_ids
-        from tandem.samples.images.reading import ImageLimits
-        from tandem.samples.images.rows import image_folder
-
-        kind = functools.partial(
-            VisionEngine,
-            read_image=image_folder(config).get,
-            undrawable=undrawable_ids(tokenizer, family),
-            limits=ImageLimits(max_pixels=config.data.max_image_pixels),
-        )
+    limits = ImageLimits(max_pixels=config.data.max_image_pixels)
+    kind = embedded_engine(tokenizer, image_folder(config).get, limits)
     return kind(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,

@@ -104,7 +104,7 @@ class SampleRecorder:
         self._store = store
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._schema = SCHEMA if tokenizer.images_in(()) is None else SEEING
+        self._schema = SEEING if tokenizer.sees else SCHEMA
         self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
         """Files that this process writes to, by step and purpose."""

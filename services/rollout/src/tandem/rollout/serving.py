@@ -6,18 +6,15 @@ The command line starts it (`tandem.serving.handover`). The main thread drives t
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
-from tandem.config.models.model_sizes import read_json
-from tandem.config.models.vision_families import vision_family
 from tandem.rollout.openai_api.images import ReceivedImages
 from tandem.samples.model_files import with_images
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
@@ -58,8 +55,7 @@ def serve(serving: Serving) -> None:
     with contextlib.closing(listening), contextlib.ExitStack() as stack:
         folder = Path(serving.model_folder)
         tokenizer = with_images(load_model_tokenizer(folder), folder)
-        sees = tokenizer.images_in(()) is not None and serving.engine != "vllm"
-        images = ReceivedImages() if sees else None
+        images = ReceivedImages()
         engine = _make_engine(serving, tokenizer, images)
         stack.callback(engine.close)
         _try_template(tokenizer)
@@ -79,7 +75,7 @@ def serve(serving: Serving) -> None:
             stop_token_ids=serving.stop_token_ids,
             aliases=serving.aliases,
             tool_call_parser=serving.tool_call_parser,
-            images=images,
+            images=images if tokenizer.sees and serving.engine != "vllm" else None,
         )
         app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
         stack.enter_context(HttpServer(app, listening, asks_for_token=serving.token is not None))
@@ -94,7 +90,7 @@ def serve(serving: Serving) -> None:
             raise
 
 
-def _make_engine(serving: Serving, tokenizer: Tokenizer, images: ReceivedImages | None) -> Engine:
+def _make_engine(serving: Serving, tokenizer: Tokenizer, images: ReceivedImages) -> Engine:
     folder = Path(serving.model_folder)
     if serving.engine == "vllm":
         from tandem.rollout.engines.vllm import insides
@@ -104,19 +100,9 @@ def _make_engine(serving: Serving, tokenizer: Tokenizer, images: ReceivedImages 
 
         extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
         return VllmEngine(folder, serving.vllm_cfg, extra=extra, with_weights=True)
-    kind: Callable[..., Engine]
-    if images is None:
-        from tandem.rollout.engines.transformers import TransformersEngine
+    from tandem.rollout.engines.embedded import embedded_engine
 
-        kind = TransformersEngine
-    else:
-        from tandem.rollout.engines.vision import VisionEngine
-        from tandem.samples.images.families import undrawable_ids
-
-        family = vision_family(read_json(folder / "config.json"))
-        assert family is not None, "its tokenizer knows images"
-        undrawable = undrawable_ids(tokenizer, family)
-        kind = functools.partial(VisionEngine, read_image=images.get, undrawable=undrawable)
+    kind = embedded_engine(tokenizer, images.get)
     return kind(
         folder,
         num_slots=serving.max_batch_size,

@@ -60,7 +60,7 @@ from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient, Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
-from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch
+from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
 from tandem.samples.images.columns import check_images
 from tandem.trainer import shards, step
 from tandem.trainer.backend import Backend, Writing
@@ -168,7 +168,7 @@ class TrainerService:
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
             table = Batch.from_frames(
-                {name: array for name, array in arrays.items() if name.endswith("_S") and name not in IMAGES},
+                {name: array for name, array in arrays.items() if is_of_table(name)},
                 TABLE,
                 self._config.table_columns,
                 sources=sorted(command.sources),
@@ -186,7 +186,7 @@ class TrainerService:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
-            tokens = {name: array for name, array in arrays.items() if name in IMAGES or not name.endswith("_S")}
+            tokens = {name: array for name, array in arrays.items() if not is_of_table(name)}
             names = TOKENS if self._images is None else (*TOKENS, *IMAGES)
             given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
             given.check_tokens(self._vocabulary, own.num_valid_S)

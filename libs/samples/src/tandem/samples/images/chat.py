@@ -40,6 +40,11 @@ class VisionTokenizer(Tokenizer):
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
     @property
+    def sees(self) -> bool:
+        """Whether the model takes images: it does."""
+        return True
+
+    @property
     def image_token_id(self) -> int:
         """The token that stands for a feature of an image."""
         return self.settings.image_token_id

@@ -74,7 +74,7 @@ class ImageRows:
 
 def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
     """Return the reader of a run's images; None if its model does not see."""
-    return None if tokenizer.images_in(()) is None else ImageRows(config)
+    return ImageRows(config) if tokenizer.sees else None
 
 
 def image_folder(config: Config) -> ImageFolder:

@@ -17,7 +17,7 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.record_commands import Place
 from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
 from tandem.samples.assignment import Assignment, data_parallel_ranks
-from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch
+from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
 
 
 class Batches:
@@ -95,7 +95,7 @@ class Batches:
         batch = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch, parts)
         self._made = action.step, action.purpose
         self._sources = {rollout: self._listeners[rollout] for rollout in batch.sources}
-        self._table = {name: array for name, array in batch.columns.items() if _is_of_table(name)}
+        self._table = {name: array for name, array in batch.columns.items() if is_of_table(name)}
         self._notes = batch.notes
         self._tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []
         return metrics
@@ -106,11 +106,6 @@ def shards_of(batch: Batch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
     names = (*TOKENS, *(name for name in IMAGES if name in batch.columns))
     shards = [batch.only(names).take(batch.rows_of(rank)).columns for rank in range(num_ranks)]
     return [{name: array for name, array in shard.items() if name not in TABLE} for shard in shards]
-
-
-def _is_of_table(name: str) -> bool:
-    """Return whether a column has a number for each sequence that all ranks need."""
-    return name.endswith("_S") and name not in IMAGES
 
 
 def _index_of(trainer: str) -> int:
