@@ -53,6 +53,24 @@ def test_files_and_data_uris_stand_in_front_or_where_the_text_says(tmp_path: Pat
     assert [kept.get(found.digest) for found in marked_in("".join(MARKERS[:6]))] == PICTURES[:6]
 
 
+def test_paths_begin_at_the_folder_of_their_own_file(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(8)), ("held_out", range(8, 12))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number in numbers:
+            (folder / f"{number}.png").write_bytes(PICTURES[number])
+        rows = [{"question": f"{n}?", "answer": str(n), "image": f"{n}.png"} for n in numbers]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {
+        "train_data_path": str(tmp_path / "train/rows.jsonl"),
+        "val_data_path": str(tmp_path / "held_out/rows.jsonl"),
+    }
+    config = data_config(dataset_name="jsonl", input_key="question", output_key="answer", **files)
+    problems = load_problems(config, ImageRows(config))
+    assert {problem.question for problem in problems.train} == {f"{MARKERS[n]}{n}?" for n in range(8)}
+    assert {problem.question for problem in problems.validation} == {f"{MARKERS[n]}{n}?" for n in range(8, 12)}
+
+
 def test_images_of_the_hubs_data_sets_are_not_decoded(tmp_path: Path) -> None:
     kind = datasets.Features(
         {

@@ -24,7 +24,7 @@ from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
-from tandem.samples.images.rows import ImageRows
+from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -130,23 +130,25 @@ def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = F
         for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(where, row, data)
         return train, apart
-    return _with_images(data, train, images), {name: _with_images(data, part, images) for name, part in apart.items()}
+    files: dict[str | None, str | None] = {}
+    if is_local(data.dataset_name):
+        files = {None: data.train_data_path, **validation_paths(data)}
 
+    def seen(found: Rows, file: str | None) -> Rows:
+        """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
+        folder = None if file is None else Path(file).absolute().parent
+        return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
 
-def _with_images(data: Data, found: Rows, images: ImageRows) -> Rows:
-    """Return rows as texts, with markers for their images; relative paths begin at the folder of the data's file."""
-    path = data.train_data_path if is_local(data.dataset_name) else None
-    folder = None if path is None else Path(path).absolute().parent
-    return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
+    return seen(train, files.get(None)), {name: seen(part, files.get(name)) for name, part in apart.items()}
 
 
 def _refuse_images(where: str, row: Row, data: Data) -> None:
     """Raise `DataError` for a row with an image, as bytes or as Hugging Face's data sets hold it."""
-    for key in ("image", "images") if data.image_key is None else (data.image_key,):
+    for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
         is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and "bytes" in first)
-        if is_image or hasattr(first, "getexif") or (data.image_key is not None and first is not None):
+        if is_image or (data.image_key is not None and first is not None):
             raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
 
 
