@@ -130,16 +130,16 @@ def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = F
         for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(where, row, data)
         return train, apart
-    files: dict[str | None, str | None] = {}
-    if is_local(data.dataset_name):
-        files = {None: data.train_data_path, **validation_paths(data)}
+    is_file = is_local(data.dataset_name)
+    held_out = validation_paths(data) if is_file else {}
 
     def seen(found: Rows, file: str | None) -> Rows:
         """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
         folder = None if file is None else Path(file).absolute().parent
         return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
 
-    return seen(train, files.get(None)), {name: seen(part, files.get(name)) for name, part in apart.items()}
+    own = data.train_data_path if is_file else None
+    return seen(train, own), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
 
 
 def _refuse_images(where: str, row: Row, data: Data) -> None:
