@@ -2,13 +2,14 @@
 
 On a CPU the sum over columns is a product of two byte matrices: the elements, and the digits of the multipliers
 (`tandem.refit.digests.terms.signed_digits`). 8-bit dot products run it at about half the speed of memory. If torch has
-no exact and fast kernel for it, elements are widened to 64 bits and multiplied as integers. All kernels give the same
-number.
+no exact and fast kernel for it, elements are widened to 64 bits and multiplied as integers. On a GPU a Triton kernel
+does that in one pass over memory. All kernels give the same number.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable
@@ -33,15 +34,20 @@ _LOWER_SIGNS = {1: 0, 2: 0x80, 4: 0x808080}
 
 
 def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
-    """Return ``sum_i e(i) * m_1(i_1) * ... * m_n(i_n)`` modulo 2**64 over a small slice of a tensor.
+    """Return the sum of `add_slab_sum`: a scalar of type int64 on the device of `values`."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    add_slab_sum(total, values, spans)
+    return total
+
+
+def add_slab_sum(total: torch.Tensor, values: torch.Tensor, spans: list[Span]) -> None:
+    """Add ``sum_i e(i) * m_1(i_1) * ... * m_n(i_n)`` modulo 2**64 over a small slice of a tensor.
 
     Args:
+        total: a scalar of type int64 on the device of `values`.
         values: elements of 1, 2 or 4 bytes, any strides, at least one dimension and one element, and at most
             `MAX_COLUMNS` along the last dimension.
         spans: global indices of the slice along each dimension, from the first.
-
-    Returns:
-        A scalar of type int64 on the device of `values`.
 
     Raises:
         RefitError: the elements have another size.
@@ -58,12 +64,27 @@ def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
     if words_RC.stride(1) != 1:  # copy even a single column, which may have any stride
         words_RC = words_RC.clone(memory_format=torch.contiguous_format)
     words_RC = words_RC.view(_INTEGERS[values.element_size()])
+    columns = tuple(spans[first:])
+    rows_R = _products(spans[:first], values.device) if first else _one(values.device)
+    if values.is_cuda and _has_triton():
+        from tandem.refit.digests.gpu_sums import add_products
+
+        lower_signs = _LOWER_SIGNS[values.element_size()]
+        add_products(total, words_RC, rows_R, _products(columns, values.device), lower_signs)
+        return
     kernel = _device_sums if values.is_cuda else _cpu_kernel()
-    sums_R = kernel(words_RC, tuple(spans[first:]))
-    if not first:
-        return sums_R[0]
-    rows_R = _products(spans[:first], values.device)
-    return (sums_R * rows_R).sum()
+    total.add_((kernel(words_RC, columns) * rows_R).sum())
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    """Return the multiplier of the only row of a vector."""
+    return torch.ones(1, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _products(spans: list[Span] | tuple[Span, ...], device: torch.device) -> torch.Tensor:
