@@ -101,7 +101,8 @@ def quantise(x: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tup
     blocked = wide.view([n for pair in zip(num, sizes, strict=True) for n in pair])
     inner = tuple(range(1, blocked.dim(), 2))
     largest = blocked.abs().amax(inner, keepdim=True)
-    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(dtype).max)
+    # A GPU multiplies by the inverse of a number, which rounds otherwise; it divides by a tensor as a CPU does.
+    scale = torch.where(largest == 0, 1.0, largest / largest.new_full((), torch.finfo(dtype).max))
     values = (blocked / scale).to(dtype).view(wide.shape)
     return values[tuple(slice(n) for n in x.shape)], scale.view(num)
 
