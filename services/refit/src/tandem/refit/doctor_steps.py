@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from tandem.common.errors import RefitError
 from tandem.launch.doctor import steps
 from tandem.launch.doctor.findings import Finding, Outcome
 from tandem.launch.doctor.steps import NO_GPU, Step, skipped
@@ -86,7 +87,11 @@ def _nccl() -> Outcome:
     if not torch.cuda.is_available():
         return skipped("NCCL")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    if trials.collective_agrees():
+    try:
+        agrees = trials.collective_agrees()
+    except RefitError as error:
+        return Outcome((Finding("NCCL", "missing", str(error), "see NCCL_DEBUG=INFO"),))
+    if agrees:
         return Outcome((Finding("NCCL", "ok", f"{version}; adds up over {torch.cuda.device_count()} GPUs"),))
     return Outcome((Finding("NCCL", "missing", f"{version} adds up wrongly", "see NCCL_DEBUG=INFO"),))
 

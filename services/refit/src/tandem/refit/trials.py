@@ -1,12 +1,13 @@
 """Trials of the ways in which weights move within a machine, measured with the code that refits run.
 
 `coordinator doctor` and the GPU tests call it. Another process, ``python -m tandem.refit.trials``, holds the memory,
-prints its address, and ends with its input.
+prints its address, and ends with its input; or it tries NCCL.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,8 @@ _SHAPES = ((1,), (7,), (33, 65), (3, 5, 1024), (20000,), (128, 4096))
 _GB = 1e9
 _MEASURE_S = 0.5
 _LEAST_REPEATS = 3
+_NCCL_S = 120.0
+"""Seconds for NCCL to begin on all GPUs of a machine and to add up."""
 
 
 def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
@@ -45,7 +48,33 @@ def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
 
 
 def collective_agrees() -> bool:
-    """Return whether NCCL sums correctly over all GPUs."""
+    """Return whether NCCL sums correctly over all GPUs.
+
+    Another process does the sum, because NCCL keeps its threads and sockets as long as its process lives.
+
+    Raises `RefitError`: NCCL failed or took too long.
+    """
+    environment = {"NCCL_SOCKET_IFNAME": "lo", **os.environ}
+    command = [sys.executable, "-m", "tandem.refit.trials", "nccl"]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_NCCL_S,
+            env=environment,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise RefitError(f"NCCL did not add up numbers of this machine's GPUs within {_NCCL_S:.0f} s") from None
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        raise RefitError(f"NCCL failed to add up numbers of this machine's GPUs: {lines[-1]}") from None
+    return ended.stdout.strip() == "True"
+
+
+def _add_up() -> bool:
     from torch.cuda import nccl
 
     tensors = [torch.ones(1024, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
@@ -137,4 +166,7 @@ def _hold(device: str, num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    _hold(sys.argv[1], int(sys.argv[2]))
+    if sys.argv[1] == "nccl":
+        print(_add_up())
+    else:
+        _hold(sys.argv[1], int(sys.argv[2]))

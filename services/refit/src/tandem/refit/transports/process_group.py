@@ -24,6 +24,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
+from tandem.common.network import keep_to_interface
 from tandem.refit.transfer import TransferGroup
 
 _POLL_S = 0.0002
@@ -270,6 +271,7 @@ def _nccl(store: Store, rank: int, transfer_group: TransferGroup, timeout: timed
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER  # each wait has its own deadline, and later ones differ from this
     options.config.blocking = 0  # else it would wait forever for a process that dies while it connects
+    keep_to_interface(_address_towards(store), "NCCL_SOCKET_IFNAME")
     settings = {**_OWN_ERROR_HANDLING, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout.total_seconds()))}
     with _environment(settings):
         backend: Any = ProcessGroupNCCL(store, rank, len(transfer_group.members), options)
