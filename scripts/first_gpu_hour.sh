@@ -20,9 +20,9 @@ export HF_HUB_OFFLINE=1
 
 doctor() { "$bin/coordinator" doctor --json > "$folder/doctor.json"; }
 transports() { tests tests/gpu/test_transports_cuda.py; }
-digests() { tests tests/unit/test_digest_task.py tests/unit/test_gpu_kernel.py; }
+digests() { tests tests/unit/test_digest_task.py tests/unit/test_gpu_kernel.py tests/gpu/test_numbers_cuda.py; }
 waiting() { tests tests/gpu/test_waiting_cuda.py tests/gpu/test_offload_cuda.py; }
-training() { tests tests/gpu/test_training_cuda.py; }
+training() { tests tests/gpu/test_training_cuda.py tests/gpu/test_megatron_cuda.py; }
 refit_speed() { benchmark benchmarks/test_refit_cuda.py; }
 training_speed() { benchmark benchmarks/test_training_cuda.py; }
 # A trainer on the GPU and an engine on the CPU: GRPO with two processes and no vLLM.
