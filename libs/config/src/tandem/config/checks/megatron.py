@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.checks.rule import Rule
-from tandem.config.models.families import MEGATRON
+from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import model_config
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config
@@ -18,8 +18,8 @@ OPTIMIZERS = ("adam", "sgd")
 def the_architecture_is_megatrons(config: Config) -> None:
     """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
     model_type = (model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *MEGATRON):
-        known = ", ".join(MEGATRON)
+    if model_type not in (None, *MEGATRON, *MEGATRON_VISION):
+        known = ", ".join((*MEGATRON, *MEGATRON_VISION))
         raise Invalid(f"{KEY}.enabled", f"true, but Megatron-Core trains {known} here, not {model_type}")
 
 

@@ -18,18 +18,19 @@ _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
 
 
-def no_ranks_share_a_model_that_sees(config: Config) -> None:
-    """Check that no ranks of the DTensor backend share the layers or the sequences of a model that sees."""
+def no_ranks_share_sequences_with_images(config: Config) -> None:
+    """Check that no ranks of the DTensor backend share sequences, or parts of them, of a model that sees."""
     problems = Problems()
     for key, section in _models(config):
         name = key.removesuffix(".model_name")
         if family_of(section) is None or section.megatron_cfg.enabled:  # which has a list of families of its own
             continue
-        for size in ("context_parallel_size", "tensor_parallel_size"):
-            ranks = getattr(section.dtensor_cfg, size)
-            if ranks > 1:
-                what = f"{ranks}, which with images is not built"
-                problems.found.append(Invalid(f"{name}.dtensor_cfg.{size}", what))
+        settings, of_images = section.dtensor_cfg, "which with images is not built"
+        if settings.context_parallel_size > 1:
+            what = f"{settings.context_parallel_size}, {of_images}"
+            problems.found.append(Invalid(f"{name}.dtensor_cfg.context_parallel_size", what))
+        if settings.sequence_parallel and settings.tensor_parallel_size > 1:
+            problems.found.append(Invalid(f"{name}.dtensor_cfg.sequence_parallel", f"true, {of_images}"))
     problems.complain()
 
 
@@ -78,7 +79,7 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 
 RULES: tuple[Rule, ...] = (
-    no_ranks_share_a_model_that_sees,
+    no_ranks_share_sequences_with_images,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
 )

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
+from tandem.config.models.vision_families import VISION
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]
@@ -200,10 +201,11 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     With `sequence_parallel`, activations outside of attention and feed-forward layers are split along the sequence
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank, and each rank then
     computes its own tokens. If one layer makes queries, keys and values, it is split by rows in any order, and its
-    output is gathered: every rank attends with all heads.
+    output is gathered: every rank attends with all heads. Of a model that sees, only the language model is split.
     """
-    config, key = model.config, "policy.dtensor_cfg.tensor_parallel_size"
-    if config.model_type not in TENSOR_PLANS:
+    key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
+    config = model.config if family is None else model.config.get_text_config()
+    if family is None and config.model_type not in TENSOR_PLANS:
         known = ", ".join(TENSOR_PLANS)
         raise ConfigError(
             f"{key}: {size}, but there is no plan for {config.model_type}, only for {known}; {_CUSTOM} may name one"
@@ -230,7 +232,10 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     if sequence_parallel:
         styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: Plain.whole(sums=True))
     plan: dict[str, ParallelStyle] = {}
+    towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
+        if name.startswith(towers):  # whole on every rank
+            continue
         end = name.rpartition(".")[2]
         if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
             plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())

@@ -144,6 +144,8 @@ def _set_right(
 
     if replays:
         set_("moe_router_fusion", False, "the kernel chooses experts itself, and policy.router_replay gives them")
+    if "mrope_section" in arguments:
+        set_("apply_rope_fusion", False, "the kernel counts positions, and those of images' tokens are a plane's")
     if adapts:
         set_("moe_router_bias_update_rate", 0.0, "the bias is the base's, which stays as it is beside adapters")
     has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1
