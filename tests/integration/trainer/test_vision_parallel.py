@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.config import Config
 from tandem.samples.batch import Batch
@@ -20,7 +21,7 @@ from tests.harness.trainers.reference import (
     trained_weights,
 )
 from tests.harness.trainers.trainer_harness import run_ranks, train_on
-from tests.harness.trainers.vision_harness import PlainVision, seeing_batch, vision_config
+from tests.harness.trainers.vision_harness import SEQUENCES, PlainVision, seeing_batch, vision_config
 from tests.harness.vision_models import FAMILIES, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -71,3 +72,109 @@ def test_tensor_ranks_match_plain_hugging_face(family: str, world_size: int, tmp
         for settings in KINDS.values()
     ]
     check(configs, list(KINDS), world_size, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("part", ["freeze_vision_tower", "freeze_language_model"])
+def test_a_frozen_part_stays_as_it_is(part: str, tmp_path: Path) -> None:
+    folder = write_vision_model("smolvlm", tmp_path / "model", **TEXT["smolvlm"])
+    frozen = {"freeze_vision_tower": False, part: True}
+    sharded = {**TP2, "automodel_kwargs": {"freeze_config": frozen}}
+    config = vision_config(folder, tmp_path / "run", trainers=2, dtensor_cfg=sharded)
+    batch = seeing_batch(config)
+    plain = PlainVision(config, batch)
+    prefix = "model.vision_model." if part == "freeze_vision_tower" else "model.text_model."
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefix))
+    expected = plain_numbers(plain, [batch], temperature=1.0, kl=0.0)
+    ranks = run_ranks(2, train_all, [config], batch, tmp_path / "saved")
+    assert_same_numbers(
+        gathered_numbers([each[0] for each in ranks], tmp_path / "saved" / "0"), expected, TOLERANCE
+    )
+
+
+def test_a_batch_without_any_image_trains_as_text(tmp_path: Path) -> None:
+    folder = write_vision_model("qwen3_vl", tmp_path / "model", **TEXT["qwen3_vl"])
+    config = vision_config(folder, tmp_path / "run", trainers=2, train_global_batch_size=2, dtensor_cfg=TP2)
+    batch = seeing_batch(config, SEQUENCES[6:])
+    expected = plain_numbers(PlainVision(config, batch, SEQUENCES[6:]), [batch], temperature=1.0, kl=0.0)
+    ranks = run_ranks(2, train_all, [config], batch, tmp_path / "saved")
+    found = gathered_numbers([each[0] for each in ranks], tmp_path / "saved" / "0")
+    # The tower's gradients are zeros, not absent: weight decay shrinks it, as it does with images.
+    language = {name: tensor for name, tensor in found.weights.items() if not name.startswith("model.visual.")}
+    own = expected._replace(weights={name: expected.weights[name] for name in language})
+    assert_same_numbers(found._replace(weights=language), own, TOLERANCE)
+
+
+def resumed(rank: int, config: Config, batch: Batch, checkpoint: Path | None, folder: Path) -> dict[str, float]:
+    """Take a step, from a checkpoint if given, and save what it comes to."""
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    metrics = train_on(backend, batch, config).metrics
+    backend.save(folder).num_bytes.result()
+    return metrics
+
+
+def test_a_checkpoint_is_resumed_by_other_ranks(tmp_path: Path) -> None:
+    folder = write_vision_model("qwen2_5_vl", tmp_path / "model", **TEXT["qwen2_5_vl"])
+    cut, whole = (
+        vision_config(folder, tmp_path / "run", trainers=2, dtensor_cfg=dtensor) for dtensor in (TP2, {})
+    )
+    batch = seeing_batch(cut)
+    run_ranks(2, resumed, cut, batch, None, tmp_path / "step_1")
+    expected = run_ranks(2, resumed, cut, batch, tmp_path / "step_1", tmp_path / "cut")
+    found = run_ranks(2, resumed, whole, batch, tmp_path / "step_1", tmp_path / "whole")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
+    there = trained_weights(tmp_path / "cut")
+    for name, tensor in trained_weights(tmp_path / "whole").items():
+        torch.testing.assert_close(tensor, there[name], rtol=0, atol=TOLERANCE)
+
+
+def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[list[str], list[dict[str, float]]]:
+    backend = make(config)
+    metrics = [train_on(backend, batch, config).metrics for _ in range(2)]
+    backend.save(folder).num_bytes.result()
+    return sorted(backend._held["policy", 0]._trained()), metrics
+
+
+def test_adapters_of_the_language_model_are_divided(tmp_path: Path) -> None:
+    folder = write_vision_model("qwen3_vl", tmp_path / "model", **TEXT["qwen3_vl"])
+    lora = {"enabled": True, "dim": 4, "alpha": 8, "match_all_linear": True}
+    one, cut = (
+        vision_config(
+            folder, tmp_path / "run", algorithm="sft", trainers=size, dtensor_cfg={**dtensor, "lora_cfg": lora}
+        )
+        for size, dtensor in ((1, {}), (2, TP2))
+    )
+    batch = seeing_batch(one)
+    ((names, expected),) = run_ranks(1, adapted, one, batch, tmp_path / "one")
+    assert names
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+    for names_there, metrics in run_ranks(2, adapted, cut, batch, tmp_path / "cut"):
+        assert names_there == names
+        for found, step in zip(metrics, expected, strict=True):
+            assert found["loss"] == pytest.approx(step["loss"], abs=TOLERANCE)
+            assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=TOLERANCE)
+    assert expected[0]["grad_norm"] > 0
+
+
+def distilled(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+    return train_on(make(config), batch, config).metrics
+
+
+def test_a_divided_teacher_draws_no_image_tokens_either(tmp_path: Path) -> None:
+    """The likeliest tokens of a teacher that is the policy have the policy's own probabilities."""
+    folder = write_vision_model("qwen2_5_vl", tmp_path / "model", **TEXT["qwen2_5_vl"])
+    teacher = {"model_name": str(folder), "dtensor_cfg": TP2}
+    config = vision_config(
+        folder,
+        tmp_path / "run",
+        algorithm="distillation",
+        trainers=2,
+        dtensor_cfg=TP2,
+        teacher=teacher,
+        topk=32,
+    )
+    for metrics in run_ranks(2, distilled, config, seeing_batch(config)):
+        assert metrics["loss"] == pytest.approx(0.0, abs=TOLERANCE)
+        assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-3)

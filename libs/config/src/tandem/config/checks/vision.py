@@ -11,6 +11,8 @@ from tandem.config.models.model_sizes import model_config
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, Model
+from tandem.config.schema.megatron import MegatronCfg
+from tandem.config.schema.policy import DtensorCfg
 
 FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
 FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
@@ -19,18 +21,19 @@ _ABSENT_PARTS = ("freeze_audio_tower",)
 
 
 def no_ranks_share_sequences_with_images(config: Config) -> None:
-    """Check that no ranks of the DTensor backend share sequences, or parts of them, of a model that sees."""
-    problems = Problems()
+    """Check that no ranks share the sequences of a model that sees, nor the DTensor backend's ranks parts of rows."""
+    problems, of_images = Problems(), "which with images is not built"
     for key, section in _models(config):
-        name = key.removesuffix(".model_name")
-        if family_of(section) is None or section.megatron_cfg.enabled:  # which has a list of families of its own
+        if family_of(section) is None:
             continue
-        settings, of_images = section.dtensor_cfg, "which with images is not built"
-        if settings.context_parallel_size > 1:
-            what = f"{settings.context_parallel_size}, {of_images}"
-            problems.found.append(Invalid(f"{name}.dtensor_cfg.context_parallel_size", what))
-        if settings.sequence_parallel and settings.tensor_parallel_size > 1:
-            problems.found.append(Invalid(f"{name}.dtensor_cfg.sequence_parallel", f"true, {of_images}"))
+        is_megatron = section.megatron_cfg.enabled
+        backend: MegatronCfg | DtensorCfg = section.megatron_cfg if is_megatron else section.dtensor_cfg
+        name = f"{key.removesuffix('.model_name')}.{'megatron' if is_megatron else 'dtensor'}_cfg"
+        if backend.context_parallel_size > 1:
+            what = f"{backend.context_parallel_size}, {of_images}"
+            problems.found.append(Invalid(f"{name}.context_parallel_size", what))
+        if not is_megatron and section.dtensor_cfg.sequence_parallel and section.dtensor_cfg.tensor_parallel_size > 1:
+            problems.found.append(Invalid(f"{name}.sequence_parallel", f"true, {of_images}"))
     problems.complain()
 
 
@@ -57,7 +60,7 @@ def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
 
 def frozen_parts_are_known(config: Config) -> None:
     """Check which parts of a model that sees are to stay as they are."""
-    if family_of(config.policy) is None or config.policy.megatron_cfg.enabled:
+    if family_of(config.policy) is None:
         return
     frozen: Any = config.policy.dtensor_cfg.automodel_kwargs.get("freeze_config") or {}
     if not isinstance(frozen, Mapping):

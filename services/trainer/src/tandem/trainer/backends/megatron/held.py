@@ -66,10 +66,13 @@ class Described:
         self.shape = catalogue.from_config(self.model)
         self.family = family_of(self.section)
         """Of a model that sees; None for a model of text."""
+        self.linear_in_tower: tuple[str, ...] = ()
+        """The tower's linear layers, which have no adapters."""
         if self.family is not None:
             from tandem.trainer.backends.megatron import vision  # text runs need none of it
 
             self.model = vision.language_of(self.model)
+            self.linear_in_tower = vision.linear_in_tower(self.hugging_face)
         if self.head != "vocabulary":
             self.shape = self.shape.with_scalar_head(has_bias=self.head == "value")
         self.settings = settings_of(config, self.model, dist.get_world_size(), name)
@@ -119,7 +122,8 @@ class HeldModel:
         if described.adapters is not None:
             self._load_adapters(described.adapters, checkpoint)
         elif self.is_trained and checkpoint is not None:
-            checkpoints.load_model(checkpoint, self.weights, name)
+            files = {} if pictures is None else {"opened": pictures.opened}
+            checkpoints.load_model(checkpoint, self.weights, name, **files)
         else:
             self.weights.load(self._tensors())
         self.chunks: list[Any] = (
@@ -273,7 +277,7 @@ class HeldModel:
         described = self._described
         if described.adapters is None:
             return None
-        linear = [layer for layers in described.linear.values() for layer in layers]
+        linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_in_tower]
         source, has_experts = described.section.model_name, described.shape.as_text.known.experts is not None
         return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
 

@@ -25,7 +25,7 @@ from tandem.config.models.hf_config import model_class
 from tandem.config.models.vision_families import VISION, VisionFamily
 from tandem.config.schema import Model
 from tandem.refit.adapters.megatron import TOWER
-from tandem.refit.adapters.vision import language_config, names_in_checkpoint
+from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_checkpoint
 from tandem.refit.layout import Box
 from tandem.samples.images import towers
 from tandem.trainer.backends.megatron.model import Chunk
@@ -89,6 +89,16 @@ class SeeingChunk(Chunk):
         return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
 
 
+def linear_in_tower(model: Any) -> tuple[str, ...]:
+    """Return the names of the linear layers of a model of Transformers that are not in its language model."""
+    family = VISION[model.config.model_type]
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and is_of_tower(name, family)
+    )
+
+
 def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
     """Return what makes features of images in a model of this configuration; parameters have names of the model.
 
@@ -137,6 +147,10 @@ class Pictures:
         folder = Path(self._section.model_name)
         if self._section.new_model is not None and not any(folder.glob("*.safetensors")):
             return TensorsInMemory(load_model(str(folder), self._section, torch.float32).state_dict())
+        return self.opened(folder)
+
+    def opened(self, folder: Path) -> SeeingFolder:
+        """Return the tensors of a checkpoint's files. Raises `ModelError`."""
         return SeeingFolder(folder, self._family)
 
     def __call__(self, row: Row, chunk: torch.nn.Module) -> dict[str, Any]:
