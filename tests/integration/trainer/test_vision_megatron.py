@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
     "PP2, packed, untied": ("qwen2_5_vl", 2, PP2, UNTIED, PACKED),
     "PP2 with virtual stages": ("qwen2_5_vl", 2, PP2 | VIRTUAL, {}, {}),
     "DP2, overlapped and recomputed": ("smolvlm", 2, OVERLAPS | {"activation_checkpointing": True}, {}, {}),
+    "one rank, deepstack": ("qwen3_vl", 1, {}, {}, {}),
+    "TP2+SP, deepstack, recomputed": ("qwen3_vl", 2, TP2 | SP | {"activation_checkpointing": True}, {}, PACKED),
+    "PP2, deepstack, recomputed": ("qwen3_vl", 2, PP2 | {"activation_checkpointing": True}, {}, {}),
+    "TP2+SP+PP2, deepstack": ("qwen3_vl", 4, TP2 | SP | PP2, {}, {}),
     "TP2+SP+PP2": ("idefics3", 4, TP2 | SP | PP2, {}, {}),
     "TP2+DP2, plain optimizer": ("qwen2_5_vl", 4, TP2 | PLAIN, {}, PACKED),
 }

@@ -4,11 +4,16 @@ Every tensor-parallel rank of the first stage has the whole tower and encodes th
 equal on all of them, and are not summed. Features replace embeddings of image tokens before activations are split
 along the sequence. Every stage computes the rotation of its positions by itself.
 
-Shapes: ``N`` tokens of the row; ``E`` elements of an embedding; ``X`` numbers of a position.
+Qwen3-VL also adds features to the outputs of its first layers ("deepstack"). They travel with the bounds of the row's
+sequences, which every layer gets, so that each pass finds its own, also with pipelines and recomputation.
+
+Shapes: ``N`` tokens of the row, ``M`` of them on this rank between layers; ``E`` elements of an embedding; ``F``
+    features; ``D`` elements of a head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +34,7 @@ from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_
 from tandem.refit.layout import Box
 from tandem.samples.images import towers
 from tandem.trainer.backends.megatron.model import Chunk
+from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.backends.megatron.rows import Row
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource, frozen_prefixes
@@ -44,6 +50,14 @@ def language_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return language_config(model)
 
 
+@dataclasses.dataclass
+class SeeingSequences(RoutedSequences):
+    """Bounds of a row's sequences, with what is added to the outputs of the first layers."""
+
+    added: tuple[torch.Tensor, ...] = ()
+    """For each of these layers, ``[M, 1, E]``."""
+
+
 class SeeingChunk(Chunk):
     """A chunk whose first stage has a tower, and takes images beside tokens."""
 
@@ -51,13 +65,27 @@ class SeeingChunk(Chunk):
         """Begin as any chunk does; `hugging_face` is the configuration of the whole model."""
         super().__init__(*args, **kwargs, scatter_embedding_sequence_parallel=False)
         self._image_token = image_token
-        if self.pre_process:
-            self.add_module(TOWER, make_tower(hugging_face, self.config.params_dtype))
+        if hugging_face.model_type == "qwen3_vl":
+            rope = hugging_face.text_config.rope_parameters
+            self.rotary_pos_emb = InterleavedRotation(self.config.kv_channels, rope["rope_theta"])
+        if not self.pre_process:
+            return
+        self.add_module(TOWER, make_tower(hugging_face, self.config.params_dtype))
+        levels = getattr(hugging_face.vision_config, "deepstack_visual_indexes", ())
+        layers = list(self.decoder.layers)
+        if len(levels) > len(layers):
+            raise ModelError(
+                f"images reach the first {len(levels)} layers, and the first pipeline stage has {len(layers)}: "
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage makes it larger"
+            )
+        for level, layer in enumerate(layers[: len(levels)]):
+            layer.register_forward_hook(functools.partial(_add, level), with_kwargs=True)
 
     def forward(
         self,
         input_ids: torch.Tensor,
         *args: Any,
+        packed_seq_params: RoutedSequences,
         pixels: towers.Inputs | None = None,
         blank: towers.Inputs | None = None,
         **kwargs: Any,
@@ -66,27 +94,94 @@ class SeeingChunk(Chunk):
 
         An image in `blank` is encoded too, for gradients of zero, and the language model gets nothing of it.
         """
-        embedded = self._embedded(input_ids, pixels, blank) if self.pre_process else None
-        return super().forward(input_ids, *args, decoder_input=embedded, **kwargs)
+        embedded = None
+        if self.pre_process:
+            embedded, added = self._embedded(input_ids, pixels, blank)
+            if added:
+                packed_seq_params = SeeingSequences(**vars(packed_seq_params), added=added)
+        return super().forward(
+            input_ids, *args, decoder_input=embedded, packed_seq_params=packed_seq_params, **kwargs
+        )
 
     def _embedded(
         self, token_ids_1N: torch.Tensor, pixels: towers.Inputs | None, blank: towers.Inputs | None
-    ) -> torch.Tensor:
-        """Return the embeddings of a row, ``[N, 1, E]``, with features in the places of image tokens."""
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the embeddings of a row, ``[M, 1, E]``, with features for image tokens; and `SeeingSequences.added`.
+        """
         embedded: torch.Tensor = self.embedding(input_ids=token_ids_1N, position_ids=None)
+        deeper: list[torch.Tensor] = []
         if pixels is not None:
-            features = self._features(pixels).to(embedded.dtype)
-            embedded = embedded.masked_scatter((token_ids_1N == self._image_token).T[..., None], features)
+            first_FE, *others = (level_FE.to(embedded.dtype) for level_FE in self._features(pixels))
+            is_image_N11 = (token_ids_1N == self._image_token).T[..., None]
+            embedded = embedded.masked_scatter(is_image_N11, first_FE)
+            deeper = [torch.zeros_like(embedded).masked_scatter(is_image_N11, each_FE) for each_FE in others]
         if blank is not None:  # an empty sum: zero, whatever the features are
-            embedded = embedded + self._features(blank)[:0].sum().to(embedded.dtype)
+            embedded = embedded + sum(each_FE[:0].sum() for each_FE in self._features(blank)).to(embedded.dtype)
         if self.config.sequence_parallel:
-            embedded = tensor_parallel.scatter_to_sequence_parallel_region(embedded)
-        return embedded
+            embedded, *deeper = (
+                tensor_parallel.scatter_to_sequence_parallel_region(each) for each in (embedded, *deeper)
+            )
+        if not any(each.requires_grad for each in deeper):
+            return embedded, tuple(deeper)
+        leaves = tuple(each.detach().requires_grad_() for each in deeper)
+        embedded = _Deeper.apply(embedded, leaves, *deeper)  # type: ignore[no-untyped-call]
+        return embedded, leaves
 
-    def _features(self, pixels: towers.Inputs) -> torch.Tensor:
-        """Return the features of images, end to end."""
-        found = towers.features_of(towers.encode(self.get_submodule(TOWER), pixels))
-        return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+    def _features(self, pixels: towers.Inputs) -> list[torch.Tensor]:
+        """Return the features of images end to end, ``[F, E]``, and those for each of the first layers."""
+        output = towers.encode(self.get_submodule(TOWER), pixels)
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return [
+            level.flatten(0, -2) if torch.is_tensor(level) else torch.cat([each.flatten(0, -2) for each in level])
+            for level in levels
+        ]
+
+
+class _Deeper(torch.autograd.Function):
+    """Leaves embeddings as they are, and gives features the gradients that layers behind them have left.
+
+    Layers add leaves in place of the features, because a layer that is recomputed goes backward by itself, through
+    everything before its leaves: that would be the tower, once for each layer. All of these have gone backward before
+    the embeddings do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, embedded: torch.Tensor, leaves: tuple[torch.Tensor, ...], *deeper: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.leaves = leaves
+        return embedded.view_as(embedded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None, *(leaf.grad for leaf in ctx.leaves)
+
+
+def _add(level: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Add what a row has for this layer to its output."""
+    added = getattr(kwargs["packed_seq_params"], "added", ())
+    if not added:
+        return None
+    hidden, *others = output
+    return (hidden + added[level], *others)
+
+
+class InterleavedRotation(torch.nn.Module):
+    """Rotary embeddings for positions of three numbers, whose frequencies take turns, as in Qwen3-VL."""
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        self._head_dim, self._base = head_dim, base
+
+    def forward(self, position_ids_31N: torch.Tensor, sections: Sequence[int], **_: Any) -> torch.Tensor:
+        """Return the angle of each element of a head, ``[N, 1, 1, D]``; `sections` counts frequencies of each number."""
+        powers = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=position_ids_31N.device)
+        angles_3NX = position_ids_31N[:, 0, :, None].float() / self._base ** (powers / self._head_dim)
+        angles_NX = angles_3NX[0].clone()
+        for number in (1, 2):
+            own = slice(number, 3 * sections[number], 3)
+            angles_NX[:, own] = angles_3NX[number, :, own]
+        return torch.cat([angles_NX, angles_NX], dim=-1)[:, None, None]
 
 
 def linear_in_tower(model: Any) -> tuple[str, ...]:
