@@ -185,9 +185,7 @@ def write_vision_files(family: str, folder: Path, template: str = TEMPLATE, **te
     return folder
 
 
-def write_vision_model(
-    family: str, folder: Path, seed: int = 0, template: str = TEMPLATE, **text_fields: Any
-) -> Path:
+def write_vision_model(family: str, folder: Path, seed: int = 0, template: str = TEMPLATE, **text_fields: Any) -> Path:
     """Write a whole tiny model with weights drawn from the seed. Returns the folder.
 
     `text_fields` replace fields of its language model's configuration.

@@ -62,14 +62,14 @@ def test_layouts_match_plain_hugging_face(
     folder = write_vision_model(family, tmp_path / "model", **{**TEXT, **text})
     config = megatron_config(folder, num_ranks, megatron, tmp_path / "run", **policy)
     batches = [seeing_batch(config, seed=seed) for seed in range(2)]
-    expected = plain_numbers(
-        PlainVision(config, batches[0]), batches, temperature=1.0, kl=0.1, decays_vectors=False
-    )
+    expected = plain_numbers(PlainVision(config, batches[0]), batches, temperature=1.0, kl=0.1, decays_vectors=False)
     found = numbers_of(num_ranks, make, config, batches, tmp_path / "saved")
     assert_same_numbers(found, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize(("part", "megatron"), [("vision_tower", TP2), ("language_model", TP2), ("language_model", PP2)])
+@pytest.mark.parametrize(
+    ("part", "megatron"), [("vision_tower", TP2), ("language_model", TP2), ("language_model", PP2)]
+)
 def test_a_frozen_part_stays_as_it_is(part: str, megatron: dict[str, Any], tmp_path: Path) -> None:
     folder = write_vision_model("smolvlm", tmp_path / "model", **TEXT)
     frozen = {"freeze_vision_tower": False, f"freeze_{part}": True}
@@ -166,9 +166,7 @@ def test_a_teacher_that_is_the_policy_has_nothing_to_teach(tmp_path: Path) -> No
     folder = write_vision_model("qwen2_5_vl", tmp_path / "model", **TEXT)
     megatron = {"enabled": True, **TP2, "optimizer": OPTIMIZER}
     teacher = {"model_name": str(folder), "megatron_cfg": megatron}
-    config = megatron_config(
-        folder, 2, TP2, tmp_path / "run", algorithm="distillation", teacher=teacher, topk=32
-    )
+    config = megatron_config(folder, 2, TP2, tmp_path / "run", algorithm="distillation", teacher=teacher, topk=32)
     for metrics in run_ranks(2, distilled, config, seeing_batch(config)):
         assert metrics["loss"] == pytest.approx(0.0, abs=TOLERANCE)
         assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-3)

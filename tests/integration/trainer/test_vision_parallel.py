@@ -87,9 +87,7 @@ def test_a_frozen_part_stays_as_it_is(part: str, tmp_path: Path) -> None:
         parameter.requires_grad_(not name.startswith(prefix))
     expected = plain_numbers(plain, [batch], temperature=1.0, kl=0.0)
     ranks = run_ranks(2, train_all, [config], batch, tmp_path / "saved")
-    assert_same_numbers(
-        gathered_numbers([each[0] for each in ranks], tmp_path / "saved" / "0"), expected, TOLERANCE
-    )
+    assert_same_numbers(gathered_numbers([each[0] for each in ranks], tmp_path / "saved" / "0"), expected, TOLERANCE)
 
 
 def test_a_batch_without_any_image_trains_as_text(tmp_path: Path) -> None:
@@ -115,9 +113,7 @@ def resumed(rank: int, config: Config, batch: Batch, checkpoint: Path | None, fo
 
 def test_a_checkpoint_is_resumed_by_other_ranks(tmp_path: Path) -> None:
     folder = write_vision_model("qwen2_5_vl", tmp_path / "model", **TEXT["qwen2_5_vl"])
-    cut, whole = (
-        vision_config(folder, tmp_path / "run", trainers=2, dtensor_cfg=dtensor) for dtensor in (TP2, {})
-    )
+    cut, whole = (vision_config(folder, tmp_path / "run", trainers=2, dtensor_cfg=dtensor) for dtensor in (TP2, {}))
     batch = seeing_batch(cut)
     run_ranks(2, resumed, cut, batch, None, tmp_path / "step_1")
     expected = run_ranks(2, resumed, cut, batch, tmp_path / "step_1", tmp_path / "cut")

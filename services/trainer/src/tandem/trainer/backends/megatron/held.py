@@ -65,7 +65,7 @@ class Described:
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
         self.shape = catalogue.from_config(self.model)
         self.family = family_of(self.section)
-        """Of a model that sees; None for a model of text."""
+        """Family of a model that sees; None for a model of text."""
         self.linear_in_tower: tuple[str, ...] = ()
         """The tower's linear layers, which have no adapters."""
         if self.family is not None:

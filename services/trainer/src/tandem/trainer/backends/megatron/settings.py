@@ -109,7 +109,8 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
     if recomputes and megatron.forwarded.get("recompute_granularity") is None:
         arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     has_rotation = HAS_TRANSFORMER_ENGINE or (has_kernels() and not arguments.get("multi_latent_attention"))
-    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation}
+    counts = "mrope_section" not in arguments  # and so do the kernels, where images' tokens stand in a plane
+    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation and counts}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
     arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
     arguments |= _with_types(megatron.forwarded)
@@ -144,8 +145,6 @@ def _set_right(
 
     if replays:
         set_("moe_router_fusion", False, "the kernel chooses experts itself, and policy.router_replay gives them")
-    if "mrope_section" in arguments:
-        set_("apply_rope_fusion", False, "the kernel counts positions, and those of images' tokens are a plane's")
     if adapts:
         set_("moe_router_bias_update_rate", 0.0, "the bias is the base's, which stays as it is beside adapters")
     has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1

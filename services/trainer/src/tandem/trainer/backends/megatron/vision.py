@@ -99,15 +99,12 @@ class SeeingChunk(Chunk):
             embedded, added = self._embedded(input_ids, pixels, blank)
             if added:
                 packed_seq_params = SeeingSequences(**vars(packed_seq_params), added=added)
-        return super().forward(
-            input_ids, *args, decoder_input=embedded, packed_seq_params=packed_seq_params, **kwargs
-        )
+        return super().forward(input_ids, *args, decoder_input=embedded, packed_seq_params=packed_seq_params, **kwargs)
 
     def _embedded(
         self, token_ids_1N: torch.Tensor, pixels: towers.Inputs | None, blank: towers.Inputs | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return the embeddings of a row, ``[M, 1, E]``, with features for image tokens; and `SeeingSequences.added`.
-        """
+        """Return a row's embeddings, ``[M, 1, E]``, with features for image tokens; and `SeeingSequences.added`."""
         embedded: torch.Tensor = self.embedding(input_ids=token_ids_1N, position_ids=None)
         deeper: list[torch.Tensor] = []
         if pixels is not None:
@@ -174,7 +171,10 @@ class InterleavedRotation(torch.nn.Module):
         self._head_dim, self._base = head_dim, base
 
     def forward(self, position_ids_31N: torch.Tensor, sections: Sequence[int], **_: Any) -> torch.Tensor:
-        """Return the angle of each element of a head, ``[N, 1, 1, D]``; `sections` counts frequencies of each number."""
+        """Return the angle of each element of a head, ``[N, 1, 1, D]``.
+
+        `sections` counts the frequencies of each number.
+        """
         powers = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=position_ids_31N.device)
         angles_3NX = position_ids_31N[:, 0, :, None].float() / self._base ** (powers / self._head_dim)
         angles_NX = angles_3NX[0].clone()
@@ -284,4 +284,3 @@ class SeeingFolder:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
         there = next((each for each in names_in_checkpoint(name, self._family) if each in self._files), name)
         return self._files.read(there, shape, box)
-
