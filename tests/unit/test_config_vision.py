@@ -54,8 +54,8 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
         (
             "smolvlm",
             "sft",
-            {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True}},
-            "policy.dtensor_cfg.sequence_parallel: true, which with images is not built",
+            {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True, "custom_parallel_plan": "own.plan"}},
+            "policy.dtensor_cfg.sequence_parallel: true, which with a plan for a model that sees (own.plan) is not",
         ),
         (
             "smolvlm",

@@ -62,8 +62,9 @@ def check(configs: Sequence[Config], names: Sequence[str], world_size: int, fold
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "world_size"), [*((family, 2) for family in FAMILIES), ("qwen3_vl", 4), ("gemma3", 4)]
+)
 def test_tensor_ranks_match_plain_hugging_face(family: str, world_size: int, tmp_path: Path) -> None:
     folder = write_vision_model(family, tmp_path / "model", **TEXT[family])
     loss = {"reference_policy_kl_penalty": 0.1}
@@ -72,6 +73,17 @@ def test_tensor_ranks_match_plain_hugging_face(family: str, world_size: int, tmp
         for settings in KINDS.values()
     ]
     check(configs, list(KINDS), world_size, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
+def test_tensor_ranks_with_parts_of_rows_match_plain_hugging_face(family: str, tmp_path: Path) -> None:
+    folder = write_vision_model(family, tmp_path / "model", **TEXT[family])
+    loss, parts = {"reference_policy_kl_penalty": 0.1}, {**TP2, "sequence_parallel": True}
+    configs = [
+        vision_config(folder, tmp_path / "run", loss=loss, trainers=2, dtensor_cfg=parts, **settings)
+        for settings in KINDS.values()
+    ]
+    check(configs, list(KINDS), 2, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("part", ["freeze_vision_tower", "freeze_language_model"])

@@ -21,7 +21,7 @@ _ABSENT_PARTS = ("freeze_audio_tower",)
 
 
 def no_ranks_share_sequences_with_images(config: Config) -> None:
-    """Check that no ranks share the sequences of a model that sees, nor the DTensor backend's ranks parts of rows."""
+    """Check that no ranks share the sequences of a model that sees, nor rows by a plan that may not know how."""
     problems, of_images = Problems(), "which with images is not built"
     for key, section in _models(config):
         if family_of(section) is None:
@@ -32,8 +32,10 @@ def no_ranks_share_sequences_with_images(config: Config) -> None:
         if backend.context_parallel_size > 1:
             what = f"{backend.context_parallel_size}, {of_images}"
             problems.found.append(Invalid(f"{name}.context_parallel_size", what))
-        if not is_megatron and section.dtensor_cfg.sequence_parallel and section.dtensor_cfg.tensor_parallel_size > 1:
-            problems.found.append(Invalid(f"{name}.sequence_parallel", f"true, {of_images}"))
+        plan = section.dtensor_cfg.custom_parallel_plan
+        if not is_megatron and section.dtensor_cfg.sequence_parallel and plan is not None:
+            what = f"true, which with a plan for a model that sees ({plan}) is not built"
+            problems.found.append(Invalid(f"{name}.sequence_parallel", what))
     problems.complain()
 
 

@@ -181,6 +181,8 @@ def cut(
     if adapts:
         inside = {path: Adapted(style) for path, style in inside.items()}
     parallelize_module(model, mesh, inside, src_data_rank=None)
+    if (family := VISION.get(model.config.model_type)) is not None and sequence_parallel:
+        _split_embeddings(model.get_submodule(family.language_prefix.removesuffix(".")), mesh)
     if is_tied:
         _cut_rows(embedding, mesh)
         head.weight = embedding.weight
@@ -216,7 +218,10 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
             raise ConfigError(f"{key}: {size} does not divide {heads} heads of attention")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        "embed_tokens": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        # Features of images replace embeddings, and what comes of it is split afterwards.
+        "embed_tokens": lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=between if family is None else Replicate()
+        ),
         "self_attn": lambda: PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
@@ -306,6 +311,31 @@ def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
         RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
     elif list(weight.placements) != [Shard(0)]:
         raise ConfigError(f"{_CUSTOM}: the embedding is the output layer too, so only RowwiseParallel can cut it")
+
+
+def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Split what a language model is given along the sequence. Gradients come back whole.
+
+    Features for its first layers, if there are any, are those of image tokens in this rank's part.
+    """
+
+    def whole(tensor: torch.Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+    def split(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = {"inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()}
+        if kwargs.get("deepstack_visual_embeds"):
+            is_image_BT = kwargs["visual_pos_masks"]
+            number_BT = (is_image_BT.flatten().cumsum(0) - 1).view_as(is_image_BT)
+            rank, size = mesh.get_local_rank(), mesh.size()
+            own["visual_pos_masks"], number_BT = (each.chunk(size, dim=1)[rank] for each in (is_image_BT, number_BT))
+            mine = number_BT[own["visual_pos_masks"]]
+            own["deepstack_visual_embeds"] = [
+                whole(each).to_local(grad_placements=[Partial()])[mine] for each in kwargs["deepstack_visual_embeds"]
+            ]
+        return args, kwargs | own
+
+    language.register_forward_pre_hook(split, with_kwargs=True)
 
 
 def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement) -> None:
