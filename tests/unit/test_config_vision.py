@@ -69,6 +69,13 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
             {"megatron_cfg": {"enabled": True}},
             "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
         ),
+        (
+            "qwen3_vl",
+            "sft",
+            {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 3, "optimizer": {"lr": 1e-6}}},
+            "policy.megatron_cfg.pipeline_model_parallel_size: images reach the first 2 layers of a qwen3_vl, and the "
+            "first stage has 1; num_layers_in_first_pipeline_stage may give it more",
+        ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (
             "smolvlm",
@@ -87,7 +94,11 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
 def test_what_is_not_built_is_refused(
     family: str, algorithm: str, policy: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    trainers = {"cluster": {"trainers": 2}} if "dtensor_cfg" in policy else {}
+    sizes = policy.get("megatron_cfg", {})
+    num = sizes.get(
+        "pipeline_model_parallel_size", 2 if "dtensor_cfg" in policy or "context_parallel_size" in sizes else 1
+    )
+    trainers = {"cluster": {"trainers": num}}
     with pytest.raises(ConfigError) as caught:
         config_of(write_vision_files(family, tmp_path, num_key_value_heads=2), policy, algorithm, **trainers)
     assert expected in str(caught.value)

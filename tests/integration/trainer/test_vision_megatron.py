@@ -44,6 +44,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
     "TP2+SP, deepstack, recomputed": ("qwen3_vl", 2, TP2 | SP | {"activation_checkpointing": True}, {}, PACKED),
     "PP2, deepstack, recomputed": ("qwen3_vl", 2, PP2 | {"activation_checkpointing": True}, {}, {}),
     "TP2+SP+PP2, deepstack": ("qwen3_vl", 4, TP2 | SP | PP2, {}, {}),
+    "PP2 with virtual stages, a row that fills up": (
+        "qwen2_5_vl",
+        2,
+        PP2 | VIRTUAL | OVERLAPS,
+        {},
+        {"train_micro_batch_size": 8, "logprob_batch_size": 8},
+    ),
     "TP2+SP+PP2": ("idefics3", 4, TP2 | SP | PP2, {}, {}),
     "TP2+DP2, plain optimizer": ("qwen2_5_vl", 4, TP2 | PLAIN, {}, PACKED),
 }
@@ -109,7 +116,7 @@ def resumed(rank: int, config: Config, batch: Batch, checkpoint: Path | None, fo
     return metrics
 
 
-def test_a_checkpoint_is_resumed_by_other_ranks_and_by_the_other_backend(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_by_other_ranks(tmp_path: Path) -> None:
     folder = write_vision_model("qwen2_5_vl", tmp_path / "model", **TEXT)
     first, *others = (megatron_config(folder, 2, each, tmp_path / "run") for each in (TP2 | SP, PP2, {}))
     batch = seeing_batch(first)

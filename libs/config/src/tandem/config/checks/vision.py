@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
-from tandem.config.models.model_sizes import model_config
+from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, Model
@@ -18,6 +18,8 @@ FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
 FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
 _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
+_LEVELS = (8, 16, 24)
+"""The tower's layers with features for the first layers of Qwen3-VL's language model, unless its files name them."""
 
 
 def no_ranks_share_sequences_with_images(config: Config) -> None:
@@ -37,6 +39,22 @@ def no_ranks_share_sequences_with_images(config: Config) -> None:
             what = f"true, which with a plan for a model that sees ({plan}) is not built"
             problems.found.append(Invalid(f"{name}.sequence_parallel", what))
     problems.complain()
+
+
+def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
+    """Check that Megatron-Core's first stage has the layers to whose outputs features of images are added."""
+    megatron, family = config.policy.megatron_cfg, family_of(config.policy)
+    if family is None or not megatron.enabled or family.model_type != "qwen3_vl":
+        return
+    levels = len((model_config(config.policy) or {}).get("vision_config", {}).get("deepstack_visual_indexes", _LEVELS))
+    here, layers = megatron.num_layers_in_first_pipeline_stage, model_sizes(config.policy).num_layers
+    virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    if here is None and layers is not None:
+        here = layers // megatron.pipeline_model_parallel_size
+    if here is not None and here // virtual < levels:
+        key = "policy.megatron_cfg.pipeline_model_parallel_size"
+        what = f"images reach the first {levels} layers of a qwen3_vl, and the first stage has {here // virtual}"
+        raise Invalid(key, f"{what}; num_layers_in_first_pipeline_stage may give it more")
 
 
 def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
@@ -85,6 +103,7 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 RULES: tuple[Rule, ...] = (
     no_ranks_share_sequences_with_images,
+    the_first_stage_has_the_layers_that_images_reach,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
 )

@@ -39,7 +39,7 @@ from tandem.trainer.backends.megatron.rows import Row
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource, frozen_prefixes
 from tandem.trainer.micro_batches import RowImages
-from tandem.trainer.models import load_model
+from tandem.trainer.models import checkpoint_activations, load_model
 
 
 def language_of(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,10 @@ class SeeingChunk(Chunk):
             self.rotary_pos_emb = InterleavedRotation(self.config.kv_channels, rope["rope_theta"])
         if not self.pre_process:
             return
-        self.add_module(TOWER, make_tower(hugging_face, self.config.params_dtype))
+        tower = make_tower(hugging_face, self.config.params_dtype)
+        if self.config.recompute_granularity == "full":
+            checkpoint_activations(tower)
+        self.add_module(TOWER, tower)
         levels = getattr(hugging_face.vision_config, "deepstack_visual_indexes", ())
         layers = list(self.decoder.layers)
         if len(levels) > len(layers):
