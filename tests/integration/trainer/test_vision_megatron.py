@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from tandem.config import Config
 from tandem.config.models.lora import is_adapter
 from tandem.samples.batch import Batch
 from tandem.trainer.files.merging import merge
-from tests.harness.trainers.megatron_harness import OPTIMIZER, PLAIN, PP2, SP, TP2, VIRTUAL, make
+from tests.harness.trainers.megatron_harness import (
+    OPTIMIZER,
+    PLAIN,
+    PP2,
+    SP,
+    TP2,
+    VIRTUAL,
+    config_for,
+    make,
+    make_checkpoint,
+)
 from tests.harness.trainers.reference import (
     assert_same_numbers,
     numbers_of,
     plain_numbers,
     trained_weights,
 )
-from tests.harness.trainers.trainer_harness import run_ranks, train_on
+from tests.harness.trainers.trainer_harness import make_batch, run_ranks, train_on
 from tests.harness.trainers.vision_harness import SEQUENCES, PlainVision, seeing_batch, vision_config
 from tests.harness.vision_models import write_vision_model
 
@@ -184,3 +195,16 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
     config = megatron_config(folder, 2, TP2 | SP, tmp_path / "run", precision="bfloat16")
     for metrics in run_ranks(2, distilled, config, seeing_batch(config)):
         assert metrics["grad_norm"] > 0
+
+
+def imported(rank: int, config: Config, batch: Batch) -> list[str]:
+    """Train, and say which modules for images that took."""
+    train_on(make(config), batch, config)
+    return sorted(name for name in sys.modules if name.endswith((".megatron.vision", ".backends.pictures")))
+
+
+def test_a_model_of_text_needs_nothing_of_it(tmp_path: Path) -> None:
+    text = config_for(make_checkpoint(tmp_path / "text", "qwen3"), 1, {})
+    assert run_ranks(1, imported, text, make_batch()) == [[]]
+    sees = megatron_config(write_vision_model("smolvlm", tmp_path / "sees"), 1, {}, tmp_path / "run")
+    assert [len(names) for names in run_ranks(1, imported, sees, seeing_batch(sees))] == [2]

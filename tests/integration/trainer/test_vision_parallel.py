@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from tandem.config import Config
 from tandem.samples.batch import Batch
@@ -84,6 +85,23 @@ def test_tensor_ranks_with_parts_of_rows_match_plain_hugging_face(family: str, t
         for settings in KINDS.values()
     ]
     check(configs, list(KINDS), 2, tmp_path / "saved")
+
+
+def own_plan() -> dict[str, ParallelStyle]:
+    """A plan of linear layers of a language model alone: nothing of embeddings and the output layer."""
+    attention, feed_forward = "model.text_model.layers.*.self_attn", "model.text_model.layers.*.mlp"
+    by_rows = [f"{attention}.{part}_proj" for part in "qkv"]
+    by_rows += [f"{feed_forward}.{part}_proj" for part in ("gate", "up")]
+    by_columns = [f"{attention}.o_proj", f"{feed_forward}.down_proj"]
+    return {name: ColwiseParallel() for name in by_rows} | {name: RowwiseParallel() for name in by_columns}
+
+
+def test_a_custom_plan_matches_plain_hugging_face(tmp_path: Path) -> None:
+    folder = write_vision_model("idefics3", tmp_path / "model", **TEXT["idefics3"])
+    plan = {**TP2, "custom_parallel_plan": f"{__name__}.own_plan"}
+    loss = {"reference_policy_kl_penalty": 0.1}
+    config = vision_config(folder, tmp_path / "run", loss=loss, trainers=2, dtensor_cfg=plan, **PACKED)
+    check([config], ["custom"], 2, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("part", ["freeze_vision_tower", "freeze_language_model"])
