@@ -13,11 +13,17 @@ from tests.harness.trainers.megatron_harness import OPTIMIZER, PP2, SP, TP2
 from tests.harness.trainers.trainer_harness import ADAMW
 from tests.harness.vision_models import write_vision_model
 
+LORA = {"enabled": True, "dim": 4, "alpha": 8, "match_all_linear": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2": ("qwen2_5_vl", {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "Megatron-Core, TP2 with sequence parallelism": (
         "qwen2_5_vl",
         {"megatron_cfg": {"enabled": True, **TP2, **SP, "optimizer": OPTIMIZER}},
+    ),
+    "TP2 with adapters": ("smolvlm", {"dtensor_cfg": {"tensor_parallel_size": 2, "lora_cfg": LORA}}),
+    "Megatron-Core, TP2 with adapters": (
+        "qwen3_vl",
+        {"megatron_cfg": {"enabled": True, **TP2, "optimizer": OPTIMIZER, "peft": {"enabled": True, "dim": 4}}},
     ),
     "Megatron-Core, PP2": ("smolvlm", {"megatron_cfg": {"enabled": True, **PP2, "optimizer": OPTIMIZER}}),
 }
