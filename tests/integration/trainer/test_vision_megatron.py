@@ -86,10 +86,18 @@ def test_layouts_match_plain_hugging_face(
 
 
 @pytest.mark.parametrize(
-    ("part", "megatron"), [("vision_tower", TP2), ("language_model", TP2), ("language_model", PP2)]
+    ("part", "megatron", "text"),
+    [
+        ("vision_tower", TP2, {}),
+        ("language_model", TP2, {}),
+        ("language_model", PP2, {}),
+        ("language_model", PP2, UNTIED),
+    ],
 )
-def test_a_frozen_part_stays_as_it_is(part: str, megatron: dict[str, Any], tmp_path: Path) -> None:
-    folder = write_vision_model("smolvlm", tmp_path / "model", **TEXT)
+def test_a_frozen_part_stays_as_it_is(
+    part: str, megatron: dict[str, Any], text: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_vision_model("smolvlm", tmp_path / "model", **{**TEXT, **text})
     frozen = {"freeze_vision_tower": False, f"freeze_{part}": True}
     config = megatron_config(
         folder, 2, megatron, tmp_path / "run", dtensor_cfg={"automodel_kwargs": {"freeze_config": frozen}}

@@ -232,12 +232,16 @@ class Pictures:
         """Return what makes chunks of a whole model of this configuration."""
         return functools.partial(SeeingChunk, hugging_face=hugging_face, image_token=self._source.image_token)
 
-    def freeze(self, chunk: torch.nn.Module) -> None:
-        """Freeze the parts of a chunk that ``freeze_config`` names."""
+    def freeze(self, chunk: Any) -> None:
+        """Freeze the parts of a chunk that ``freeze_config`` names. An output layer of its own is in neither."""
         prefixes = frozen_prefixes(self._family, self._section.dtensor_cfg)
         for name, parameter in chunk.named_parameters():
-            own = name.removeprefix(f"{TOWER}.")
-            if own.startswith(prefixes) if own != name else self._family.language_prefix in prefixes:
+            there = name.removeprefix(f"{TOWER}.")
+            if there == name and not (
+                name.startswith("output_layer.") and not chunk.share_embeddings_and_output_weights
+            ):
+                there = self._family.language_prefix
+            if there.startswith(prefixes):
                 parameter.requires_grad_(False)
 
     def tensors(self) -> SeeingFolder | TensorsInMemory:
