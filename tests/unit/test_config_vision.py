@@ -67,7 +67,8 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
             "gemma3",
             "sft",
             {"megatron_cfg": {"enabled": True}},
-            "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
+            "policy.megatron_cfg.enabled: true, but Megatron-Core trains qwen2_5_vl, qwen3_vl, smolvlm, idefics3 with "
+            "images here, not gemma3",
         ),
         (
             "qwen3_vl",
