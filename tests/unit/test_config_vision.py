@@ -9,6 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
+from tandem.config.models.families import MEGATRON_VISION
 from tandem.config.notice_rules import notices
 from tests.harness.vision_models import write_vision_files
 
@@ -27,7 +28,18 @@ def frozen(**parts: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3"])
 def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_path: Path) -> None:
-    assert config_of(write_vision_files(family, tmp_path)).policy.dtensor_cfg.enabled
+    folder = write_vision_files(family, tmp_path, num_key_value_heads=2)
+    assert config_of(folder).policy.dtensor_cfg.enabled
+    tensor_ranks = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+    assert config_of(folder, tensor_ranks, cluster={"trainers": 2}).policy.dtensor_cfg.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("family", MEGATRON_VISION)
+def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
+    megatron = {"enabled": True, "tensor_model_parallel_size": 2, "sequence_parallel": True, "optimizer": {"lr": 1e-6}}
+    policy = {"megatron_cfg": megatron, **frozen(freeze_vision_tower=True)}
+    config = config_of(write_vision_files(family, tmp_path), policy, cluster={"trainers": 2})
+    assert config.policy.megatron_cfg.enabled
 
 
 @pytest.mark.parametrize(
@@ -42,14 +54,28 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
         (
             "smolvlm",
             "sft",
-            {"dtensor_cfg": {"tensor_parallel_size": 2, "custom_parallel_plan": "package.plan"}},
-            "policy.dtensor_cfg.tensor_parallel_size: 2, which with images is not built",
+            {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True, "custom_parallel_plan": "own.plan"}},
+            "policy.dtensor_cfg.sequence_parallel: true, which with a plan for a model that sees (own.plan) is not",
         ),
         (
             "smolvlm",
             "sft",
+            {"megatron_cfg": {"enabled": True, "context_parallel_size": 2}},
+            "policy.megatron_cfg.context_parallel_size: 2, which with images is not built",
+        ),
+        (
+            "gemma3",
+            "sft",
             {"megatron_cfg": {"enabled": True}},
-            "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
+            "policy.megatron_cfg.enabled: true, but Megatron-Core trains qwen2_5_vl, qwen3_vl, smolvlm, idefics3 with "
+            "images here, not gemma3",
+        ),
+        (
+            "qwen3_vl",
+            "sft",
+            {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 3, "optimizer": {"lr": 1e-6}}},
+            "policy.megatron_cfg.pipeline_model_parallel_size: images reach the first 2 layers of a qwen3_vl, and the "
+            "first stage has 1; num_layers_in_first_pipeline_stage may give it more",
         ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (
@@ -69,9 +95,13 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
 def test_what_is_not_built_is_refused(
     family: str, algorithm: str, policy: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    trainers = {"cluster": {"trainers": 2}} if "dtensor_cfg" in policy else {}
+    sizes = policy.get("megatron_cfg", {})
+    num = sizes.get(
+        "pipeline_model_parallel_size", 2 if "dtensor_cfg" in policy or "context_parallel_size" in sizes else 1
+    )
+    trainers = {"cluster": {"trainers": num}}
     with pytest.raises(ConfigError) as caught:
-        config_of(write_vision_files(family, tmp_path), policy, algorithm, **trainers)
+        config_of(write_vision_files(family, tmp_path, num_key_value_heads=2), policy, algorithm, **trainers)
     assert expected in str(caught.value)
 
 

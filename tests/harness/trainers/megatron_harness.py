@@ -126,6 +126,6 @@ def config_for(folder: Path, num_ranks: int, megatron: dict[str, Any], **policy:
     )
 
 
-def make(config: Config) -> Backend:
+def make(config: Config, checkpoint: Path | None = None) -> Backend:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
-    return make_backend(config, checkpoint=None)
+    return make_backend(config, checkpoint=checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.model_sizes import model_config, model_sizes
+from tandem.config.models.vision_families import VISION
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
 
@@ -19,7 +20,7 @@ def ranks_share_heads(config: Config) -> None:
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
         return
     model_type = (model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *TENSOR_PLANS):
+    if model_type not in (None, *TENSOR_PLANS, *VISION):
         known = ", ".join(TENSOR_PLANS)
         raise Invalid(_SIZE, f"{ranks}, but there is no plan for {model_type}, only for {known}; {_PLAN} may name one")
     if model_type in FUSED_HEADS:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from tandem.config.checks.rule import Rule
-from tandem.config.models.families import MEGATRON
+from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import model_config
+from tandem.config.models.vision_families import VISION
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config
 
@@ -18,9 +19,11 @@ OPTIMIZERS = ("adam", "sgd")
 def the_architecture_is_megatrons(config: Config) -> None:
     """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
     model_type = (model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *MEGATRON):
-        known = ", ".join(MEGATRON)
-        raise Invalid(f"{KEY}.enabled", f"true, but Megatron-Core trains {known} here, not {model_type}")
+    if model_type not in (None, *MEGATRON, *MEGATRON_VISION):
+        sees = model_type in VISION
+        known = ", ".join(MEGATRON_VISION if sees else MEGATRON)
+        what = f"true, but Megatron-Core trains {known}{' with images' if sees else ''} here, not {model_type}"
+        raise Invalid(f"{KEY}.enabled", what)
 
 
 def rates_are_in_order(config: Config) -> None:

@@ -7,30 +7,54 @@ from typing import Any
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
-from tandem.config.models.model_sizes import model_config
+from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, Model
+from tandem.config.schema.megatron import MegatronCfg
+from tandem.config.schema.policy import DtensorCfg
 
 FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
 FROZEN_PARTS = ("freeze_vision_tower", "freeze_language_model")
 _ABSENT_PARTS = ("freeze_audio_tower",)
 """Accepted: no family has one."""
+_LEVELS = (8, 16, 24)
+"""The tower's layers with features for the first layers of Qwen3-VL's language model, unless its files name them."""
 
 
-def no_ranks_share_a_model_that_sees(config: Config) -> None:
-    """Check that no ranks of the DTensor backend share the layers or the sequences of a model that sees."""
-    problems = Problems()
+def no_ranks_share_sequences_with_images(config: Config) -> None:
+    """Check that no ranks share the sequences of a model that sees, nor rows by a plan that may not know how."""
+    problems, of_images = Problems(), "which with images is not built"
     for key, section in _models(config):
-        name = key.removesuffix(".model_name")
-        if family_of(section) is None or section.megatron_cfg.enabled:  # which has a list of families of its own
+        if family_of(section) is None:
             continue
-        for size in ("context_parallel_size", "tensor_parallel_size"):
-            ranks = getattr(section.dtensor_cfg, size)
-            if ranks > 1:
-                what = f"{ranks}, which with images is not built"
-                problems.found.append(Invalid(f"{name}.dtensor_cfg.{size}", what))
+        is_megatron = section.megatron_cfg.enabled
+        backend: MegatronCfg | DtensorCfg = section.megatron_cfg if is_megatron else section.dtensor_cfg
+        name = f"{key.removesuffix('.model_name')}.{'megatron' if is_megatron else 'dtensor'}_cfg"
+        if backend.context_parallel_size > 1:
+            what = f"{backend.context_parallel_size}, {of_images}"
+            problems.found.append(Invalid(f"{name}.context_parallel_size", what))
+        plan = section.dtensor_cfg.custom_parallel_plan
+        if not is_megatron and section.dtensor_cfg.sequence_parallel and plan is not None:
+            what = f"true, which with a plan for a model that sees ({plan}) is not built"
+            problems.found.append(Invalid(f"{name}.sequence_parallel", what))
     problems.complain()
+
+
+def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
+    """Check that Megatron-Core's first stage has the layers to whose outputs features of images are added."""
+    megatron, family = config.policy.megatron_cfg, family_of(config.policy)
+    if family is None or not megatron.enabled or family.model_type != "qwen3_vl":
+        return
+    levels = len((model_config(config.policy) or {}).get("vision_config", {}).get("deepstack_visual_indexes", _LEVELS))
+    here, layers = megatron.num_layers_in_first_pipeline_stage, model_sizes(config.policy).num_layers
+    virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    if here is None and layers is not None:
+        here = layers // megatron.pipeline_model_parallel_size
+    if here is not None and here // virtual < levels:
+        key = "policy.megatron_cfg.pipeline_model_parallel_size"
+        what = f"images reach the first {levels} layers of a qwen3_vl, and the first stage has {here // virtual}"
+        raise Invalid(key, f"{what}; num_layers_in_first_pipeline_stage may give it more")
 
 
 def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
@@ -56,7 +80,7 @@ def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
 
 def frozen_parts_are_known(config: Config) -> None:
     """Check which parts of a model that sees are to stay as they are."""
-    if family_of(config.policy) is None or config.policy.megatron_cfg.enabled:
+    if family_of(config.policy) is None:
         return
     frozen: Any = config.policy.dtensor_cfg.automodel_kwargs.get("freeze_config") or {}
     if not isinstance(frozen, Mapping):
@@ -78,7 +102,8 @@ def _models(config: Config) -> Iterator[tuple[str, Model]]:
 
 
 RULES: tuple[Rule, ...] = (
-    no_ranks_share_a_model_that_sees,
+    no_ranks_share_sequences_with_images,
+    the_first_stage_has_the_layers_that_images_reach,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
 )

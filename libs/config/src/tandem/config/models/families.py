@@ -11,6 +11,9 @@ FUSED_HEADS = ("phi3",)
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral", "phi3", "glm4_moe")
 """Families that Megatron-Core's GPTModel computes like Transformers, with descriptions of their shards."""
 
+MEGATRON_VISION = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+"""Families that see with a language model among those, whose tokens attend causally."""
+
 MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v3")
 """Families among them with linear layers for low-rank adapters; latent attention has other layers."""
 

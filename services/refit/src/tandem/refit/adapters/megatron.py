@@ -16,6 +16,7 @@ import msgspec
 from tandem.common.errors import RefitError
 from tandem.config.models import lora
 from tandem.config.models.families import MEGATRON
+from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
@@ -29,6 +30,7 @@ from tandem.refit.adapters.geometry import (
     LatentAttention,
 )
 from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
+from tandem.refit.adapters.vision import as_seeing, is_of_tower
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -40,6 +42,8 @@ _PARTS = {
 }
 """Projections in each linear layer. Its adapter has one ``lora_A`` for all of them."""
 _HERE = "{layer}."
+TOWER = "tower"
+"""Module of the first stage that holds what makes features of images."""
 
 
 def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
@@ -48,6 +52,7 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
     Names are Megatron-Core's, with layers counted through all stages. Routed experts are listed without checkpoint
     layers, because adapters of them are not supported.
     """
+    model = model.as_text
     found: dict[str, tuple[str, ...]] = {}
     sparse = model.known.experts.layers if model.known.experts else ()
     for number in range(model.known.num_layers):
@@ -59,6 +64,9 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
                     found[f"{here}{module}{name}"] = layers
         if number in sparse:
             found |= {f"{here}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
+    if model.family:
+        family = VISION[model.family]
+        return {name: tuple(as_seeing(layer, family) for layer in layers) for name, layers in found.items()}
     return found
 
 
@@ -134,11 +142,16 @@ class Megatron(Deployment, frozen=True):
         return found
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
-        if model.known.model_type not in MEGATRON:
+        """Return a rank's layout without its host. Raises `RefitError` for an unknown family.
+
+        Of a model that sees, the first stage has the tower, whole on every tensor-parallel rank.
+        """
+        text = model.as_text
+        if text.known.model_type not in MEGATRON:
             known = ", ".join(MEGATRON)
-            raise RefitError(f"it is unknown how Megatron-Core shards a {model.known.model_type}; known are {known}")
-        return _Rank(self, model, self.coordinates(rank)).build()
+            raise RefitError(f"it is unknown how Megatron-Core shards a {text.known.model_type}; known are {known}")
+        layout = _Rank(self, text, self.coordinates(rank)).build()
+        return msgspec.structs.replace(layout, tensors=model.tensors)
 
 
 class _Rank:
@@ -184,6 +197,7 @@ class _Rank:
         embedding = "model.embed_tokens.weight"
         output = embedding if is_tied else OUTPUT_LAYER
         if at.pp == 0:
+            self._tower()
             self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, held)
         if at.pp == sizes.pp - 1:
             self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
@@ -192,6 +206,14 @@ class _Rank:
             # Without pipeline stages the output layer reuses the embedding; the last of several stages has a copy.
             if self._model.shape_of(output) is not None and not (is_tied and sizes.pp == 1):
                 self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, held)
+
+    def _tower(self) -> None:
+        """Add the tower and the projector of a model that sees, under their own names."""
+        if self._model.family:
+            family = VISION[self._model.family]
+            for tensor in self._model.tensors:
+                if is_of_tower(tensor.name, family):
+                    self._builder.whole(f"{self._prefixes[0]}{TOWER}.{tensor.name}", tensor.name)
 
     def _vocabulary(self, name: str, num_rows: int, tensor: str, held: Box | None) -> None:
         """Add this rank's rows of the vocabulary; all may be padding."""

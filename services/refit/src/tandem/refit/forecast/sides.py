@@ -69,7 +69,7 @@ def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
         else msgspec.structs.replace(tensor, is_frozen=True)
         for tensor in model.with_adapters(layers, policy.adapters.dim, dtype).tensors
     )
-    return ModelShape(tuple(tensors), model.geometry)
+    return msgspec.structs.replace(model, tensors=tuple(tensors))
 
 
 def training(config: Config) -> Megatron | DTensor:
@@ -161,7 +161,9 @@ def model_shape(config: Config) -> ModelShape | str:
     """
     folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
     if any(folder.glob("*.safetensors")):
-        return from_checkpoint(folder)
+        # Files of models that see may have older names than those in memory, which a plan needs.
+        described = None if path is None else _seeing(_read_json(path))
+        return described if isinstance(described, ModelShape) else from_checkpoint(folder)
     if path is not None:
         found = _read_json(path)
     elif new is not None:
@@ -170,14 +172,21 @@ def model_shape(config: Config) -> ModelShape | str:
         raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json")
     else:
         return "no config.json of it is here"
-    if found.get("model_type") in VISION:
-        try:
-            return from_config(found)
-        except ModelError as error:  # files of such models leave out what their library assumes
-            return str(error)
+    if (described := _seeing(found)) is not None:
+        return described
     if found.get("model_type") not in FAMILIES:
         return f"only its weight files have the shapes of a {found.get('model_type')}"
     return from_config(found)
+
+
+def _seeing(found: dict[str, Any]) -> ModelShape | str | None:
+    """Return the shape of a model that sees from its ``config.json``, or why it is unknown; None for any other."""
+    if found.get("model_type") not in VISION:
+        return None
+    try:
+        return from_config(found)
+    except ModelError as error:  # files of such models leave out what their library assumes
+        return str(error)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

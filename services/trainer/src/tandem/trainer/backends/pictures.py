@@ -28,7 +28,7 @@ from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.attention import WITH_IMAGES, use_attention
 from tandem.trainer.backends.sharding import Ranks
-from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.micro_batches import MicroBatch, RowImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,6 +57,49 @@ def _reader(folder: Path, model_type: str, images: Path, max_pixels: int) -> _Re
     return _Reader(folder, VISION[model_type], ImageFolder(images), ImageLimits(max_pixels=max_pixels))
 
 
+class PixelSource:
+    """The pixels of a run's images, for one model."""
+
+    def __init__(self, config: Config, section: Model, family: VisionFamily, device: torch.device) -> None:
+        """Read the settings for images of a section's model.
+
+        Raises `ModelError` if it counts their tokens differently from the policy.
+        """
+        name = config.policy.tokenizer.name
+        folder = local_folder(name) or Path(name)
+        settings = read_settings(folder, name)
+        if settings.family != family:
+            seen = settings.family.model_type
+            raise ModelError(
+                f"{section.model_name} is a {family.model_type}, and images are tokens of a {seen}: {name}"
+            )
+        self.image_token = settings.image_token_id
+        """The token whose embeddings features replace."""
+        self.undrawable = undrawable_ids(load_tokenizer(config), family)
+        """Tokens that no policy draws, and that have no probability."""
+        reader = _reader(folder, family.model_type, image_folder(config).folder, config.data.max_image_pixels)
+        self._cache = reader.cache
+        self._family, self._device = family, device
+        self.blank = self._blank_inputs(reader, settings.patch_size * settings.merge_size)
+        """The inputs of a tower for a small white image."""
+
+    def pixels(self, images: RowImages) -> towers.Inputs:
+        """Return the inputs of a tower for images. Raises `DataError` for one that cannot be read."""
+        found = [self._cache.get(digest) for digest in images.digests]
+        for image, grid, digest in zip(found, images.grids, images.digests, strict=True):
+            _check_grid(image.grid, grid, digest)
+        return towers.tower_inputs(self._family, found, self._device)
+
+    def _blank_inputs(self, reader: _Reader, side: int) -> towers.Inputs:
+        """Return the inputs of a tower for a white image: black crops count as padding."""
+        from PIL.Image import new
+
+        blank = reader.pixels(new("RGB", (side, side), _WHITE))
+        if self._family.has_crops:  # one of them
+            blank = blank._replace(tensors={name: tensor[:1] for name, tensor in blank.tensors.items()})
+        return towers.tower_inputs(self._family, [blank], self._device)
+
+
 class Pictures:
     """Gives a model the inputs that come from images: `tandem.trainer.models.Pictures`."""
 
@@ -67,20 +110,10 @@ class Pictures:
         """
         towers.check_model(model)
         self.family = family
-        name = config.policy.tokenizer.name
-        folder = local_folder(name) or Path(name)
-        settings = read_settings(folder, name)
-        if settings.family != family:
-            seen = settings.family.model_type
-            raise ModelError(
-                f"{section.model_name} is a {family.model_type}, and images are tokens of a {seen}: {name}"
-            )
-        self.undrawable = undrawable_ids(load_tokenizer(config), family)
+        self._source = PixelSource(config, section, family, ranks.device)
+        self.undrawable = self._source.undrawable
         """Tokens that no policy draws, and that have no probability."""
-        reader = _reader(folder, family.model_type, image_folder(config).folder, config.data.max_image_pixels)
-        self._cache = reader.cache
         self._model, self._ranks = model, ranks
-        self._blank = self._blank_inputs(reader, settings.patch_size * settings.merge_size)
         self._needs_blank = False
         if family.has_image_blocks:  # after the attention was chosen for rows
             use_attention(model, WITH_IMAGES)
@@ -98,26 +131,14 @@ class Pictures:
         self._needs_blank = images is None or not images.digests
         if images is None or self._needs_blank:
             return inputs
-        found = [self._cache.get(digest) for digest in images.digests]
-        for image, grid, digest in zip(found, images.grids, images.digests, strict=True):
-            _check_grid(image.grid, grid, digest)
-        return inputs | towers.tower_inputs(self.family, found, self._ranks.device)
-
-    def _blank_inputs(self, reader: _Reader, side: int) -> towers.Inputs:
-        """Return the inputs of a tower for a white image: black crops count as padding."""
-        from PIL.Image import new
-
-        blank = reader.pixels(new("RGB", (side, side), _WHITE))
-        if self.family.has_crops:  # one of them
-            blank = blank._replace(tensors={name: tensor[:1] for name, tensor in blank.tensors.items()})
-        return towers.tower_inputs(self.family, [blank], self._ranks.device)
+        return inputs | self._source.pixels(images)
 
     def _with_tower(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Run the tower on the blank image before the language model, where there is no other."""
         if not self._needs_blank or not self._must_run():
             return None
         self._needs_blank = False
-        features = towers.features_of(towers.encode(self._model, self._blank))
+        features = towers.features_of(towers.encode(self._model, self._source.blank))
         embedded = kwargs["inputs_embeds"]
         for each in features:  # an empty sum: zero, whatever the features are
             embedded = embedded + each[:0].sum().to(embedded.dtype)
@@ -133,17 +154,23 @@ class Pictures:
         return any(each.requires_grad for name, each in self._model.named_parameters() if name.startswith(prefixes))
 
 
-def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
-    """Freeze the parts of a model that ``automodel_kwargs.freeze_config`` names."""
+def frozen_prefixes(family: VisionFamily, settings: DtensorCfg) -> tuple[str, ...]:
+    """Return the prefixes of the parts of a model that ``automodel_kwargs.freeze_config`` names."""
     frozen: Mapping[str, Any] = settings.automodel_kwargs.get("freeze_config") or {}
     if not frozen:
-        return
+        return ()
     parts = {
         family.tower_prefix: frozen.get("freeze_vision_tower", True),
         family.language_prefix: frozen.get("freeze_language_model", False),
     }
+    return tuple(prefix for prefix, is_frozen in parts.items() if is_frozen)
+
+
+def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
+    """Freeze the parts of a model that ``automodel_kwargs.freeze_config`` names."""
+    prefixes = frozen_prefixes(family, settings)
     for name, parameter in model.named_parameters():
-        if any(is_frozen and name.startswith(prefix) for prefix, is_frozen in parts.items()):
+        if name.startswith(prefixes):
             parameter.requires_grad_(False)
 
 

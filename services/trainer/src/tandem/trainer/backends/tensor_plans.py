@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
+from tandem.config.models.vision_families import VISION
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]
@@ -180,6 +181,8 @@ def cut(
     if adapts:
         inside = {path: Adapted(style) for path, style in inside.items()}
     parallelize_module(model, mesh, inside, src_data_rank=None)
+    if (family := VISION.get(model.config.model_type)) is not None and sequence_parallel:
+        _split_embeddings(model.get_submodule(family.language_prefix.removesuffix(".")), mesh)
     if is_tied:
         _cut_rows(embedding, mesh)
         head.weight = embedding.weight
@@ -200,10 +203,11 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     With `sequence_parallel`, activations outside of attention and feed-forward layers are split along the sequence
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank, and each rank then
     computes its own tokens. If one layer makes queries, keys and values, it is split by rows in any order, and its
-    output is gathered: every rank attends with all heads.
+    output is gathered: every rank attends with all heads. Of a model that sees, only the language model is split.
     """
-    config, key = model.config, "policy.dtensor_cfg.tensor_parallel_size"
-    if config.model_type not in TENSOR_PLANS:
+    key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
+    config = model.config if family is None else model.config.get_text_config()
+    if family is None and config.model_type not in TENSOR_PLANS:
         known = ", ".join(TENSOR_PLANS)
         raise ConfigError(
             f"{key}: {size}, but there is no plan for {config.model_type}, only for {known}; {_CUSTOM} may name one"
@@ -214,7 +218,10 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
             raise ConfigError(f"{key}: {size} does not divide {heads} heads of attention")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        "embed_tokens": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        # Features of images replace embeddings, and what comes of it is split afterwards.
+        "embed_tokens": lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=between if family is None else Replicate()
+        ),
         "self_attn": lambda: PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
@@ -230,7 +237,10 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     if sequence_parallel:
         styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: Plain.whole(sums=True))
     plan: dict[str, ParallelStyle] = {}
+    towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
+        if name.startswith(towers):  # whole on every rank
+            continue
         end = name.rpartition(".")[2]
         if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
             plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
@@ -301,6 +311,31 @@ def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
         RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
     elif list(weight.placements) != [Shard(0)]:
         raise ConfigError(f"{_CUSTOM}: the embedding is the output layer too, so only RowwiseParallel can cut it")
+
+
+def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Split what a language model is given along the sequence. Gradients come back whole.
+
+    Features for its first layers, if there are any, are those of image tokens in this rank's part.
+    """
+
+    def whole(tensor: torch.Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+    def split(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = {"inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()}
+        if kwargs.get("deepstack_visual_embeds"):
+            is_image_BT = kwargs["visual_pos_masks"]
+            number_BT = (is_image_BT.flatten().cumsum(0) - 1).view_as(is_image_BT)
+            rank, size = mesh.get_local_rank(), mesh.size()
+            own["visual_pos_masks"], number_BT = (each.chunk(size, dim=1)[rank] for each in (is_image_BT, number_BT))
+            mine = number_BT[own["visual_pos_masks"]]
+            own["deepstack_visual_embeds"] = [
+                whole(each).to_local(grad_placements=[Partial()])[mine] for each in kwargs["deepstack_visual_embeds"]
+            ]
+        return args, kwargs | own
+
+    language.register_forward_pre_hook(split, with_kwargs=True)
 
 
 def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement) -> None:

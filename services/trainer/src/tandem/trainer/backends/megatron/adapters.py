@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel import mappings
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.models.lora import A, B, chosen
 from tandem.config.schema.adapters import Peft
-from tandem.refit.adapters import megatron
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import LatentAttention
 from tandem.trainer.files.adapter_files import first_values
@@ -30,14 +29,16 @@ SECTION = "policy.megatron_cfg.peft"
 _BY_ROWS = ("linear_qkv", "linear_fc1")
 
 
-def layers_with_adapters(model: ModelShape, adapters: Peft) -> dict[str, tuple[str, ...]]:
-    """Return the layers with adapters by Megatron-Core's names, each with its layers in a checkpoint.
+def layers_with_adapters(
+    linear: Mapping[str, tuple[str, ...]], model: ModelShape, adapters: Peft
+) -> dict[str, tuple[str, ...]]:
+    """Return those of a model's `linear` layers with adapters, by Megatron-Core's names, each with its layers in a
+    checkpoint.
 
     Raises `ConfigError` if none is chosen, and `ModelError` if a chosen layer cannot have an adapter here.
     """
-    if isinstance(model.known.attention, LatentAttention):
+    if isinstance(model.as_text.known.attention, LatentAttention):
         raise ModelError(f"{SECTION}: adapters of latent attention are not built")
-    linear = megatron.linear_layers(model)
     found = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
     for layer, parts in found.items():
         if not parts:

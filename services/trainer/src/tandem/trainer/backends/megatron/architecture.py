@@ -66,6 +66,8 @@ def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
         arguments |= _latent_attention(geometry.attention, model)
     else:
         arguments |= _attention(geometry.attention, model)
+        if sections := rope_of(model).get("mrope_section"):
+            arguments["mrope_section"] = sections
     return arguments | (_experts(geometry.experts, geometry, model) if geometry.experts is not None else {})
 
 
@@ -75,7 +77,7 @@ def embedding_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {
         "max_sequence_length": model["max_position_embeddings"],
         "share_embeddings_and_output_weights": geometry_in(model).is_tied,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "mrope" if "mrope_section" in rope else "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope["partial_rotary_factor"],
     }

@@ -14,6 +14,7 @@ the vocabulary may all change in between. All files are safetensors and JSON.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,22 @@ from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.schema.columns import Model
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
-from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
 from tandem.trainer.files import checkpoints
 from tandem.trainer.files.box_files import BoxFiles
 
 
-def load_model(folder: Path, weights: RankWeights, model: Model) -> None:
-    """Fill the parameters of a model from a checkpoint, in their own memory.
+def load_model(
+    folder: Path, weights: RankWeights, model: Model, opened: Callable[[Path], Tensors] = SafetensorsFolder
+) -> None:
+    """Fill the parameters of a model from a checkpoint, in their own memory; `opened` opens its files.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
 
     def load() -> None:
         try:
-            weights.load(SafetensorsFolder(folder / model))
+            weights.load(opened(folder / model))
         except ModelError as error:
             raise CheckpointError(str(error)) from error
 

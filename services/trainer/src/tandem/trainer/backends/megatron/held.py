@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from tandem.common.errors import NotFiniteError
 from tandem.config import Config
+from tandem.config.models.vision_families import family_of
 from tandem.config.schema.adapters import Peft
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
@@ -34,13 +35,16 @@ from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, mak
 from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import Joined
-from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
 from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import State, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
 from tandem.trainer.scoring import Scores
+
+if TYPE_CHECKING:
+    from tandem.trainer.backends.megatron.vision import Pictures
 
 
 class Described:
@@ -60,13 +64,22 @@ class Described:
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
         self.shape = catalogue.from_config(self.model)
+        self.family = family_of(self.section)
+        """Family of a model that sees; None for a model of text."""
+        self.linear_in_tower: tuple[str, ...] = ()
+        """The tower's linear layers, which have no adapters."""
+        if self.family is not None:
+            from tandem.trainer.backends.megatron import vision  # text runs need none of it
+
+            self.model = vision.language_of(self.model)
+            self.linear_in_tower = vision.linear_in_tower(self.hugging_face)
         if self.head != "vocabulary":
             self.shape = self.shape.with_scalar_head(has_bias=self.head == "value")
         self.settings = settings_of(config, self.model, dist.get_world_size(), name)
         has_adapters = name == "policy" and self.section.adapters is not None
         self.adapters = self.section.megatron_cfg.peft if has_adapters else None
         self.linear = linear_layers(self.shape) if has_adapters else {}
-        self.layers = layers_with_adapters(self.shape, self.adapters) if self.adapters is not None else {}
+        self.layers = layers_with_adapters(self.linear, self.shape, self.adapters) if self.adapters is not None else {}
         """Megatron-Core's layers with adapters, each with its layers in a checkpoint."""
         if self.adapters is not None:
             self.shape = self.shape.with_adapters(self.layers_in_checkpoint, self.adapters.dim)
@@ -91,18 +104,28 @@ class HeldModel:
         self._described, self._config = described, config
         self.settings = settings = described.settings
         self.is_trained = name in config.declaration.trains
-        made = build_chunks(described.section, described.model, settings, described.head)
+        pictures = self._pictures = self._see()
+        made = build_chunks(
+            described.section,
+            described.model,
+            settings,
+            described.head,
+            None if pictures is None else pictures.chunk_of(described.hugging_face.config),
+        )
         chunks: list[Chunk] = [chunk.to(device) for chunk in made]
         for chunk in chunks:
             if described.adapters is not None:
                 adapt(chunk, described.layers, described.adapters)
+            elif pictures is not None:
+                pictures.freeze(chunk)
         self.weights = RankWeights(chunks, settings.sizes, described.shape, described.adapters)
         if described.adapters is not None:
             self._load_adapters(described.adapters, checkpoint)
         elif self.is_trained and checkpoint is not None:
-            checkpoints.load_model(checkpoint, self.weights, name)
+            files = {} if pictures is None else {"opened": pictures.opened}
+            checkpoints.load_model(checkpoint, self.weights, name, **files)
         else:
-            self.weights.load(open_tensors(described.section.model_name, config, name))
+            self.weights.load(self._tensors())
         self.chunks: list[Any] = (
             with_gradients(chunks, settings)
             if self.is_trained
@@ -111,10 +134,12 @@ class HeldModel:
         self._pipeline = Pipeline(
             self.chunks,
             settings.sizes,
-            described.shape.known.vocabulary_size,
+            described.shape.as_text.known.vocabulary_size,
             config.scoring_temperature,
             num_likeliest=config.topk_logits_k if name == "teacher" else 0,
             learns_entropy=self.is_trained and config.learns_entropy,
+            pictures=pictures,
+            undrawable=() if pictures is None else pictures.undrawable,
         )
         self.optimizer: Any
         """The optimizer of a trained model."""
@@ -229,16 +254,31 @@ class HeldModel:
             values = agree(lambda: as_fused(adapter_files.read(Path(folder), adapters, shapes), parts))
         else:
             values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
-        base = open_tensors(self._described.section.model_name, self._config, self.name)
-        self.weights.load(Joined(values, base))
+        self.weights.load(Joined(values, self._tensors()))
+
+    def _see(self) -> Pictures | None:
+        """Return what gives the chunks images; None for a model of text."""
+        family = self._described.family
+        if family is None:
+            return None
+        from tandem.trainer.backends.megatron.vision import Pictures  # text runs need none of it
+
+        return Pictures(self._config, self._described.section, family, self.device)
+
+    def _tensors(self) -> Tensors:
+        """Return the weights that the model starts from, without adapters. Collective. Raises `ModelError`."""
+        source = self._described.section.model_name
+        if self._pictures is not None:
+            return self._pictures.tensors()
+        return open_tensors(source, self._config, self.name)
 
     def _written(self) -> adapter_files.Described | None:
         """Describe the adapters that a checkpoint has in place of the model, if any."""
         described = self._described
         if described.adapters is None:
             return None
-        linear = [layer for layers in described.linear.values() for layer in layers]
-        source, has_experts = described.section.model_name, described.shape.known.experts is not None
+        linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_in_tower]
+        source, has_experts = described.section.model_name, described.shape.as_text.known.experts is not None
         return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
 
     def _num_tokens(self, here: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,7 +83,11 @@ def make_groups(settings: Settings, timeout: datetime.timedelta) -> None:
 
 
 def build_chunks(
-    section: Model, model: Mapping[str, Any], settings: Settings, head: Head = "vocabulary"
+    section: Model,
+    model: Mapping[str, Any],
+    settings: Settings,
+    head: Head = "vocabulary",
+    make: Callable[..., Chunk] | None = None,
 ) -> list[Chunk]:
     """Return this rank's chunks, without values in their parameters. Call `make_groups` first.
 
@@ -92,6 +96,7 @@ def build_chunks(
         model: the Hugging Face configuration of the model.
         settings: settings that follow from the section.
         head: head on top of the last layers.
+        make: what makes a chunk, in place of a class of this module.
 
     Raises:
         ModelError: Megatron-Core does not support the model.
@@ -99,7 +104,8 @@ def build_chunks(
     sizes = settings.sizes
     multiple = VOCABULARY_DIVISOR * sizes.tp
     num_rows = -(-geometry_in(model).vocabulary_size // multiple) * multiple
-    make = Chunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
+    if make is None:
+        make = Chunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
     chunks = []
     for number in range(sizes.vpp):
         stage = number if sizes.vpp > 1 else None

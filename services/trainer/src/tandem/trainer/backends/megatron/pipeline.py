@@ -42,6 +42,8 @@ class Pipeline:
         *,
         num_likeliest: int = 0,
         learns_entropy: bool = False,
+        pictures: Callable[[Row, torch.nn.Module], dict[str, Any]] | None = None,
+        undrawable: Sequence[int] = (),
     ) -> None:
         """Take the chunks and their sizes.
 
@@ -53,7 +55,10 @@ class Pipeline:
             num_likeliest: number of likeliest tokens that are returned at each position; 0 to return scores of the
                 tokens themselves.
             learns_entropy: whether the entropy has a gradient.
+            pictures: what gives a chunk of a model that sees its inputs beside a row's tokens.
+            undrawable: tokens that have no probability, as in engines.
         """
+        self._pictures, self._undrawable = pictures, tuple(undrawable)
         self._num_likeliest, self._learns_entropy = num_likeliest, learns_entropy
         self._chunks = list(chunks)
         self._last: Chunk = unwrap_model(self._chunks[-1])
@@ -79,7 +84,10 @@ class Pipeline:
 
         def step(iterator: Iterator[Row], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             row = next(iterator)
-            hidden = chunk(row.token_ids_1M, row.position_ids_1M, None, packed_seq_params=row.sequences)
+            inputs: dict[str, Any] = {"position_ids": row.position_ids_1M}
+            if self._pictures is not None:
+                inputs |= self._pictures(row, chunk)
+            hidden = chunk(row.token_ids_1M, **inputs, attention_mask=None, packed_seq_params=row.sequences)
             return hidden, functools.partial(score, row)
 
         iterators = [iter(rows) for _ in self._chunks]
@@ -126,7 +134,12 @@ class Pipeline:
         weight_VE, vocabulary = self._output_layer()
         if self._num_likeliest:
             return top_tokens(
-                hidden_LE, weight_VE, self._num_likeliest, temperature=self._temperature, vocabulary=vocabulary
+                hidden_LE,
+                weight_VE,
+                self._num_likeliest,
+                temperature=self._temperature,
+                vocabulary=vocabulary,
+                undrawable=self._undrawable,
             )
         others_BTN = batch.others_BTN
         return score_tokens(
@@ -137,6 +150,7 @@ class Pipeline:
             vocabulary=vocabulary,
             others_KN=None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.valid_L].long(),
             learns_entropy=self._learns_entropy,
+            undrawable=self._undrawable,
         )
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:

@@ -109,7 +109,8 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
     if recomputes and megatron.forwarded.get("recompute_granularity") is None:
         arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     has_rotation = HAS_TRANSFORMER_ENGINE or (has_kernels() and not arguments.get("multi_latent_attention"))
-    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation}
+    counts = "mrope_section" not in arguments  # and so do the kernels, where images' tokens stand in a plane
+    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation and counts}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
     arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
     arguments |= _with_types(megatron.forwarded)

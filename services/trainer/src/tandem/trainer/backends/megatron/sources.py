@@ -33,6 +33,10 @@ class SafetensorsFolder:
                 raise ModelError(f"{file} cannot be read: {error}") from error
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is a tensor of this name."""
+        return name in self._file_of
+
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
         if name not in self._file_of:
