@@ -183,8 +183,10 @@ def write_vision_files(family: str, folder: Path, template: str = TEMPLATE) -> P
     return folder
 
 
-def write_vision_model(family: str, folder: Path, seed: int = 0, template: str = TEMPLATE) -> Path:
+def write_vision_model(family: str, folder: Path, seed: int = 0, template: str = TEMPLATE, **text: Any) -> Path:
     """Write a whole tiny model with weights drawn from the seed. Returns the folder.
+
+    `text` replaces fields of its language model's configuration.
 
     Weights are larger than new ones: those are so small that a wrong position or mask would hardly show. Gemma 3's
     projector would begin with zeros, and the model would see nothing.
@@ -194,6 +196,9 @@ def write_vision_model(family: str, folder: Path, seed: int = 0, template: str =
 
     write_vision_files(family, folder, template)
     config = transformers.AutoConfig.from_pretrained(folder)
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config).eval()

@@ -32,7 +32,7 @@ from tandem.refit.adapters.geometry import (
     geometry_of,
     tensors_of,
 )
-from tandem.refit.adapters.vision import tensors_of_seeing
+from tandem.refit.adapters.vision import as_text, language_config, tensors_of_seeing
 from tandem.refit.layout import Tensor
 
 _QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
@@ -47,6 +47,10 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The tensors of its checkpoint; tied tensors appear once. All layouts share this tuple."""
     geometry: Geometry | None
     """Sizes of a known architecture; None for others, which Megatron-Core and vLLM cannot lay out."""
+    family: str = ""
+    """The ``model_type`` of a model that sees, if it is known here; empty for any other."""
+    language: Geometry | None = None
+    """Sizes of the language model of one that sees; None for any other."""
 
     @property
     def num_parameters(self) -> int:
@@ -64,6 +68,15 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         if self.geometry is None:
             raise ModelError(f"only the tensors of this model are known; an adapter knows {', '.join(FAMILIES)}")
         return self.geometry
+
+    @cached_property
+    def as_text(self) -> ModelShape:
+        """This model with its language model's tensors named, and its sizes known, as in a model of text."""
+        if not self.family:
+            return self
+        family = VISION[self.family]
+        named = (msgspec.structs.replace(tensor, name=as_text(tensor.name, family)) for tensor in self.tensors)
+        return ModelShape(tuple(named), self.language, self.family)
 
     def shape_of(self, pattern: str) -> tuple[int, ...] | None:
         """Return the shape of the tensors that match a name pattern; None if there are none."""
@@ -114,7 +127,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
             tensor if tensor.name.endswith(BIAS) else Tensor(tensor.name, tensor.shape, dtype)
             for tensor in self.tensors
         )
-        return ModelShape(tensors, self.geometry)
+        return msgspec.structs.replace(self, tensors=tensors)
 
     def with_scalar_head(self, *, has_bias: bool) -> ModelShape:
         """Return the model with a layer from a hidden state to one number in place of the output layer."""
@@ -136,7 +149,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
             num_out, num_in = weight.shape
             added.append(Tensor(f"{layer}.{lora.A}", (rank, num_in), dtype or weight.dtype))
             added.append(Tensor(f"{layer}.{lora.B}", (num_out, rank), dtype or weight.dtype))
-        return ModelShape((*self.tensors, *added), self.geometry)
+        return msgspec.structs.replace(self, tensors=(*self.tensors, *added))
 
     def quantised(self, block: tuple[int, int] = (128, 128), dtype: str = "float8_e4m3fn") -> ModelShape:
         """Return the model with its linear layers' weights quantised, with one float32 scale per block.
@@ -174,7 +187,8 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
     try:
         named = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         if config["model_type"] in VISION:
-            return ModelShape(tuple(tensors_of_seeing(config, named)), None)
+            language = geometry_of(language_config(config))
+            return ModelShape(tuple(tensors_of_seeing(config, named)), None, config["model_type"], language)
         geometry = geometry_of(config)
         return ModelShape(tuple(tensors_of(config, geometry, named)), geometry)
     except KeyError as error:

@@ -26,11 +26,7 @@ _Parts = Iterator[tuple[str, tuple[int, ...]]]
 
 def tensors_of_seeing(config: Mapping[str, Any], dtype: str) -> Iterator[Tensor]:
     """Yield the tensors of a model that sees, from its ``config.json``. Raises `KeyError` if a size is missing."""
-    family = VISION[config["model_type"]]
-    text = {**config, **(config.get("text_config") or {}), "model_type": _LANGUAGE[family.model_type]}
-    if "tie_word_embeddings" in config:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    vision = config["vision_config"]
+    family, text, vision = VISION[config["model_type"]], language_config(config), config["vision_config"]
     tower = _qwen(vision, family) if family.is_qwen else _siglip(vision, family)
     for name, shape in tower:
         yield Tensor(family.tower_prefix + name, shape, dtype)
@@ -39,6 +35,31 @@ def tensors_of_seeing(config: Mapping[str, Any], dtype: str) -> Iterator[Tensor]
     for tensor in tensors_of(text, geometry_of(text), dtype):
         own = tensor.name.removeprefix("model.")
         yield Tensor(own if own == OUTPUT_LAYER else family.language_prefix + own, tensor.shape, tensor.dtype)
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a ``config.json`` of the language model alone would say, from that of a model that sees."""
+    text = {**config, **(config.get("text_config") or {}), "model_type": _LANGUAGE[config["model_type"]]}
+    if "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return text
+
+
+def as_text(name: str, family: VisionFamily) -> str:
+    """Return a tensor's name as a model of text has it; names of the tower and the projector are unchanged."""
+    own = name.removeprefix(family.language_prefix)
+    return name if own == name else f"model.{own}"
+
+
+def as_seeing(name: str, family: VisionFamily) -> str:
+    """Return the name in a model that sees of a tensor, or a layer, of its language model."""
+    own = name.removeprefix("model.")
+    return name if own == name else family.language_prefix + own
+
+
+def is_of_tower(name: str, family: VisionFamily) -> bool:
+    """Return whether a tensor of a model that sees is of its tower or of its projector."""
+    return name.startswith((family.tower_prefix, family.projector_prefix))
 
 
 def _linear(name: str, rows: int, columns: int) -> _Parts:
