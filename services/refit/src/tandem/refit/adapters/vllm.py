@@ -94,7 +94,7 @@ class _Rank:
         if self._model.family:
             if self._sizes.pp > 1:
                 raise RefitError(f"pipeline stages of a {self._model.family}, which sees, are not built for vLLM")
-            add_tower(self._builder, self._model)
+            add_tower(self._builder, self._model, self._at.tp, self._sizes.tp)
         self._ends()
         if isinstance(self._geometry.attention, LatentAttention):
             self._latent_attention(self._geometry.attention)
