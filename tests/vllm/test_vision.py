@@ -57,7 +57,7 @@ def test_later_turns_may_show_more_images(seeing: Seeing, filled: SeeingVllmEngi
 
 
 def test_tokens_that_stand_for_images_are_never_drawn(seeing: Seeing, filled: SeeingVllmEngine) -> None:
-    requests = [seeing.request(number, "a", temperature=5.0, max_new_tokens=40) for number in range(16)]
+    requests = [seeing.request(number, "a", temperature=2.0, max_new_tokens=60) for number in range(32)]
     finished = run_all(filled, requests)
     drawn = {token for each in finished.values() for token in each.token_ids_T.tolist()}
     assert len(drawn) > 60, "almost every other token is"
