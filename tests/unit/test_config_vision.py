@@ -51,6 +51,25 @@ def test_models_that_see_are_trained_by_the_dtensor_backend(family: str, tmp_pat
             {"megatron_cfg": {"enabled": True}},
             "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, ",
         ),
+        (
+            "gemma3",
+            "grpo",
+            {"generation": {"backend": "vllm"}},
+            "policy.generation.backend: vllm, but refits write vLLM's qwen2_5_vl, qwen3_vl, smolvlm, idefics3, not its "
+            "gemma3",
+        ),
+        (
+            "smolvlm",
+            "grpo",
+            {"generation": {"backend": "vllm", "vllm_cfg": {"pipeline_parallel_size": 2}}},
+            "policy.generation.vllm_cfg.pipeline_parallel_size: 2, which with images is not built",
+        ),
+        (
+            "smolvlm",
+            "grpo",
+            {"generation": {"backend": "vllm", "vllm_cfg": {"precision": "fp8"}}},
+            "policy.generation.vllm_cfg.precision: fp8, which with images is not built",
+        ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (
             "smolvlm",

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.runs.running import Command, coordinator, merged, process_of, write_config
-from tests.harness.vision_models import write_vision_files, write_vision_model
+from tests.harness.vision_models import write_vision_model
 from tests.vllm.run_harness import curve
 
 SHAPES: dict[str, Any] = {
@@ -55,19 +55,3 @@ def test_kill_9_of_vllm_changes_nothing_but_the_time_it_takes() -> None:
         assert run.wait() == 0, run.output()
     for metric in ("reward", "loss", "mean_generation_length"):
         assert curve("run", metric).tolist() == curve("whole", metric).tolist(), metric
-
-
-@pytest.mark.parametrize(
-    ("family", "argument", "expected"),
-    [
-        ("gemma3", "max_model_len=128", "policy.generation.backend: vllm, but refits write vLLM's .*, not its gemma3"),
-        ("smolvlm", "pipeline_parallel_size=2", "vllm_cfg.pipeline_parallel_size: 2, which with images is not built"),
-        ("smolvlm", "precision=fp8", "vllm_cfg.precision: fp8, which with images is not built"),
-    ],
-)
-def test_what_is_not_built_is_refused_before_anything_starts(family: str, argument: str, expected: str) -> None:
-    write_vision_files(family, Path("sees"))
-    ended = coordinator("check", write_config(SHAPES), f"policy.generation.vllm_cfg.{argument}")
-    assert ended.returncode == 2
-    assert expected.split(".*")[0] in ended.stderr
-    assert expected.split(".*")[-1] in ended.stderr

@@ -12,7 +12,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
-from tandem.config.models.vision_families import VISION
+from tandem.config.models.vision_families import VISION, family_of
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
@@ -69,7 +69,7 @@ def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
         else msgspec.structs.replace(tensor, is_frozen=True)
         for tensor in model.with_adapters(layers, policy.adapters.dim, dtype).tensors
     )
-    return ModelShape(tuple(tensors), model.geometry)
+    return msgspec.structs.replace(model, tensors=tuple(tensors))
 
 
 def training(config: Config) -> Megatron | DTensor:
@@ -160,7 +160,8 @@ def model_shape(config: Config) -> ModelShape | str:
     Raise `ModelError` if the model's files are unusable.
     """
     folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
-    if any(folder.glob("*.safetensors")):
+    has_weights = any(folder.glob("*.safetensors"))
+    if has_weights and family_of(config.policy) is None:
         return from_checkpoint(folder)
     if path is not None:
         found = _read_json(path)
@@ -174,7 +175,7 @@ def model_shape(config: Config) -> ModelShape | str:
         try:
             return from_config(found)
         except ModelError as error:  # files of such models leave out what their library assumes
-            return str(error)
+            return from_checkpoint(folder) if has_weights else str(error)
     if found.get("model_type") not in FAMILIES:
         return f"only its weight files have the shapes of a {found.get('model_type')}"
     return from_config(found)
