@@ -229,7 +229,7 @@ class _Absent(types.ModuleType):
 
 
 class _Factory:
-    """What vLLM asks for the processor of a model."""
+    """A source of processors, as vLLM's classes of models have one."""
 
     @staticmethod
     def info(context: Any) -> Any:
