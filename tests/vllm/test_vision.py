@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from engine_harness import run_all
+from engine_harness import run_all, write_byte_tokenizer
 from vision_harness import Seeing
 
 from tandem.common.errors import DataError, ModelError
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine, largest
 from tandem.samples.images.families import num_tokens
-from tests.vllm.vllm_harness import refit
+from tests.vllm.vllm_harness import refit, tiny_model
 from tests.vllm.vllm_vision_harness import TOLERANCE, apart, running
 
 
@@ -98,6 +102,40 @@ def test_a_prompt_has_what_vllm_computed(seeing: Seeing, filled: SeeingVllmEngin
     (found,) = filled._llm.engine.output_processor.request_states.values()
     assert tuple(found.prompt_token_ids) == request.prompt_ids
     filled.abort(0)
+
+
+def test_an_engine_of_text_executes_nothing_of_images(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    write_byte_tokenizer(tmp_path / "model")
+    code = (
+        "import sys\n"
+        "from tandem.rollout.engines.vllm import insides\n"
+        "insides.prepare_environment(num_threads=1)\n"
+        "from pathlib import Path\n"
+        "from engine_harness import request, run_all\n"
+        "from tandem.config.schema.generation import VllmCfg\n"
+        "from tandem.rollout.engines.vllm.kind import vllm_engine\n"
+        "from tandem.samples.tokenizer import load_model_tokenizer\n"
+        "settings = VllmCfg(precision='float32', max_model_len=128)\n"
+        "folder = Path(sys.argv[1])\n"
+        "made = vllm_engine(load_model_tokenizer(folder), None)(\n"
+        "    folder, settings, extra={'kv_cache_memory_bytes': 2**26}, with_weights=True\n"
+        ")\n"
+        "print(len(run_all(made, [request(0, (1, 2, 3))])))\n"
+        "made.close()\n"
+        "print([name for name in sys.modules if name.endswith('.vllm.pictures')])\n"
+    )
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model")],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-2:] == ["1", "[]"], done.stdout + done.stderr
 
 
 def test_the_largest_image_is_measured_and_fits(seeing: Seeing, filled: SeeingVllmEngine) -> None:

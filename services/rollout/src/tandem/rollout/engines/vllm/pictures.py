@@ -98,12 +98,11 @@ class SeeingVllmEngine(VllmEngine):
         self._llm.engine.reset_encoder_cache()
 
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
-        name = self._images.family.model_type
+        made, name = super()._arguments(model_folder, settings, extra), self._images.family.model_type
         serve(name)
-        made = super()._arguments(model_folder, settings, extra)
         return {
             **made,
-            "hf_overrides": {"architectures": [_MODELS[name][1]], **made["hf_overrides"]},
+            "hf_overrides": {**made["hf_overrides"], "architectures": [_MODELS[name][1]]},
             "additional_config": {**made.get("additional_config", {}), SEES: self._undrawable},
             "mm_processor_cache_gb": 0,
             "mm_device_do_normalize": False,
