@@ -77,6 +77,25 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
             "policy.megatron_cfg.pipeline_model_parallel_size: images reach the first 2 layers of a qwen3_vl, and the "
             "first stage has 1; num_layers_in_first_pipeline_stage may give it more",
         ),
+        (
+            "gemma3",
+            "grpo",
+            {"generation": {"backend": "vllm"}},
+            "policy.generation.backend: vllm, but refits write vLLM's qwen2_5_vl, qwen3_vl, smolvlm, idefics3, not its "
+            "gemma3",
+        ),
+        (
+            "smolvlm",
+            "grpo",
+            {"generation": {"backend": "vllm", "vllm_cfg": {"pipeline_parallel_size": 2}}},
+            "policy.generation.vllm_cfg.pipeline_parallel_size: 2, which with images is not built",
+        ),
+        (
+            "smolvlm",
+            "grpo",
+            {"generation": {"backend": "vllm", "vllm_cfg": {"precision": "fp8"}}},
+            "policy.generation.vllm_cfg.precision: fp8, which with images is not built",
+        ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (
             "smolvlm",

@@ -78,6 +78,12 @@ class Seeing:
 
     def logprobs(self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None) -> NDArray[np.float32]:
         """Return the log-probabilities of a response by Hugging Face's own forward pass over the whole sequence."""
+        logprobs_TV = self.distributions(request, token_ids_T, model=model)
+        result: NDArray[np.float32] = logprobs_TV.gather(1, torch.tensor(token_ids_T)[:, None].long())[:, 0].numpy()
+        return result
+
+    def distributions(self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None) -> torch.Tensor:
+        """Return the log-probabilities of every token at the positions of a response, likewise."""
         ids_1T = torch.tensor([[*request.prompt_ids, *token_ids_T.tolist()]])
         inputs: dict[str, Any] = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
         family = self.settings.family
@@ -91,9 +97,7 @@ class Seeing:
         with torch.no_grad():
             logits_TV = (model or self.model)(**inputs, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
         logits_TV[:, list(self.undrawable)] = -torch.inf
-        logprobs_TV = (logits_TV / request.sampling.temperature).log_softmax(dim=-1)
-        result: NDArray[np.float32] = logprobs_TV.gather(1, ids_1T[0, len(request.prompt_ids) :, None])[:, 0].numpy()
-        return result
+        return (logits_TV / (request.sampling.temperature or 1.0)).log_softmax(dim=-1)
 
     def count(self, engine: VisionEngine) -> list[int]:
         """Return a list that grows by one with every pass through an engine's tower."""

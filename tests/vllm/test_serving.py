@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import openai
 import psutil
 import torch
 from serving_harness import EOS, VOCABULARY, write_tokenizer
 from tools_harness import check_calls, write_calling_model
+from vision_harness import Seeing
 
 from tests.harness.runs.running import Command, all_gone
 from tests.vllm.vllm_harness import tiny_model
@@ -47,6 +51,30 @@ def test_vllm_serves_calls_of_tools(tmp_path: Path) -> None:
         url = server.wait_for(r"serving caller at (http://\S+)")[1]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
             check_calls(client, "caller")
+
+
+def test_vllm_answers_questions_about_pictures(tmp_path: Path) -> None:
+    seeing = Seeing("qwen2_5_vl", tmp_path)
+    images = [seeing.image(48, 40, seed) for seed in range(2)]
+    words = ["--engine", "vllm", "--max-length", "256", "--max-batch-size", "4", "--port", "0"]
+    with Command("coordinator", "serve", seeing.folder, *words, f"vllm_kwargs.kv_cache_memory_bytes={2**26}") as server:
+        url = server.wait_for(r"serving model at (http://\S+)")[1]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            for image, other in (images, images[::-1]):
+                data = base64.b64encode(seeing.images.get(image.digest)).decode()
+                shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+                messages: Any = [{"role": "user", "content": [shown, {"type": "text", "text": "How many?"}]}]
+                answer = client.chat.completions.create(
+                    model="model", messages=messages, seed=3, max_tokens=12, logprobs=True, extra_body=IDS
+                )
+                (choice,) = answer.choices
+                request = seeing.request(0, "", [image])
+                request = msgspec.structs.replace(request, prompt_ids=tuple(answer.prompt_token_ids))
+                token_ids_T = np.array(choice.token_ids, np.int32)
+                found_T = np.array([each.logprob for each in choice.logprobs.content])
+                assert np.abs(found_T - seeing.logprobs(request, token_ids_T)).max() < 1e-5
+                wrong = msgspec.structs.replace(request, images=(other,))
+                assert np.abs(found_T - seeing.logprobs(wrong, token_ids_T)).max() > 0.01
 
 
 def _check_greedy(client: openai.OpenAI, model: Any) -> None:

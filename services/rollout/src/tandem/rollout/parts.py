@@ -181,12 +181,13 @@ def _program(server: RewardServer | None, coordinator: str) -> Program | None:
 def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
     """Start the engine that the configuration names."""
     policy, generation = config.policy, config.policy.generation
+    images = image_folder(config).get, ImageLimits(max_pixels=config.data.max_image_pixels)
     if generation.backend == "vllm":
-        from tandem.rollout.engines.vllm.engine import VllmEngine
+        from tandem.rollout.engines.vllm.kind import vllm_engine
 
         # External requests are few, and do not wait for all waiting samples.
         extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
-        return VllmEngine(
+        return vllm_engine(tokenizer, *images)(
             Path(policy.model_name),
             generation.vllm_cfg,
             extra={**extra, **generation.vllm_kwargs},
@@ -195,9 +196,7 @@ def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
         )
     from tandem.rollout.engines.embedded import embedded_engine
 
-    limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-    kind = embedded_engine(tokenizer, image_folder(config).get, limits)
-    return kind(
+    return embedded_engine(tokenizer, *images)(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,

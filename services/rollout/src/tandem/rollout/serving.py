@@ -75,7 +75,7 @@ def serve(serving: Serving) -> None:
             stop_token_ids=serving.stop_token_ids,
             aliases=serving.aliases,
             tool_call_parser=serving.tool_call_parser,
-            images=images if tokenizer.sees and serving.engine != "vllm" else None,
+            images=images if tokenizer.sees else None,
         )
         app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
         stack.enter_context(HttpServer(app, listening, asks_for_token=serving.token is not None))
@@ -96,10 +96,10 @@ def _make_engine(serving: Serving, tokenizer: Tokenizer, images: ReceivedImages)
         from tandem.rollout.engines.vllm import insides
 
         insides.prepare_environment(serving.num_threads)
-        from tandem.rollout.engines.vllm.engine import VllmEngine
+        from tandem.rollout.engines.vllm.kind import vllm_engine
 
         extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
-        return VllmEngine(folder, serving.vllm_cfg, extra=extra, with_weights=True)
+        return vllm_engine(tokenizer, images.get)(folder, serving.vllm_cfg, extra=extra, with_weights=True)
     from tandem.rollout.engines.embedded import embedded_engine
 
     kind = embedded_engine(tokenizer, images.get)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tandem.config.checks.rule import Rule, where_it_rolls_out
 from tandem.config.installed.vllm_arguments import NOT_BUILT, complaint
-from tandem.config.models.families import VLLM, VLLM_PLANNED
+from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
 from tandem.config.models.model_sizes import model_config
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid
 from tandem.config.schema import Config
 
@@ -32,10 +33,11 @@ def vllm_takes_its_arguments(config: Config) -> None:
 def vllm_can_be_refitted(config: Config) -> None:
     """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
     model_type = (model_config(config.policy) or {}).get("model_type")
-    if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED):
+    if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
+        known = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
         raise Invalid(
             "policy.generation.backend",
-            f"vllm, but refits write vLLM's {', '.join(VLLM)}, not its {model_type}; transformers is the other engine",
+            f"vllm, but refits write vLLM's {known}, not its {model_type}; transformers is the other engine",
         )
 
 

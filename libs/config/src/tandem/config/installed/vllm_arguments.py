@@ -37,8 +37,12 @@ RESERVED = {
 WITHOUT_EFFECT = {
     "enable_chunked_prefill": "prompts are computed whole",
     "tokenizer": "engines are given tokens",
+    "mm_processor_cache_gb": "engines are given pixels",
+    "mm_processor_kwargs": "preprocessor_config.json says how images become pixels",
+    "mm_device_do_normalize": "engines are given pixels",
+    "mm_encoder_tp_mode": "each worker has the tower whole",
 }
-"""Arguments that NeMo-RL's files contain but vLLM does not get, with the reason."""
+"""Arguments that are accepted, as NeMo-RL's files contain some, but that vLLM does not get, with the reason."""
 
 NOT_BUILT = ("speculative_config",)
 """Arguments for features that refits do not support."""

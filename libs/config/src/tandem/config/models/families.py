@@ -22,3 +22,6 @@ VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3"
 
 VLLM_PLANNED = (*VLLM, "deepseek_v3")
 """Families with descriptions of their shards in vLLM: those that engines run, and those that can only be planned."""
+
+VLLM_SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+"""Families that see, of which the same holds in vLLM, tower included."""

@@ -23,6 +23,7 @@ from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.geometry import LAYER, NORMS, Attention, Experts, LatentAttention
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
+from tandem.refit.adapters.vllm_vision import add_tower, named_by_vllm
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -74,10 +75,12 @@ class Vllm(Deployment, frozen=True):
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
-        if model.known.model_type not in VLLM_PLANNED:
+        text = model.as_text
+        if text.known.model_type not in VLLM_PLANNED:
             known = ", ".join(VLLM_PLANNED)
-            raise RefitError(f"it is unknown how vLLM shards a {model.known.model_type}; known are {known}")
-        return _Rank(self, model, self.coordinates(rank)).build()
+            raise RefitError(f"it is unknown how vLLM shards a {text.known.model_type}; known are {known}")
+        built = _Rank(self, text, self.coordinates(rank)).build()
+        return named_by_vllm(built, model) if model.family else built
 
 
 class _Rank:
@@ -88,6 +91,10 @@ class _Rank:
         self._builder = RankBuilder(model, stages.vllm(self._geometry.num_layers, sizes.pp)[at.pp])
 
     def build(self) -> Layout:
+        if self._model.family:
+            if self._sizes.pp > 1:
+                raise RefitError(f"pipeline stages of a {self._model.family}, which sees, are not built for vLLM")
+            add_tower(self._builder, self._model, self._at.tp, self._sizes.tp)
         self._ends()
         if isinstance(self._geometry.attention, LatentAttention):
             self._latent_attention(self._geometry.attention)

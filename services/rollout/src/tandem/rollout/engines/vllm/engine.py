@@ -99,7 +99,7 @@ class VllmEngine(RefittedEngine):
 
         """
         insides.check_release()
-        arguments = engine_arguments(model_folder, settings, extra or {})
+        arguments = self._arguments(model_folder, settings, extra or {})
         arguments["hf_overrides"] = {**arguments["hf_overrides"], **(config_overrides or {})}
         if with_weights:
             if settings.precision == float8.PRECISION:
@@ -158,7 +158,7 @@ class VllmEngine(RefittedEngine):
             params.repetition_penalty = sampling.repetition_penalty
         # Cached keys and values are looked up by the salt, too.
         salt = f"{'external requests of ' if request.is_external else ''}update {self._num_updates}"
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
+        prompt = self._prompt(request, salt)
         priority = -1 if request.is_external else 0  # the lower one goes first, where ``scheduling_policy`` is priority
         self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
         self._sequences[request.request_id] = sequence = _Sequence(request, self._num_arrived, stop_strings)
@@ -236,6 +236,12 @@ class VllmEngine(RefittedEngine):
         self._weights.close()
         self._sequences.clear()
         self._llm.close()
+
+    def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return engine_arguments(model_folder, settings, extra)
+
+    def _prompt(self, request: Request, salt: str) -> dict[str, Any]:
+        return {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
 
     def _routed(self, sequences: Iterable[_Sequence]) -> dict[int, Bytes]:
         """Return the routing of requests' tokens, which workers know until the next step; not of external requests."""

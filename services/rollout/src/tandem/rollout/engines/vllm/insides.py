@@ -52,6 +52,8 @@ _ON_A_GPU = {
 }
 WORKER = "tandem.rollout.engines.vllm.worker.Worker"
 """Class of every worker, by the name that vLLM imports."""
+SEES = "tandem_sees"
+"""Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a model that sees."""
 _ANSWER_S = 300.0
 """Seconds for calls without a deadline of their own, such as packing experts."""
 

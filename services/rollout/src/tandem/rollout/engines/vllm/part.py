@@ -23,6 +23,7 @@ from tandem.refit.digests.comparison import to_bytes
 from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.routing import ASKED, Routes
 from tandem.rollout.engines.vllm.weights import weights_of
 
@@ -79,6 +80,11 @@ class Part:
         sizes = runner.vllm_config.additional_config.get(ASKED)
         self.routes = None if sizes is None else Routes(runner, *sizes)
         """Expert routing; None unless it was asked for."""
+        undrawable = runner.vllm_config.additional_config.get(SEES)
+        if undrawable is not None:
+            from tandem.rollout.engines.vllm.pictures import forbid
+
+            forbid(runner.get_model(), undrawable)
         self._digest: DigestTask | VersionDigest | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:

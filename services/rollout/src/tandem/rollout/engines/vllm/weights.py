@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.common.errors import ModelError
-from tandem.config.models.families import VLLM
+from tandem.config.models.families import VLLM, VLLM_SEEING
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
@@ -39,8 +39,9 @@ def weights_of(
         RefitError: the model lacks a parameter, or has it in another size.
 
     """
-    if config.get("model_type") not in VLLM:
-        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(VLLM)}")
+    known = (*VLLM, *VLLM_SEEING)
+    if config.get("model_type") not in known:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
     model = from_config(config, name_of_dtype)

@@ -19,6 +19,7 @@ from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
+from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 
 
@@ -45,6 +46,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
             die_with(parent.pid)  # vLLM's own way waits for a step to end, which it may never do
             signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
+        if SEES in self.vllm_config.additional_config:
+            from tandem.rollout.engines.vllm.pictures import serve
+
+            serve(self.model_config.hf_config.model_type)
 
     def init_device(self) -> None:
         """Initialise the device as vLLM's worker does."""
