@@ -38,6 +38,7 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     if data.get("env_name") is not None:
         data.setdefault("environment", data["env_name"])
     data.pop("env_name", None)
+    _name_both_sides(data)
     default = data.pop("default", None)
     shared = {} if default is None else _fitted(default, "data.default")
     sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
@@ -59,6 +60,17 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     data |= sets
     where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
     _agree(data, first, where)
+
+
+def _name_both_sides(data: dict[str, Any]) -> None:
+    """List the split to train on and the one to validate on of a data set whose splits are data sets of their own."""
+    named = NAMED.get(str(data.get("dataset_name")))
+    if named is None or not named.splits or any(data.get(side) for side in _SIDES):
+        return
+    data["train"] = {"dataset_name": data["dataset_name"], "data_path": data.pop("train_data_path", None)}
+    split = data.pop("val_split", None) or named.held_out
+    if not _holds_out(data, []) and data.get("num_validation") != 0:
+        data["validation"] = {**data["train"], "split": split}
 
 
 def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:

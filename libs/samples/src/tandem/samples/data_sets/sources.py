@@ -20,9 +20,10 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
-from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
+from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
+from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
 
@@ -125,17 +126,21 @@ def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = F
     With `only_held_out`, training rows are not read where held-out rows have a source of their own. Raise `DataError`
     if reading fails.
     """
+    if images is None and data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:
+        raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
     train, apart = _read_rows(data, only_held_out=only_held_out)
     if images is None:
         for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(where, row, data)
         return train, apart
-    is_file = is_local(data.dataset_name)
+    is_file, convert = is_local(data.dataset_name), converter(data)
     held_out = validation_paths(data) if is_file else {}
 
     def seen(found: Rows, file: str | None) -> Rows:
         """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
         folder = None if file is None else Path(file).absolute().parent
+        if convert is not None:
+            found = [(where, convert(where, row)) for where, row in found]
         return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
 
     own = data.train_data_path if is_file else None
@@ -158,9 +163,11 @@ def _read_rows(data: Data, *, only_held_out: bool) -> tuple[Rows, dict[str, Rows
     if is_local(name):
         apart = {name: file_rows(path) for name, path in validation_paths(data).items()}
         return [] if only_held_out and apart else file_rows(str(data.train_data_path)), apart
-    path = NAMED[name].path if name in NAMED else name
+    path, split = place_of(name, data.split, data.train_data_path)
+    if path.endswith(FILES):
+        return file_rows(path), {}
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset, data.commit)}
-    return [] if only_held_out and held_out else hub(path, data.split, data.subset, data.commit), held_out
+    return [] if only_held_out and held_out else hub(path, split, data.subset, data.commit), held_out
 
 
 def validation_paths(data: Data) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from tandem.common.messages import Problem
+from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.samples.chat_templates import Messages
 
 
@@ -42,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """Reward added to the sample's; a number from -1e12 to 1e12."""
 
 
-HEAVY = ("math", "reasoning_gym")
+HEAVY = ("math", "reasoning_gym", *IMAGE_ENVIRONMENTS)
 """Built-in environments that the rollout process does not import: they take a second, and may be stuck in C."""
 RunsIn = Literal["processes", "threads"]
 Step = Callable[[Problem, Messages], Score | Turn | Awaitable[Score | Turn]]
