@@ -30,7 +30,7 @@ class TransformersCfg(Section, frozen=True, kw_only=True):
 
 
 class MediaLimits(Section, frozen=True, kw_only=True):
-    """What a prompt may have besides text, in NeMo-RL's files."""
+    """Limits of a prompt besides its text, in NeMo-RL's files."""
 
     image: NonNegativeInt | None = None
     """Accepted: images. Here their tokens limit their number."""
