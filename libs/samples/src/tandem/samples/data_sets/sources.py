@@ -118,10 +118,12 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Rows]]:
+def rows(
+    data: Data, images: ImageRows | None = None, *, asked: str | None = None, only_held_out: bool = False
+) -> tuple[Rows, dict[str, Rows]]:
     """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
-    `images` reads the images of the rows, if the model sees.
+    `images` reads the images of the rows, if the model sees; they are shown in the field `asked`, or in conversations.
 
     With `only_held_out`, training rows are not read where held-out rows have a source of their own. Raise `DataError`
     if reading fails.
@@ -141,7 +143,7 @@ def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = F
         folder = None if file is None else Path(file).absolute().parent
         if convert is not None:
             found = [(where, convert(where, row)) for where, row in found]
-        return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
+        return [(where, images.row(where, row, asked, folder)) for where, row in found]
 
     own = data.train_data_path if is_file else None
     return seen(train, own), {name: seen(part, held_out.get(name)) for name, part in apart.items()}

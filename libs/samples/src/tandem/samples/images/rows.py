@@ -38,8 +38,11 @@ class ImageRows:
         self._found.setdefault(found.digest, source)
         return marker(*found)
 
-    def row(self, where: str, row: Mapping[str, Any], text_key: str, folder: Path | None) -> dict[str, Any]:
-        """Return a row whose field `text_key`, and whose conversations, have markers in the place of images."""
+    def row(self, where: str, row: Mapping[str, Any], text_key: str | None, folder: Path | None) -> dict[str, Any]:
+        """Return a row whose field `text_key`, and whose conversations, have markers in the place of images.
+
+        Conversations that begin alike, such as a better and a worse one, get the same markers.
+        """
         plain = {name: self._parts(where, value, folder) for name, value in row.items()}
         for key in IMAGE_FIELDS if self._key is None else (self._key,):
             value = plain.pop(key, None)
@@ -47,13 +50,16 @@ class ImageRows:
                 continue
             images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
             markers = [self.marked(where, image, folder) for image in images]
-            if isinstance(plain.get(text_key), str):
+            if text_key is not None and isinstance(plain.get(text_key), str):
                 plain[text_key] = _placed(where, plain[text_key], markers)
-            elif messages := _messages_in(plain):
-                first = next(message for message in messages if message["role"] == "user")
-                first["content"] = _placed(where, first["content"], markers)
+            elif asked := _asked_in(plain):
+                text = asked[0]["content"]
+                for message in asked:
+                    if message["content"] == text:
+                        message["content"] = _placed(where, text, markers)
             else:
-                raise DataError(f"{where} has images, and no text in {text_key!r} (data.input_key) to show them with")
+                key = f"in {text_key!r} " if text_key is not None else ""
+                raise DataError(f"{where} has images, and no text {key}(data.input_key) to show them with")
         return plain
 
     def _parts(self, where: str, value: Any, folder: Path | None) -> Any:
@@ -93,10 +99,10 @@ def _placed(where: str, text: str, markers: Sequence[str]) -> str:
     return first + "".join(marker + after for marker, after in zip(markers, rest, strict=True))
 
 
-def _messages_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation of a row that has one; empty if it has none with a user's text."""
+def _asked_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the first message of the user in each conversation of a row that has one."""
+    found: list[dict[str, Any]] = []
     for value in row.values():
-        is_conversation = isinstance(value, list) and all(isinstance(e, dict) and "content" in e for e in value)
-        if is_conversation and any(e.get("role") == "user" and isinstance(e["content"], str) for e in value):
-            return list(value)
-    return []
+        if isinstance(value, list) and all(isinstance(each, dict) and "content" in each for each in value):
+            found += [each for each in value if each.get("role") == "user" and isinstance(each["content"], str)][:1]
+    return found
