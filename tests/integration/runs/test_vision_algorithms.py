@@ -1,4 +1,4 @@
-"""Whole runs of SFT, DPO and distillation over pictures: numbers of steps are those of plain Hugging Face."""
+"""Whole runs over pictures, also of later turns: SFT, DPO and distillation have the numbers of plain Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformers
 from tandem.config import load_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.samples.batch import Batch
-from tandem.samples.images.families import undrawable_ids
+from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.reading import decode
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
@@ -43,18 +43,19 @@ class Plain:
         self._processor = load_processor("sees")  # a checkpoint's is the same
         self._images = ImageFolder(Path(run).absolute() / "images")
         self._undrawable = list(undrawable)
+        self._settings = read_settings(Path("sees"))
 
     def logprobs(self, token_ids: Sequence[int], digests: Sequence[str]) -> torch.Tensor:
         """Return the log-probabilities ``[T, V]`` of all tokens at each place after the first."""
-        from tandem.config.models.vision_families import VISION
-
-        family = VISION[self._model.config.model_type]
+        family = self._settings.family
         ids_1T = torch.tensor([list(token_ids)])
         inputs: dict[str, Any] = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
         found = [pixels(family, self._processor, decode(self._images.get(digest))) for digest in digests]
         inputs |= tower_inputs(family, found) if found else {}
         if family.has_mrope and found:
-            inputs["mm_token_type_ids"] = (ids_1T == self._model.config.image_token_id).long()
+            inputs["mm_token_type_ids"] = (ids_1T == self._settings.image_token_id).long()
+        if family.has_image_blocks:
+            inputs["token_type_ids"] = (ids_1T == self._settings.image_token_id).long()
         with torch.no_grad():
             logits_TV = self._model(**inputs, use_cache=False).logits[0, :-1]
         logits_TV[:, self._undrawable] = -torch.inf
@@ -289,3 +290,86 @@ def test_a_teacher_that_does_not_see_is_refused_before_anything_starts() -> None
     assert ended.returncode != 0
     assert "smolvlm, but policy.model_name is qwen2_5_vl: both must see, and in the same way" in ended.stderr
     assert not Path("run").exists()
+
+
+SHOWS = '''
+import io
+from PIL import Image, ImageDraw
+from tandem.rollout.environments import Score, Turn
+
+class Shows:
+    """A first answer is answered by a picture of its own, as Pillow has it or as bytes; the second ends the sample."""
+
+    def step(self, problem, conversation):
+        if len(conversation) > 1:
+            return Score(reward=float(len(conversation[-1]["content"])), correct=True)
+        picture = Image.new("RGB", (40, 24), ("red", "blue")[len(conversation[0]["content"]) % 2])
+        ImageDraw.Draw(picture).rectangle([4, 4, 12, 12 + len(problem.answer)], fill="white")
+        if problem.answer.isdigit():
+            written = io.BytesIO()
+            picture.save(written, "PNG")
+            picture = written.getvalue()
+        shown = {"type": "image", "image": picture}
+        return Turn([{"role": "user", "content": [shown, {"type": "text", "text": "and here?"}]}], reward=0.5)
+
+class ShowsLater(Shows):
+    """The same, asynchronously."""
+
+    async def step(self, problem, conversation):
+        return super().step(problem, conversation)
+
+class Breaks(Shows):
+    """Pictures that cannot be read."""
+
+    def step(self, problem, conversation):
+        return Turn([{"role": "user", "content": [{"type": "image", "image": b"no picture"}]}])
+'''
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", "Shows"), ("gemma3", "ShowsLater"), ("smolvlm", "Shows")])
+def test_an_environment_shows_images_in_later_turns(family: str, kind: str) -> None:
+    write_vision_model(family, Path("sees"))
+    Path("pictures.py").write_text(SHOWS)
+    turns = {
+        "grpo": {"max_num_steps": 2, "val_period": 0, "max_rollout_turns": 2},
+        "policy": {"generation": {"max_new_tokens": 4}},
+        "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 16, "num_validation": 0},
+        "env": {"shows": {"class": f"pictures.{kind}", "num_workers": 2}},
+    }
+    path = write_config(merged(merged(SEES, {"env": None}), turns))
+    ended = coordinator("up", path)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
+    tokenizer = load_tokenizer(load_config(path))
+    plain = Plain("sees", "run", undrawable_ids(tokenizer, tokenizer.settings.family))  # type: ignore[attr-defined]
+    samples = read_step(Path("run/samples"), 1)
+    assert len(samples) == 16
+    for sample in samples:
+        arrays = sample.arrays
+        assert sample.scored.num_turns == 2
+        digests = [bytes(row).hex() for row in arrays.image_digests_IX]
+        assert len({*digests}) == 2, "the prompt's and the reply's"
+        logprobs_TV = plain.logprobs(arrays.token_ids_T.tolist(), digests)
+        own_T = logprobs_TV.gather(1, torch.tensor(arrays.token_ids_T[1:]).long()[:, None])[:, 0]
+        made_T = torch.tensor(arrays.loss_mask_T)[1:]
+        found_T = torch.tensor(arrays.generation_logprobs_T)[1:]
+        assert float((own_T - found_T)[made_T].abs().max()) < TOLERANCE
+    for step in steps_of("run"):
+        assert step.metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_image_that_cannot_be_read_is_the_environments_failure() -> None:
+    write_vision_model("smolvlm", Path("sees"))
+    Path("pictures.py").write_text(SHOWS)
+    over = {
+        "grpo": {"max_num_steps": 1, "val_period": 0, "max_rollout_turns": 2},
+        "policy": {"generation": {"max_new_tokens": 4}},
+        "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 16, "num_validation": 0},
+        "env": {"shows": {"class": "pictures.Breaks"}},
+    }
+    path = write_config(merged(merged(SEES, {"env": None}), over))
+    ended = coordinator("up", path)
+    assert ended.returncode == 1
+    assert "environment 'shows': a Turn: the image is no PNG, JPEG, WEBP or GIF" in ended.stderr
+    ended = coordinator("up", path, "env.shows.on_error=zero", "logger.log_dir=zero")
+    assert ended.returncode == 0, ended.stderr
+    assert all(sample.scored.failure and not sample.scored.reward for sample in read_step(Path("zero/samples"), 1))

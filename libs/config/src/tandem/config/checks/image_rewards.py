@@ -41,8 +41,9 @@ def _function(key: str, entry: dict[str, object]) -> RewardFunction:
         raise Invalid(
             f"{key}.name", f"{shown(name)} is not built{nearest(str(name), ARGUMENTS)}: {listed([*ARGUMENTS])}"
         )
-    own, given = ARGUMENTS[str(name)], entry.get("kwargs") or {}
-    for argument in given if isinstance(given, dict) else ():
+    own, kwargs = ARGUMENTS[str(name)], entry.get("kwargs")
+    given: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
+    for argument in given:
         if argument not in own:
             raise Invalid(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*own])}")
         if argument.endswith("tag") and not re.fullmatch(r"[\w-]+", str(given[argument])):

@@ -38,7 +38,8 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """The environment's reply to a response that does not end the sample."""
 
     messages: Messages
-    """Messages between this response and the next, such as ``[{"role": "user", "content": "84"}]``."""
+    """Messages between this response and the next, such as ``[{"role": "user", "content": "84"}]``. If the model sees,
+    a content may be a list of parts, such as ``{"type": "image", "image": png}``."""
     reward: float = 0.0
     """Reward added to the sample's; a number from -1e12 to 1e12."""
 

@@ -15,6 +15,7 @@ from tandem.common.messages import EngineServer
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.config.checks.image_rewards import reward_functions
+from tandem.config.models.vision_families import family_of
 from tandem.config.schema import Environment as Settings
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.threads import num_threads
@@ -23,6 +24,7 @@ from tandem.rollout.environments.environment import (
     ConversingEnvironment,
     Environment,
     RunsIn,
+    is_multi_turn,
 )
 
 
@@ -62,6 +64,10 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
             f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
             "step(problem, conversation)"
         )
+    if is_multi_turn(environment) and family_of(config.policy) is not None:
+        from tandem.rollout.environments.vision.showing import Showing
+
+        return Showing(environment, config)  # type: ignore[arg-type]
     return environment
 
 
