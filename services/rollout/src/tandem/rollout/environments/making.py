@@ -67,7 +67,7 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
     if is_multi_turn(environment) and family_of(config.policy) is not None:
         from tandem.rollout.environments.vision.showing import Showing
 
-        return Showing(environment, config)  # type: ignore[arg-type]
+        return Showing(environment, config)  # type: ignore[arg-type, return-value]
     return environment
 
 
