@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from data_harness import data_config
 from PIL import Image
@@ -17,9 +19,11 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.config import Config, build_config
 from tandem.samples.data_sets import load_conversations, load_problems
 from tandem.samples.data_sets.prompts import PromptWriter
+from tandem.samples.data_sets.sources import hub
 from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.images.stored import Stored
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, geometry_rows, refcoco_rows, write_coco, write_set
 from tests.harness.vision_models import write_vision_files
 
@@ -180,3 +184,37 @@ def test_the_features_are_those_of_the_hub() -> None:
     write_set("clevr", clevr_rows(2))
     loaded = datasets.load_dataset("clevr", split="train")
     assert isinstance(loaded.features["image"], datasets.Image)
+
+
+def test_images_of_the_hub_stay_in_their_files_until_they_are_read() -> None:
+    kind = datasets.Features({"input": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = [
+        {"input": "two?", "images": [{"bytes": PICTURES[0], "path": None}, {"bytes": PICTURES[1], "path": None}]},
+        {"input": "none?", "images": []},
+        {"input": "null?", "images": None},
+    ]
+    Path("set").mkdir()
+    datasets.Dataset.from_list(rows, features=kind).to_parquet("set/train.parquet")
+    (_, first), (_, second), (_, third) = hub("set", "train", None)
+    assert all(isinstance(image, Stored) for image in first["images"])
+    assert [image.read() for image in first["images"]] == PICTURES[:2]
+    assert (second["images"], third["images"]) == ([], None)
+    assert first["input"] == "two?"
+
+
+@pytest.mark.parametrize("kind", ["audio", "video"])
+def test_sounds_and_videos_are_refused_by_name(kind: str) -> None:
+    """Also where a row has an image beside them, and no package that could decode them."""
+    feature = {"audio": datasets.Audio(), "video": datasets.Video()}[kind]
+    features = datasets.Features(
+        {"input": datasets.Value("string"), "output": datasets.Value("string"), "clip": feature}
+    )
+    rows = [
+        {"input": f"what is it? {n}", "output": "a cat", "clip": {"bytes": b"encoded", "path": None}} for n in range(4)
+    ]
+    table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
+    Path("set").mkdir()
+    pyarrow.parquet.write_table(table, "set/train.parquet")
+    config = configured(dataset_name="set", input_key="input", output_key="output", environment="geometry3k")
+    with pytest.raises(DataError, match=rf"set\[train\]:0 has {kind} in 'clip', which is not built"):
+        load_problems(config, ImageRows(config))

@@ -26,6 +26,7 @@ from tandem.config.schema import Data
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
+from tandem.samples.images.stored import Stored, rows_of, stored_columns
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -154,7 +155,7 @@ def _refuse_images(where: str, row: Row, data: Data) -> None:
     for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
-        is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and "bytes" in first)
+        is_image = isinstance(first, bytes | Stored) or (isinstance(first, Mapping) and "bytes" in first)
         if is_image or (data.image_key is not None and first is not None):
             raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
 
@@ -260,10 +261,9 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = prepared(name, split, subset, commit)
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
-        kinds = (loaded.features or {}).values()
-        if any(isinstance(getattr(kind, "feature", kind), datasets.Image) for kind in kinds):
-            loaded = loaded.with_format("arrow")[:].to_pylist()  # images as their encoded bytes
-        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
+        columns = stored_columns(loaded)
+        read = rows_of(loaded, columns) if columns else loaded
+        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
