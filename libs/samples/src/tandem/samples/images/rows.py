@@ -78,10 +78,11 @@ class ImageRows:
             raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
 
     def keep(self, folder: Path) -> None:
-        """Keep all images found so far in a run's folder. Raise `RunFolderError` if that fails."""
+        """Move all images found so far to a run's folder. Raise `RunFolderError` if that fails."""
         images = ImageFolder(folder)
         for digest, source in self._found.items():
             images.put(digest, source.read() if isinstance(source, Stored) else source)
+        self._found.clear()  # or they would take memory as long as the run
 
 
 def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
