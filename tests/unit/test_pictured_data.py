@@ -172,6 +172,24 @@ def test_nemo_rls_older_form_names_the_data_set_alone() -> None:
     assert (data.validation, data.num_validation) == ((), 8)
 
 
+def test_copies_are_validated_on_where_they_have_what_to_validate_on() -> None:
+    """A copy of Geometry3K has all its splits; one of CLEVR-CoGenT's repositories is one split."""
+    data = configured(dataset_name="geometry3k", train_data_path="copy").data
+    assert [(each.data_path, each.split) for each in data.validation] == [("copy", "validation")]
+    data = configured(dataset_name="clevr-cogent", train_data_path="copy").data
+    assert (data.train[0].data_path, data.validation, data.num_validation) == ("copy", (), 256)
+    data = configured(dataset_name="clevr-cogent", train_data_path="copy", val_data_path="other").data
+    assert [(each.data_path, each.split) for each in data.validation] == [("other", "valA")]
+
+
+def test_the_images_of_known_sets_are_found_whatever_images_are_called_elsewhere() -> None:
+    write_set("clevr", clevr_rows(4))
+    sets = {"train": {"dataset_name": "clevr-cogent", "data_path": "clevr"}, "split_validation_size": 1}
+    config = configured(**sets, image_key="picture", default={"env_name": "clevr-cogent"})
+    problems = load_problems(config, ImageRows(config))
+    assert all(marked_in(problem.question) for problem in problems.train)
+
+
 def test_a_text_model_is_told(tmp_path: Path) -> None:
     write_set("clevr", clevr_rows(4))
     config = data_config(dataset_name=None, train={"dataset_name": "clevr-cogent", "data_path": "clevr"}, task=None)

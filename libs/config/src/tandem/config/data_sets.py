@@ -13,7 +13,7 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import conform
-from tandem.config.named import FILES, NAMED, is_local
+from tandem.config.named import FILES, NAMED, is_local, place_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
@@ -64,13 +64,19 @@ def place_data_sets(tree: dict[str, Any]) -> None:
 
 def _name_both_sides(data: dict[str, Any]) -> None:
     """List the split to train on and the one to validate on of a data set whose splits are data sets of their own."""
-    named = NAMED.get(str(data.get("dataset_name")))
+    name = str(data.get("dataset_name"))
+    named = NAMED.get(name)
     if named is None or not named.splits or any(data.get(side) for side in _SIDES):
         return
-    data["train"] = {"dataset_name": data["dataset_name"], "data_path": data.pop("train_data_path", None)}
+    copy, other = data.pop("train_data_path", None), data.pop("val_data_path", None)
+    data["train"] = {"dataset_name": name, "data_path": copy}
     split = data.pop("val_split", None) or named.held_out
-    if not _holds_out(data, []) and data.get("num_validation") != 0:
-        data["validation"] = {**data["train"], "split": split}
+    own, held_out = (place_of(name, each, None)[0] for each in (data.get("split"), split))
+    if other is None and own == held_out:
+        other = copy  # a copy of one repository has both splits
+    is_there = other is not None or copy is None
+    if is_there and not _holds_out(data, []) and data.get("num_validation") != 0:
+        data["validation"] = {"dataset_name": name, "data_path": other, "split": split}
 
 
 def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:

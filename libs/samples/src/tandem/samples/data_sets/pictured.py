@@ -41,7 +41,7 @@ def _clevr(data: Data) -> Convert:
         solution = str(_field(where, row, "solution", data))
         found = _ANSWER.search(solution)
         return {
-            "image": _field(where, row, "image", data),
+            data.image_key or "image": _field(where, row, "image", data),
             data.input_key: str(_field(where, row, "problem", data)),
             data.output_key: (found[1] if found else solution).strip(),
         }
@@ -55,7 +55,9 @@ def _geometry(data: Data) -> Convert:
     def convert(where: str, row: Row) -> Row:
         images = _field(where, row, "images", data)
         return {
-            "image": images[0] if isinstance(images, Sequence) and not isinstance(images, str | bytes) else images,
+            data.image_key or "image": images[0]
+            if isinstance(images, Sequence) and not isinstance(images, str | bytes)
+            else images,
             data.input_key: str(_field(where, row, "problem", data)).replace("<image>", ""),
             data.output_key: str(_field(where, row, "answer", data)),
         }
@@ -83,7 +85,7 @@ def _refcoco(data: Data) -> Convert:
         sizes = (width, height, width, height)
         box = [round(at / size * _WHOLE) for at, size in zip(_field(where, row, "bbox", data), sizes, strict=True)]
         return {
-            "image": image,
+            data.image_key or "image": image,
             data.input_key: "Please provide the bounding box coordinate of the region described by the following "
             f"phrase: {phrase}",
             data.output_key: f"[{', '.join(map(str, box))}]",
