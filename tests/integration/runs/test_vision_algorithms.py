@@ -277,6 +277,39 @@ def test_distillation_over_recorded_answers_has_hugging_faces_loss() -> None:
     assert np.isfinite(first.metrics["grad_norm"])
 
 
+def test_a_teacher_that_gives_advantages_sees_the_pictures_too() -> None:
+    write_vision_model("qwen2_5_vl", Path("sees"))
+    write_teacher(Path("teacher"))
+    opd = {
+        "grpo": {
+            "max_num_steps": 1,
+            "val_period": 0,
+            "num_prompts_per_step": 8,
+            "num_generations_per_prompt": 1,
+            "adv_estimator": {"name": "opd"},
+        },
+        "on_policy_distillation": {"enabled": True, "teacher_model_by_agent_name": {"digits": "teacher"}},
+        "policy": {"train_global_batch_size": 8, "train_micro_batch_size": 4},
+        "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 16, "num_validation": 0},
+    }
+    path = up(opd)
+    tokenizer = load_tokenizer(load_config(path))
+    undrawable = undrawable_ids(tokenizer, tokenizer.settings.family)  # type: ignore[attr-defined]
+    student, teacher = Plain("sees", "run", undrawable), Plain("teacher", "run", undrawable)
+    ahead = []
+    for sample in read_step(Path("run/samples"), 1):
+        arrays = sample.arrays
+        digests = [bytes(row).hex() for row in arrays.image_digests_IX]
+        places_T = torch.tensor(arrays.token_ids_T[1:]).long()[:, None]
+        own_T, teachers_T = (
+            model.logprobs(arrays.token_ids_T.tolist(), digests).gather(1, places_T)[:, 0]
+            for model in (student, teacher)
+        )
+        ahead.append((own_T - teachers_T)[torch.tensor(arrays.loss_mask_T)[1:]])
+    first = next(step for step in steps_of("run") if step.step == 1)
+    assert first.metrics["teacher_kl"] == pytest.approx(float(torch.cat(ahead).mean()), abs=TOLERANCE)
+
+
 def test_a_teacher_that_does_not_see_is_refused_before_anything_starts() -> None:
     write_vision_model("qwen2_5_vl", Path("sees"))
     write_vision_model("smolvlm", Path("teacher"))
