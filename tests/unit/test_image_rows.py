@@ -152,3 +152,21 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
 
 def test_markers_are_shown_as_people_read_them() -> None:
     assert shown(f"{MARKERS[0]}how many?") == f"[image 48x40 {hashlib.sha256(PICTURES[0]).hexdigest()[:6]}]how many?"
+
+
+def test_both_answers_of_a_pair_follow_the_same_images(tmp_path: Path) -> None:
+    """Pairs have their question in a field of their own, or at the start of both conversations."""
+    (tmp_path / "0.png").write_bytes(PICTURES[0])
+    asked = {"role": "user", "content": "which <image> colour?"}
+    said = {name: [asked, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    rows = [
+        *({"prompt": f"{n}?", "chosen": "a", "rejected": "b", "image": "0.png"} for n in range(6)),
+        said | {"image": "0.png"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"dataset_name": "jsonl", "train_data_path": str(tmp_path / "pairs.jsonl"), "num_validation": 1}
+    config = data_config("dpo", **keys, input_key="question", output_key="answer")
+    found = load_conversations(config, ImageRows(config))
+    prompts = {each.name.rpartition(":")[2]: each.prompt[0]["content"] for each in (*found.train, *found.validation)}
+    assert prompts["1"] == f"{MARKERS[0]}0?"
+    assert prompts["7"] == f"which {MARKERS[0]} colour?"

@@ -13,7 +13,7 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import conform
-from tandem.config.named import FILES, NAMED, is_local
+from tandem.config.named import FILES, NAMED, is_local, place_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
@@ -38,6 +38,7 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     if data.get("env_name") is not None:
         data.setdefault("environment", data["env_name"])
     data.pop("env_name", None)
+    _name_both_sides(data)
     default = data.pop("default", None)
     shared = {} if default is None else _fitted(default, "data.default")
     sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
@@ -59,6 +60,23 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     data |= sets
     where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
     _agree(data, first, where)
+
+
+def _name_both_sides(data: dict[str, Any]) -> None:
+    """List the split to train on and the one to validate on of a data set whose splits are data sets of their own."""
+    name = str(data.get("dataset_name"))
+    named = NAMED.get(name)
+    if named is None or not named.splits or any(data.get(side) for side in _SIDES):
+        return
+    copy, other = data.pop("train_data_path", None), data.pop("val_data_path", None)
+    data["train"] = {"dataset_name": name, "data_path": copy}
+    split = data.pop("val_split", None) or named.held_out
+    own, held_out = (place_of(name, each, None)[0] for each in (data.get("split"), split))
+    if other is None and own == held_out:
+        other = copy  # a copy of one repository has both splits
+    is_there = other is not None or copy is None
+    if is_there and not _holds_out(data, []) and data.get("num_validation") != 0:
+        data["validation"] = {"dataset_name": name, "data_path": other, "split": split}
 
 
 def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:

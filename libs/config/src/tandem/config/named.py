@@ -22,11 +22,41 @@ class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of keys in the section ``data``."""
     answer_after: str = ""
     """Marker after which the reference answer begins within its field; empty if it is the whole field."""
+    has_images: bool = False
+    """Whether its questions are about images; `tandem.samples.data_sets.pictured` reads its rows."""
+    splits: MappingProxyType[str, tuple[str, str]] = MappingProxyType({})
+    """Repositories on the Hub, each with its split, by NeMo-RL's name of a split; empty if all are splits of `path`."""
+    held_out: str = ""
+    """The split to validate on, if nothing else is said."""
 
 
 def _named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
     return NamedDataset(holds=holds, path=path, keys=MappingProxyType(keys))
 
+
+def _pictured(held_out: str, **splits: tuple[str, str]) -> NamedDataset:
+    return NamedDataset(
+        holds="problems",
+        path=next(iter(splits.values()))[0],
+        keys=MappingProxyType({"input_key": "problem", "output_key": "answer"}),
+        has_images=True,
+        splits=MappingProxyType(splits),
+        held_out=held_out,
+    )
+
+
+def _of_one(path: str, *names: str, **others: str) -> dict[str, tuple[str, str]]:
+    return {name: (path, name) for name in names} | {name: (path, split) for name, split in others.items()}
+
+
+_CLEVR_TRAIN = ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "train")
+_CLEVR = _pictured(
+    "valA",
+    train=_CLEVR_TRAIN,
+    trainA=_CLEVR_TRAIN,
+    valA=("MMInstruction/Clevr_CoGenT_ValA", "train"),
+    valB=("MMInstruction/Clevr_CoGenT_ValB", "train"),
+)
 
 _OPEN_MATH = _named(
     "problems", "nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
@@ -52,6 +82,10 @@ NAMED = {
         keys=MappingProxyType({"subset": "main", "input_key": "question", "output_key": "answer"}),
         answer_after="####",
     ),
+    "clevr-cogent": _CLEVR,
+    "clevr_cogent": _CLEVR,
+    "geometry3k": _pictured("validation", **_of_one("hiyouga/geometry3k", "train", "validation", "test")),
+    "refcoco": _pictured("validation", **_of_one("jxu124/refcoco", "train", "validation", default="train")),
     "tulu3_sft_mixture": _named("conversations", "allenai/tulu-3-sft-mixture", chat_key="messages"),
     "open_assistant": _named("conversations"),
     "openai_format": _named("conversations", chat_key="messages"),
@@ -70,6 +104,19 @@ MULTIPLE_CHOICE = "multichoice_qa_processor"
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """Suffixes of problem files."""
+
+
+def place_of(dataset_name: str, split: str | None, instead: str | None) -> tuple[str, str]:
+    """Return where a data set is: its name on the Hub or its folder, and the split there.
+
+    `instead` is a copy that the user has of a data set that is known by name.
+    """
+    named = NAMED.get(dataset_name)
+    path, own = (dataset_name if named is None else named.path), split or "train"
+    if named is not None and named.splits:
+        path, own = named.splits.get(own, (path, own))
+        path = instead or path
+    return path, own
 
 
 def is_local(dataset_name: str) -> bool:

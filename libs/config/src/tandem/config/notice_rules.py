@@ -295,6 +295,11 @@ _MOOT = (
     _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
     _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
     _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
+    _Moot(
+        "policy.generation.vllm_cfg.limit_mm_per_prompt.image",
+        (None,),
+        "the tokens of a prompt's images limit their number",
+    ),
     _Moot("policy.generation.vllm_cfg.use_deep_gemm", (False,), "vLLM chooses its kernels"),
     _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines inherit the environment of the run"),
     _Moot("policy.generation.vllm_cfg.distributed_executor_backend", (None,), "rollout processes start their workers"),

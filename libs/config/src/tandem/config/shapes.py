@@ -12,12 +12,9 @@ from typing import Any
 from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.schema import MODELS, Environment
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
+from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 
 ELSEWHERE = (
-    "vlm",
-    "clevr-cogent",
-    "geometry3k",
-    "refcoco",
     "avqa",
     "mmau",
     "mmpr-tiny",
@@ -81,9 +78,10 @@ def reshape_model(model: dict[str, Any]) -> None:
 
 
 def choose_environment(tree: dict[str, Any]) -> None:
-    """Choose NeMo Gym if it is requested, and the puzzle's environment if nothing else is.
+    """Choose NeMo Gym if it is requested, and where nothing is, a data set's own environment, or the puzzle's.
 
-    NeMo-RL's file of the puzzle inherits another file with its data set.
+    NeMo-RL v0.3's files with images have an environment for each of its data sets. Its file of the puzzle inherits
+    another file with its data set.
     """
     env, data = tree.get("env"), tree.get("data")
     if not isinstance(env, dict) or not isinstance(data, dict):
@@ -93,6 +91,8 @@ def choose_environment(tree: dict[str, Any]) -> None:
         data["environment"] = "nemo_gym"
         for each in (*data.get("train", ()), *data.get("validation", ())):
             each["env_name"] = "nemo_gym"
+    if len(env) > 1 and data.get("environment") is None and data.get("dataset_name") in {*IMAGE_ENVIRONMENTS} & {*env}:
+        data["environment"] = data["dataset_name"]
     if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
         data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}
 

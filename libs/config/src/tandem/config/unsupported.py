@@ -142,24 +142,22 @@ NOT_SUPPORTED_YET = (
     Row(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
     Row(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
     Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
-    Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
+    Row(f"{_VLLM_CFG}.limit_mm_per_prompt.audio", (None, 0), _vllm),
+    Row(f"{_VLLM_CFG}.limit_mm_per_prompt.video", (None, 0), _vllm),
     Row("logger.swanlab_enabled", (False,)),
 )
 """Refused keys, in the order in which an error lists them."""
 
-_DATA_SETS = (
-    "avqa",
-    "clevr-cogent",
-    "daily-omni",
-    "geometry3k",
-    "mmau",
-    "mmpr-tiny",
-    "refcoco",
-    "audiomcq",
-    "NemoGymDataset",
-)
-"""NeMo-RL's data sets with images, video and audio, or for an environment that is not built."""
-_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor")
+_DATA_SETS = {
+    "avqa": "avqa: audio",
+    "audiomcq": "audiomcq: audio",
+    "mmau": "mmau: audio",
+    "daily-omni": "daily-omni: video and audio",
+    "mmpr-tiny": "mmpr-tiny: an archive of images",
+    "NemoGymDataset": "NemoGymDataset",
+}
+"""NeMo-RL's data sets with video and audio, or for an environment that is not built, with what is not built."""
+_PROCESSORS = ("nemo_gym_data_processor", "kd_data_processor")
 """NeMo-RL's functions that convert rows for features that are not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
@@ -220,14 +218,14 @@ def _not_built_here(config: Config) -> Iterator[str]:
             yield f"env.{chosen}"
     is_of_evaluations = config.evaluates and config.data.dataset_name.lower() in NOT_BUILT_EVALUATIONS
     if config.data.dataset_name in _DATA_SETS or is_of_evaluations:
-        yield f"data.dataset_name ({config.data.dataset_name})"
+        yield f"data.dataset_name ({_DATA_SETS.get(config.data.dataset_name, config.data.dataset_name)})"
     for side in ("train", "validation"):
         for index, each in enumerate(getattr(config.data, side)):
             key = f"data.{side}[{index}]"
             if each.processor in _PROCESSORS:
                 yield f"{key}.processor ({each.processor})"
             if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
-                yield f"{key}.dataset_name ({each.dataset_name})"
+                yield f"{key}.dataset_name ({_DATA_SETS[each.dataset_name]})"
 
 
 def without_effect_yet(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config, Environment, Judge
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
+from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.schema.reward_model import REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
@@ -91,6 +92,19 @@ def listed_sets_are_read(config: Config) -> None:
             raise Invalid(f"data.{key}", "data.train is given: set data.validation")
 
 
+def splits_are_known(config: Config) -> None:
+    """Check the splits of data sets whose splits are data sets of their own."""
+    data = config.data
+    sets = [("data", data.dataset_name, data.split)] if not data.train else []
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(data, side)):
+            sets.append((f"data.{side}[{index}]", str(each.dataset_name), str(each.split)))
+    for key, name, split in sets:
+        named = NAMED.get(name)
+        if named is not None and named.splits and split not in named.splits:
+            raise Invalid(f"{key}.split", f"{shown(split)}, but {name} has {listed([*named.splits])}")
+
+
 def the_dataset_fits_the_algorithm(config: Config) -> None:
     """Check that the algorithm can learn from the dataset."""
     name = config.data.dataset_name
@@ -140,7 +154,7 @@ def environments_are_known(config: Config) -> None:
         elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_custom):
             check_reward_model(name, entry)
         elif entry.class_path is None:
-            if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
+            if name not in (*BUILT_IN_ENVIRONMENTS, *IMAGE_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 guess = nearest(name, BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
@@ -282,6 +296,7 @@ RULES: tuple[Rule, ...] = (
     the_file_is_named,
     several_validation_files_have_names,
     listed_sets_are_read,
+    splits_are_known,
     the_dataset_fits_the_algorithm,
     worse_solutions_are_written,
     margins_are_read,

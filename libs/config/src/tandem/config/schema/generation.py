@@ -29,6 +29,17 @@ class TransformersCfg(Section, frozen=True, kw_only=True):
     """New. Sequences decoded at once by one engine; each holds a KV cache of `policy.max_total_sequence_length`."""
 
 
+class MediaLimits(Section, frozen=True, kw_only=True):
+    """Limits of a prompt besides its text, in NeMo-RL's files."""
+
+    image: NonNegativeInt | None = None
+    """Accepted: images. Here their tokens limit their number."""
+    audio: NonNegativeInt | None = None
+    """Sounds."""
+    video: NonNegativeInt | None = None
+    """Videos."""
+
+
 class VllmCfg(Section, frozen=True, kw_only=True):
     """The vLLM engine; read only where `policy.generation.backend` is vllm."""
 
@@ -75,8 +86,8 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """Accepted: whether vLLM has a tokenizer of its own. Here it has none and is given tokens."""
     distributed_executor_backend: NonEmptyStr | None = None
     """Accepted: how vLLM starts the ranks of an engine. Here the rollout process starts them."""
-    limit_mm_per_prompt: dict[str, Any] | None = None
-    """Images, videos and audio that a prompt may have."""
+    limit_mm_per_prompt: MediaLimits | None = None
+    """Images, sounds and videos that a prompt may have."""
     http_server_serving_chat_kwargs: dict[str, Any] | None = None
     """Accepted: arguments of vLLM's own server. Here, `expose_http_server` and `tool_call_parser` replace them."""
     reasoning_parser_plugin: NonEmptyStr | None = None

@@ -91,7 +91,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
         num_ties += len(found) - len(kept)
         return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
 
-    train, apart = sources.rows(data, images)
+    train, apart = sources.rows(data, images, asked=data.prompt_key if config.declaration.learns_preferences else None)
     sides = hold_out(
         data,
         conversations(train),

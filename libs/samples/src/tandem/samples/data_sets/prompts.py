@@ -19,6 +19,7 @@ from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import Data
 from tandem.samples.data_sets.chat import ChatEncoder
+from tandem.samples.images.markers import OPENING, in_front
 from tandem.samples.tokenizer import Messages, Tokenizer
 
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
@@ -64,7 +65,10 @@ class PromptWriter:
         question = fill_template("data.prompt_template", self._data.prompt_template, problem)
         if self._prompt_file is not None:
             # Not by str.format: NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
-            question = self._prompt_file.replace("{}", question)
+            images = ""
+            if question.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
+                images, question = in_front(question)
+            question = images + self._prompt_file.replace("{}", question)
         return self.with_system_message([{"role": "user", "content": question}])
 
     def literals(self) -> dict[str, str]:

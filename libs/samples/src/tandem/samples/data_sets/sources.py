@@ -20,11 +20,13 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
-from tandem.config.named import MULTIPLE_CHOICE, NAMED, is_local
+from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
+from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
+from tandem.samples.images.stored import Stored, rows_of, stored_columns
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -117,26 +119,32 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(data: Data, images: ImageRows | None = None, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Rows]]:
+def rows(
+    data: Data, images: ImageRows | None = None, *, asked: str | None = None, only_held_out: bool = False
+) -> tuple[Rows, dict[str, Rows]]:
     """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
-    `images` reads the images of the rows, if the model sees.
+    `images` reads the images of the rows, if the model sees; they are shown in the field `asked`, or in conversations.
 
     With `only_held_out`, training rows are not read where held-out rows have a source of their own. Raise `DataError`
     if reading fails.
     """
+    if images is None and data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:
+        raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
     train, apart = _read_rows(data, only_held_out=only_held_out)
     if images is None:
         for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(where, row, data)
         return train, apart
-    is_file = is_local(data.dataset_name)
+    is_file, convert = is_local(data.dataset_name), converter(data)
     held_out = validation_paths(data) if is_file else {}
 
     def seen(found: Rows, file: str | None) -> Rows:
         """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
         folder = None if file is None else Path(file).absolute().parent
-        return [(where, images.row(where, row, data.input_key, folder)) for where, row in found]
+        if convert is not None:
+            found = [(where, convert(where, row)) for where, row in found]
+        return [(where, images.row(where, row, asked, folder)) for where, row in found]
 
     own = data.train_data_path if is_file else None
     return seen(train, own), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
@@ -147,7 +155,7 @@ def _refuse_images(where: str, row: Row, data: Data) -> None:
     for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
-        is_image = isinstance(first, bytes) or (isinstance(first, Mapping) and "bytes" in first)
+        is_image = isinstance(first, bytes | Stored) or (isinstance(first, Mapping) and "bytes" in first)
         if is_image or (data.image_key is not None and first is not None):
             raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
 
@@ -158,9 +166,11 @@ def _read_rows(data: Data, *, only_held_out: bool) -> tuple[Rows, dict[str, Rows
     if is_local(name):
         apart = {name: file_rows(path) for name, path in validation_paths(data).items()}
         return [] if only_held_out and apart else file_rows(str(data.train_data_path)), apart
-    path = NAMED[name].path if name in NAMED else name
+    path, split = place_of(name, data.split, data.train_data_path)
+    if path.endswith(FILES):
+        return file_rows(path), {}
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset, data.commit)}
-    return [] if only_held_out and held_out else hub(path, data.split, data.subset, data.commit), held_out
+    return [] if only_held_out and held_out else hub(path, split, data.subset, data.commit), held_out
 
 
 def validation_paths(data: Data) -> dict[str, str]:
@@ -251,10 +261,9 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = prepared(name, split, subset, commit)
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
-        kinds = (loaded.features or {}).values()
-        if any(isinstance(getattr(kind, "feature", kind), datasets.Image) for kind in kinds):
-            loaded = loaded.with_format("arrow")[:].to_pylist()  # images as their encoded bytes
-        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
+        columns = stored_columns(loaded)
+        read = rows_of(loaded, columns) if columns else loaded
+        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error

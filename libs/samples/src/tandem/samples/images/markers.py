@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 _MARKER = re.compile(r"⟦image ([0-9a-f]{64}) ([1-9][0-9]{0,5})x([1-9][0-9]{0,5})⟧")
 
+_IN_FRONT = re.compile(rf"(?:{_MARKER.pattern})+")
+OPENING = "⟦"
+"""Character that each marker begins with."""
+
 
 class Marked(NamedTuple):
     """An image that a marker stands for."""
@@ -36,6 +40,13 @@ def split_at_markers(text: str) -> list[str | Marked]:
         parts.append(Marked(found[1], int(found[2]), int(found[3])))
         end = found.end()
     return [*parts, text[end:]] if end < len(text) else parts
+
+
+def in_front(text: str) -> tuple[str, str]:
+    """Return the markers that a text begins with, and the rest of it."""
+    found = _IN_FRONT.match(text)
+    end = 0 if found is None else found.end()
+    return text[:end], text[end:]
 
 
 def marked_in(text: str) -> list[Marked]:

@@ -12,6 +12,7 @@ from tandem.samples.images.markers import marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.images.stored import Stored
 from tandem.samples.tokenizer import Tokenizer
 
 IMAGE_FIELDS = ("image", "images")
@@ -26,20 +27,28 @@ class ImageRows:
     def __init__(self, config: Config) -> None:
         self._key = config.data.image_key
         self._limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-        self._found: dict[str, bytes | Path] = {}
-        """Images by digest: their bytes, or the files that they are in."""
+        self._found: dict[str, bytes | Path | Stored] = {}
+        """Images by digest: their bytes, or where these are."""
 
     def marked(self, where: str, image: object, folder: Path | None = None) -> str:
         """Return the marker of an image, given as bytes, path, data URI, or a mapping that has one of these.
 
         Relative paths begin at `folder`. Raise `DataError` that begins with `where`.
         """
-        found, source = described(image, where, self._limits, folder)
-        self._found.setdefault(found.digest, source)
+        read = image.read() if isinstance(image, Stored) else image
+        found, source = described(read, where, self._limits, folder)
+        self._found.setdefault(found.digest, image if isinstance(image, Stored) else source)
         return marker(*found)
 
-    def row(self, where: str, row: Mapping[str, Any], text_key: str, folder: Path | None) -> dict[str, Any]:
-        """Return a row whose field `text_key`, and whose conversations, have markers in the place of images."""
+    def row(self, where: str, row: Mapping[str, Any], text_key: str | None, folder: Path | None) -> dict[str, Any]:
+        """Return a row whose field `text_key`, and whose conversations, have markers in the place of images.
+
+        Conversations that begin alike, such as a better and a worse one, get the same markers.
+        """
+        for name, value in row.items():
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, Stored) and first.kind != "image":
+                raise DataError(f"{where} has {first.kind} in {name!r}, which is not built")
         plain = {name: self._parts(where, value, folder) for name, value in row.items()}
         for key in IMAGE_FIELDS if self._key is None else (self._key,):
             value = plain.pop(key, None)
@@ -47,13 +56,16 @@ class ImageRows:
                 continue
             images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
             markers = [self.marked(where, image, folder) for image in images]
-            if isinstance(plain.get(text_key), str):
+            if text_key is not None and isinstance(plain.get(text_key), str):
                 plain[text_key] = _placed(where, plain[text_key], markers)
-            elif messages := _messages_in(plain):
-                first = next(message for message in messages if message["role"] == "user")
-                first["content"] = _placed(where, first["content"], markers)
+            elif asked := _asked_in(plain):
+                text = asked[0]["content"]
+                for message in asked:
+                    if message["content"] == text:
+                        message["content"] = _placed(where, text, markers)
             else:
-                raise DataError(f"{where} has images, and no text in {text_key!r} (data.input_key) to show them with")
+                key = f"in {text_key!r} " if text_key is not None else ""
+                raise DataError(f"{where} has images, and no text {key}(data.input_key) to show them with")
         return plain
 
     def _parts(self, where: str, value: Any, folder: Path | None) -> Any:
@@ -66,10 +78,11 @@ class ImageRows:
             raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
 
     def keep(self, folder: Path) -> None:
-        """Keep all images found so far in a run's folder. Raise `RunFolderError` if that fails."""
+        """Move all images found so far to a run's folder. Raise `RunFolderError` if that fails."""
         images = ImageFolder(folder)
         for digest, source in self._found.items():
-            images.put(digest, source)
+            images.put(digest, source.read() if isinstance(source, Stored) else source)
+        self._found.clear()  # or they would take memory as long as the run
 
 
 def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
@@ -93,10 +106,10 @@ def _placed(where: str, text: str, markers: Sequence[str]) -> str:
     return first + "".join(marker + after for marker, after in zip(markers, rest, strict=True))
 
 
-def _messages_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation of a row that has one; empty if it has none with a user's text."""
+def _asked_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the first message of the user in each conversation of a row that has one."""
+    found: list[dict[str, Any]] = []
     for value in row.values():
-        is_conversation = isinstance(value, list) and all(isinstance(e, dict) and "content" in e for e in value)
-        if is_conversation and any(e.get("role") == "user" and isinstance(e["content"], str) for e in value):
-            return list(value)
-    return []
+        if isinstance(value, list) and all(isinstance(each, dict) and "content" in each for each in value):
+            found += [each for each in value if each.get("role") == "user" and isinstance(each["content"], str)][:1]
+    return found

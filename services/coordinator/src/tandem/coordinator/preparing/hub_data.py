@@ -12,7 +12,7 @@ import msgspec
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub
-from tandem.config.named import NAMED, is_local
+from tandem.config.named import NAMED, is_local, place_of
 from tandem.config.schema.data import Data, DataSet
 from tandem.coordinator.preparing.prerequisite import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
@@ -142,7 +142,7 @@ def _asked(section: Data | DataSet) -> Asked | None:
     name = section.dataset_name
     if name is None or name in _MADE or is_local(name):
         return None
-    path = NAMED[name].path if name in NAMED else name
+    path, _ = place_of(name, section.split, section.train_data_path if isinstance(section, Data) else section.data_path)
     if Path(path).exists() or hub.reference_in(path) is None:
         return None
     return path, section.revision

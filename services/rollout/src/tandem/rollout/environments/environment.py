@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from tandem.common.messages import Problem
+from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.samples.chat_templates import Messages
 
 
@@ -37,12 +38,13 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """The environment's reply to a response that does not end the sample."""
 
     messages: Messages
-    """Messages between this response and the next, such as ``[{"role": "user", "content": "84"}]``."""
+    """Messages between this response and the next, such as ``[{"role": "user", "content": "84"}]``. If the model sees,
+    a content may be a list of parts, such as ``{"type": "image", "image": png}``."""
     reward: float = 0.0
     """Reward added to the sample's; a number from -1e12 to 1e12."""
 
 
-HEAVY = ("math", "reasoning_gym")
+HEAVY = ("math", "reasoning_gym", *IMAGE_ENVIRONMENTS)
 """Built-in environments that the rollout process does not import: they take a second, and may be stuck in C."""
 RunsIn = Literal["processes", "threads"]
 Step = Callable[[Problem, Messages], Score | Turn | Awaitable[Score | Turn]]

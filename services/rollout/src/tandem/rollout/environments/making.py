@@ -14,13 +14,17 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import EngineServer
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
+from tandem.config.checks.image_rewards import reward_functions
+from tandem.config.models.vision_families import family_of
 from tandem.config.schema import Environment as Settings
+from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.threads import num_threads
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
     ConversingEnvironment,
     Environment,
     RunsIn,
+    is_multi_turn,
 )
 
 
@@ -60,6 +64,10 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
             f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
             "step(problem, conversation)"
         )
+    if is_multi_turn(environment) and family_of(config.policy) is not None:
+        from tandem.rollout.environments.vision.showing import Showing
+
+        return Showing(environment, config)  # type: ignore[arg-type, return-value]
     return environment
 
 
@@ -125,6 +133,10 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.sliding_puzzle import SlidingPuzzle
 
             return SlidingPuzzle
+        case _ if name in IMAGE_ENVIRONMENTS:
+            from tandem.rollout.environments.vision.environment import ImageRewards
+
+            return partial(ImageRewards, reward_functions(name, settings.reward_functions))
         case _:
             built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
             raise ConfigError(f"env.{name}: no such environment; built in are {built_in}, others need a class")

@@ -1,0 +1,59 @@
+"""Rules for environments that score responses about images: the functions and their arguments exist"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from tandem.common.errors import listed, nearest
+from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config
+from tandem.config.schema.image_rewards import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunction
+
+
+def functions_score(config: Config) -> None:
+    """Check the functions of the environments for images that the run uses."""
+    for name in config.environments:
+        entry = config.env.get(name)
+        if entry is not None and name in IMAGE_ENVIRONMENTS and not entry.is_custom and entry.judge is None:
+            reward_functions(name, entry.reward_functions)
+
+
+def reward_functions(environment: str, given: tuple[dict[str, object], ...]) -> tuple[RewardFunction, ...]:
+    """Return the functions of an environment. Raises `Invalid`."""
+    key = f"env.{environment}.reward_functions"
+    if not given:
+        raise Invalid(key, "required, such as [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]")
+    found = tuple(_function(f"{key}[{index}]", entry) for index, entry in enumerate(given))
+    if not sum(each.weight for each in found) > 0.0:
+        raise Invalid(key, "no weight is greater than 0")
+    names = [each.name for each in found]
+    if len({*names}) < len(names):
+        raise Invalid(key, f"{shown(names)} has a function twice")
+    return found
+
+
+def _function(key: str, entry: dict[str, object]) -> RewardFunction:
+    name = entry.get("name")
+    if name not in ARGUMENTS:
+        raise Invalid(
+            f"{key}.name", f"{shown(name)} is not built{nearest(str(name), ARGUMENTS)}: {listed([*ARGUMENTS])}"
+        )
+    own, kwargs = ARGUMENTS[str(name)], entry.get("kwargs")
+    given: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
+    for argument in given:
+        if argument not in own:
+            raise Invalid(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*own])}")
+        if argument.endswith("tag") and not re.fullmatch(r"[\w-]+", str(given[argument])):
+            raise Invalid(
+                f"{key}.kwargs.{argument}", f"{shown(given[argument])} is not a tag: use letters, digits and '_'"
+            )
+    try:
+        return msgspec.convert(entry, RewardFunction)
+    except msgspec.ValidationError as error:
+        raise Invalid(key, str(error)[0].lower() + str(error)[1:]) from None
+
+
+RULES: tuple[Rule, ...] = where_it_rolls_out(functions_score)

@@ -1,0 +1,125 @@
+"""NeMo-RL's data sets with images: their rows as question, image and answer, as NeMo-RL asks them.
+
+Each function takes a row's place and the row, and returns one that `tandem.samples.images.rows` reads.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tandem.common.errors import DataError
+from tandem.common.regular_files import irregular
+from tandem.config.schema import Data
+
+Row = Mapping[str, Any]
+Convert = Callable[[str, Row], Row]
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>")
+_COCO = "./coco_images"
+_SIDE = 256
+"""Width and height to which NeMo-RL scales the images of RefCOCO."""
+_WHOLE = 1000
+"""Width and height of an image in the coordinates of its answers."""
+
+
+def converter(data: Data) -> Convert | None:
+    """Return how the rows of a data set are read; None if they are read as they are."""
+    made = _CONVERTERS.get(data.dataset_name)
+    return None if made is None else made(data)
+
+
+def _clevr(data: Data) -> Convert:
+    """Read a row of CLEVR-CoGenT: the answer is in tags within its solution."""
+
+    def convert(where: str, row: Row) -> Row:
+        solution = str(_field(where, row, "solution", data))
+        found = _ANSWER.search(solution)
+        return {
+            data.image_key or "image": _field(where, row, "image", data),
+            data.input_key: str(_field(where, row, "problem", data)),
+            data.output_key: (found[1] if found else solution).strip(),
+        }
+
+    return convert
+
+
+def _geometry(data: Data) -> Convert:
+    """Read a row of Geometry3K: of its images the first counts, and stands in front."""
+
+    def convert(where: str, row: Row) -> Row:
+        images = _field(where, row, "images", data)
+        return {
+            data.image_key or "image": images[0]
+            if isinstance(images, Sequence) and not isinstance(images, str | bytes)
+            else images,
+            data.input_key: str(_field(where, row, "problem", data)).replace("<image>", ""),
+            data.output_key: str(_field(where, row, "answer", data)),
+        }
+
+    return convert
+
+
+def _refcoco(data: Data) -> Convert:
+    """Read a row of RefCOCO: a phrase, and the box that it describes, in thousandths of width and height.
+
+    The image is scaled to a square. In the validation split the longest phrase is asked, elsewhere one that the row's
+    number decides (NeMo-RL draws one).
+    """
+    folder = Path(data.download_dir or _COCO)
+    scaled: dict[str, tuple[bytes, int, int]] = {}
+
+    def convert(where: str, row: Row) -> Row:
+        name = str(_field(where, row, "image_path", data))
+        if name not in scaled:
+            scaled[name] = _scaled(where, folder / name.removeprefix("coco/"), data)
+        image, width, height = scaled[name]
+        phrases = _field(where, row, "captions", data)
+        is_held_out = "val" in str(_field(where, row, "split", data))
+        phrase = max(phrases, key=len) if is_held_out else random.Random(where.rpartition(":")[2]).choice(phrases)
+        sizes = (width, height, width, height)
+        box = [round(at / size * _WHOLE) for at, size in zip(_field(where, row, "bbox", data), sizes, strict=True)]
+        return {
+            data.image_key or "image": image,
+            data.input_key: "Please provide the bounding box coordinate of the region described by the following "
+            f"phrase: {phrase}",
+            data.output_key: f"[{', '.join(map(str, box))}]",
+        }
+
+    return convert
+
+
+def _scaled(where: str, path: Path, data: Data) -> tuple[bytes, int, int]:
+    """Return an image scaled to a square, as PNG, and its own width and height. Raise `DataError`."""
+    from tandem.samples.images.reading import ImageLimits, decode
+
+    if (kind := irregular(path)) is not None:
+        raise DataError(f"{where}: the image {str(path)!r} is {kind}, not a file")
+    try:
+        encoded = path.read_bytes()
+    except OSError as error:
+        key = f"data.download_dir ({data.download_dir or _COCO})"
+        raise DataError(
+            f"{where}: cannot read {str(path)!r}: {error.strerror}. {key} is a folder with COCO's train2014; nothing "
+            "is downloaded to it"
+        ) from error
+    image = decode(encoded, where, ImageLimits(max_pixels=data.max_image_pixels))
+    written = io.BytesIO()
+    image.resize((_SIDE, _SIDE)).save(written, "PNG", compress_level=1)  # three times as fast
+    return written.getvalue(), image.width, image.height
+
+
+def _field(where: str, row: Row, name: str, data: Data) -> Any:
+    if row.get(name) is None:
+        raise DataError(f"{where} has no {name!r}, which rows of {data.dataset_name} have: {', '.join(row)}")
+    return row[name]
+
+
+_CONVERTERS: MappingProxyType[str, Callable[[Data], Convert]] = MappingProxyType(
+    {"clevr-cogent": _clevr, "clevr_cogent": _clevr, "geometry3k": _geometry, "refcoco": _refcoco}
+)

@@ -1,0 +1,1 @@
+"""Score responses about images by NeMo-RL's functions."""

@@ -1,0 +1,116 @@
+"""Functions that score a response against a reference: NeMo-RL's, by its names and with its values.
+
+Each takes the reference and the response, and returns a value and whether the response is correct, or None if it does
+not judge that. The answer is what stands between the first opening and the last closing tag.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from types import MappingProxyType
+
+Judged = tuple[float, bool | None]
+_Box = tuple[float, float, float, float]
+_Choose = Callable[[tuple[float, float]], float]
+
+_LEAST_AREA = 1e-3
+"""Areas are at least this, so that no box is divided by nothing."""
+_CORRECT_FROM = 0.5
+
+
+def tagged(response: str, tag: str) -> str | None:
+    """Return what is between a tag's first opening and last closing; None without both."""
+    found = re.search(rf"<{tag}>(.*)</{tag}>", response, re.DOTALL)
+    return None if found is None else found[1]
+
+
+def has_format(reference: str, response: str, *, think_tag: str = "think", answer_tag: str = "answer") -> Judged:
+    """Return 0.25 for a reasoning in tags, and 0.75 for an answer in tags."""
+    thinks, answers = (tagged(response, tag) is not None for tag in (think_tag, answer_tag))
+    return 0.25 * thinks + 0.75 * answers, None
+
+
+def exact_alnum(reference: str, response: str, *, answer_tag: str = "answer") -> Judged:
+    """Return 1 if the answer has the letters and digits of the reference, whatever their case."""
+    answer = tagged(response, answer_tag)
+    correct = answer is not None and _alphanumeric(answer) == _alphanumeric(reference)
+    return float(correct), correct
+
+
+def math_expr(reference: str, response: str, *, tag: str = "answer") -> Judged:
+    """Return 1 if the answer equals the reference as an expression, by math-verify.
+
+    The library's own time limits use signals; the process in which this runs is killed instead.
+    """
+    import math_verify
+
+    answer = tagged(response, tag)
+    if answer is None:
+        return 0.0, False
+    latex = math_verify.LatexExtractionConfig()
+    wanted = math_verify.parse(_boxed(reference), [latex], parsing_timeout=None)
+    given = math_verify.parse(_boxed(answer), [math_verify.ExprExtractionConfig(), latex], parsing_timeout=None)
+    correct = bool(wanted) and bool(math_verify.verify(wanted, given, timeout_seconds=None))
+    return float(correct), correct
+
+
+def bbox_giou(reference: str, response: str, *, giou_penalty_thres: float = 10.0, answer_tag: str = "answer") -> Judged:
+    """Return the intersection over union of two boxes ``[x1, y1, x2, y2]``.
+
+    Where it is below `giou_penalty_thres`, return the generalised one (GIoU, Rezatofighi et al. 2019,
+    arXiv:1902.09630), which also tells how far apart the boxes are: from -1 to 1.
+    """
+    answer = tagged(response, answer_tag)
+    wanted, given = _box(reference), None if answer is None else _box(answer)
+    if wanted is None or given is None:
+        return 0.0, False
+    common = _area(_between(max, min, wanted, given))
+    union = max(_LEAST_AREA, _area(wanted) + _area(given) - common)
+    overlap = common / union
+    if overlap < giou_penalty_thres:
+        hull = max(_LEAST_AREA, _area(_between(min, max, wanted, given)))
+        overlap -= (hull - union) / hull
+    return overlap, overlap > _CORRECT_FROM
+
+
+def _between(first: _Choose, last: _Choose, one: _Box, other: _Box) -> _Box:
+    """Return the box with the chosen ones of two boxes' first corners, and of their last ones."""
+    left, top, right, bottom = zip(one, other, strict=True)
+    return first(left), first(top), last(right), last(bottom)
+
+
+def _area(box: _Box) -> float:
+    left, top, right, bottom = box
+    return max(0.0, right - left) * max(0.0, bottom - top)
+
+
+def _box(text: str) -> _Box | None:
+    """Return four numbers with commas between them, in brackets or not; None for anything else.
+
+    A box whose right is left of its left, or whose bottom is above its top, is none: its area would count as positive
+    outside of any hull, and be worth any reward.
+    """
+    try:
+        numbers = [float(number) for number in re.sub(r"[\[\]]", "", text).split(",")]
+    except ValueError:
+        return None
+    if len(numbers) != 4 or not all(map(math.isfinite, numbers)):
+        return None
+    left, top, right, bottom = numbers
+    return (left, top, right, bottom) if left <= right and top <= bottom else None
+
+
+def _alphanumeric(text: str) -> str:
+    return "".join(character for character in text if character.isalnum()).lower()
+
+
+def _boxed(text: str) -> str:
+    return text if text.startswith(r"\boxed{") else rf"\boxed{{{text}}}"
+
+
+FUNCTIONS: MappingProxyType[str, Callable[..., Judged]] = MappingProxyType(
+    {"format": has_format, "exact_alnum": exact_alnum, "math_expr": math_expr, "bbox_giou": bbox_giou}
+)
+"""Functions by NeMo-RL's names."""
