@@ -165,7 +165,13 @@ def _make_recorder(
     from tandem.rollout.sample_recorder import SampleRecorder
 
     tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
-    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary_size(context.config.policy), experts)
+    pictures = None
+    if tokenizer.sees:
+        from tandem.samples.images.texts import marked_texts
+
+        pictures = marked_texts(tokenizer, image_folder(context.config))
+    vocabulary = vocabulary_size(context.config.policy)
+    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary, experts, pictures)
     store.give_after(recorder.flush)
     return recorder
 
