@@ -29,6 +29,7 @@ from tandem.samples.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
     from tandem.rollout.external_requests import ExternalRequests
+    from tandem.rollout.openai_api.images import RequestImages
     from tandem.rollout.sample_recorder import SampleRecorder
 
 
@@ -63,7 +64,8 @@ class Parts:
             if config.agent is None:
                 environments = Environments(config, _program(command.reward_server, context.coordinator))
                 stack.callback(environments.close)
-            engine = _make_engine(config, tokenizer)
+            received = _received_images(config) if tokenizer.sees else None
+            engine = _make_engine(config, tokenizer, received)
             stack.callback(engine.close)
             parts = cls(
                 tokenizer=tokenizer,
@@ -73,7 +75,7 @@ class Parts:
                 is_async=config.policy.generation.is_async,
             )
             if config.policy.generation.takes_external_requests:
-                parts.external_requests = _make_external_requests(context, engine, tokenizer, host)
+                parts.external_requests = _make_external_requests(context, engine, tokenizer, host, received)
                 stack.callback(parts.external_requests.close)
             if environments is not None:  # its import has begun beside the engine's
                 environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
@@ -149,13 +151,13 @@ def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
 
 
 def _make_external_requests(
-    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str
+    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str, images: RequestImages | None
 ) -> ExternalRequests:
     # Likewise.
     from tandem.rollout.external_requests import ExternalRequests
 
     tokenizer.encode("")  # as for the recorder
-    return ExternalRequests(context.config, engine, tokenizer, host, context.wake)
+    return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
 
 
 def _make_recorder(
@@ -184,8 +186,17 @@ def _program(server: RewardServer | None, coordinator: str) -> Program | None:
     return Program(Listener(address=address, public_key=server.public_key), server.callers)
 
 
-def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
-    """Start the engine that the configuration names."""
+def _received_images(config: Config) -> RequestImages | None:
+    """Return the keeper of images that external requests send, beside those in the run's folder; None without them."""
+    if not config.policy.generation.takes_external_requests:
+        return None
+    from tandem.rollout.openai_api.images import limits_of, received_images
+
+    return received_images(image_folder(config).get, limits_of(config.data.max_image_pixels))
+
+
+def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
+    """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
     policy, generation = config.policy, config.policy.generation
     if generation.backend == "vllm":
         from tandem.rollout.engines.vllm.engine import VllmEngine
@@ -202,7 +213,8 @@ def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
     from tandem.rollout.engines.embedded import embedded_engine
 
     limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-    kind = embedded_engine(tokenizer, image_folder(config).get, limits)
+    read_image = image_folder(config).get if received is None else received.get
+    kind = embedded_engine(tokenizer, read_image, limits)
     return kind(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,
