@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
@@ -77,6 +79,22 @@ def test_samples_as_text_say_where_pictures_stand(whole: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         assert f"<|vision_start|>[image 32×32 {marked.digest[:6]}]<|vision_end|>" in shown.stdout
         assert "image_pad" not in shown.stdout
+
+
+def test_checkpoints_are_evaluated_on_pictures(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole.parent)
+    sampled = ("eval.num_tests_per_prompt=2", "eval.save_path=scores")
+    ended = coordinator("eval", "config.yaml", *sampled, "--model", "sees", "run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    scores = json.loads(Path("scores/results.json").read_text())
+    assert len(scores["models"]) == 2
+    tables = sorted(Path("scores").glob("*.parquet"))
+    assert len(tables) == 2
+    for table in tables:
+        for row in pq.read_table(table).to_pylist():
+            (marked,) = marked_in(row["prompt"])
+            assert "image_pad" not in row["prompt"]
+            assert ImageFolder(next(Path("scores/runs").iterdir()) / "images").has(marked.digest)
 
 
 def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(whole: Path) -> None:
