@@ -6,6 +6,8 @@ import hashlib
 import io
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +151,13 @@ def reference(digest: str) -> Any:
 
 def fields(sample: Any) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in sample.__struct_fields__}
+
+
+def test_the_page_and_a_chat_import_nothing_that_reads_pictures() -> None:
+    code = (
+        "import sys, tandem.observe.page.server, tandem.observe.samples_text, tandem.observe.report.pictures, "
+        "tandem.serving.conversation, tandem.coordinator.commands.chat, tandem.coordinator.commands.samples\n"
+        "print([name for name in ('torch', 'PIL', 'transformers') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert found.stdout.strip() == "[]"

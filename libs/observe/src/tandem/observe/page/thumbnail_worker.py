@@ -1,4 +1,4 @@
-"""The process that decodes pictures for the page, within limits: encoded images come in, small PNGs go out.
+"""The process that makes thumbnails for the page, within limits: images come in, small PNGs go out.
 
 Each request and each answer is a length of four bytes, the highest first, and so many bytes; an answer of none says
 that the picture cannot be decoded. The process ends with its input, and when nothing has been asked for a while.

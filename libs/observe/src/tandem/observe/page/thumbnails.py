@@ -1,6 +1,7 @@
-"""Thumbnails of a run's images, made by a process of their own: a picture that hangs or eats memory ends only that.
+"""Thumbnails of a run's images, made by a process of their own.
 
-Nothing here imports PIL, and the process is started for the first picture that is asked for.
+A picture that hangs or eats memory ends only that process. Nothing here imports PIL, and the process is started for the
+first picture that is asked for.
 """
 
 from __future__ import annotations

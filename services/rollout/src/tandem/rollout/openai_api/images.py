@@ -1,4 +1,4 @@
-"""Images of requests: kept until the engine has encoded them, or in the run's folder, where trainers find them too."""
+"""Images of requests: in memory until the engine has read them, or in the run's folder, for trainers too."""
 
 from __future__ import annotations
 
