@@ -1,4 +1,4 @@
-"""Images of requests: in memory until the engine has read them, or in the run's folder, for trainers too."""
+"""Images of requests: in memory until the engine has read them, or in the run's folder."""
 
 from __future__ import annotations
 
