@@ -13,7 +13,7 @@ from tandem.observe.samples import trainer_logprobs
 from tandem.samples.images.markers import marked_in
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_record import read_step
-from tests.harness.runs.running import coordinator, merged, steps_of, write_config
+from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.harness.vision_models import encoded, picture, write_vision_model
 
 AGENT = """
@@ -86,14 +86,11 @@ def configure(over: dict[str, Any] | None = None) -> Path:
     return write_config(merged(merged(SEES, env), over or {}))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_an_agent_sends_pictures_and_the_trainer_learns_from_them(packed: bool) -> None:
-    packing = {"sequence_packing": {"enabled": packed, "train_mb_tokens": 384}} if packed else {}
-    ended = coordinator("up", configure({"policy": packing}), "cluster.trainers=2")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def check_steps(num_steps: int) -> None:
+    """Check that each sample has the images that its agent sent, and that trainers and engines agree on its tokens."""
     images = ImageFolder(Path("run/images"))
     steps = steps_of()
-    assert [step.step for step in steps] == [1, 2]
+    assert [step.step for step in steps] == [*range(1, num_steps + 1)]
     for step in steps:
         assert step.metrics["avg_branches_per_sample"] == 2
         assert step.metrics["grad_norm"] > 0.0
@@ -115,8 +112,29 @@ def test_an_agent_sends_pictures_and_the_trainer_learns_from_them(packed: bool) 
             assert np.isfinite(trainer_T[made_T]).all()
             np.testing.assert_allclose(arrays.generation_logprobs_T[made_T], trainer_T[made_T], atol=1e-5)
             assert all(images.get(digest) for digest in (*again, *whole))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_an_agent_sends_pictures_and_the_trainer_learns_from_them(packed: bool) -> None:
+    packing = {"sequence_packing": {"enabled": packed, "train_mb_tokens": 384}} if packed else {}
+    ended = coordinator("up", configure({"policy": packing}), "cluster.trainers=2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check_steps(2)
     stored = {path.name for path in Path("run/images").glob("*/*")}
     assert {*DIGESTS[:4]} <= stored
     shown = coordinator("samples", "run", "--limit", "1")
     assert "image_pad" not in shown.stdout
     assert shown.stdout.count(f"[image 32×32 {DIGESTS[3][:6]}]") == 1, shown.stdout
+
+
+def test_samples_with_pictures_are_restored_and_made_again() -> None:
+    config = configure({"grpo": {"max_num_steps": 4}, "checkpointing": {"enabled": True, "save_period": 1}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 1/4")
+        process_of(run, "rollout").kill()
+        run.wait_for("step 2/4")
+        run.process.kill()
+        run.wait()
+    ended = coordinator("up", config, "--resume")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check_steps(4)
