@@ -198,6 +198,8 @@ def _received_images(config: Config) -> RequestImages | None:
 def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
     """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
     policy, generation = config.policy, config.policy.generation
+    read_image = (image_folder(config) if received is None else received).get
+    images = read_image, ImageLimits(max_pixels=config.data.max_image_pixels)
     if generation.backend == "vllm":
         from tandem.rollout.engines.vllm.engine import VllmEngine
 
@@ -212,10 +214,7 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
         )
     from tandem.rollout.engines.embedded import embedded_engine
 
-    limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-    read_image = image_folder(config).get if received is None else received.get
-    kind = embedded_engine(tokenizer, read_image, limits)
-    return kind(
+    return embedded_engine(tokenizer, *images)(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,
