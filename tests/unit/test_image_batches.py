@@ -88,4 +88,4 @@ def test_markers_stand_in_a_text() -> None:
     ]
     assert [each.digest[0] for each in marked_in(text)] == ["a", "b", "a"]
     assert split_at_markers("no picture ⟦image⟧") == ["no picture ⟦image⟧"]
-    assert shown(text) == "[image 640x480 aaaaaa]What is it? [image 1x2 bbbbbb][image 640x480 aaaaaa] Say."
+    assert shown(text) == "[image 640×480 aaaaaa]What is it? [image 1×2 bbbbbb][image 640×480 aaaaaa] Say."

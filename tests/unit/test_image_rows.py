@@ -151,7 +151,7 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
 
 
 def test_markers_are_shown_as_people_read_them() -> None:
-    assert shown(f"{MARKERS[0]}how many?") == f"[image 48x40 {hashlib.sha256(PICTURES[0]).hexdigest()[:6]}]how many?"
+    assert shown(f"{MARKERS[0]}how many?") == f"[image 48×40 {hashlib.sha256(PICTURES[0]).hexdigest()[:6]}]how many?"
 
 
 def test_both_answers_of_a_pair_follow_the_same_images(tmp_path: Path) -> None:

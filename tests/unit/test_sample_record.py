@@ -17,7 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, ImageRef, SampleScored
-from tandem.samples.batch import IMAGES, SAMPLES
+from tandem.samples.batch import IMAGES, SAMPLES, Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
@@ -197,6 +197,19 @@ def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_of
         assert read_unfinished(path).num_rows == 2 * num_whole
     path.write_bytes(content)
     assert_same(samples_of(read_unfinished(path))[0], recorded(scored(0, 0), sample_of(20), command_id=4))
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (0, 3), (3, 0), (0, 0)])
+def test_images_of_an_agents_branches_stay_with_their_branch(tmp_path: Path, counts: tuple[int, int]) -> None:
+    refs = [
+        ImageRef(digest=f"{number:064x}", width=8, height=8, grid=(1, 2, number), num_tokens=1) for number in range(3)
+    ]
+    one, two = sample_of(4), sample_of(3)
+    own = [one.replace(**image_columns([refs[: counts[0]]])), two.replace(**image_columns([refs[: counts[1]]]))]
+    expected = recorded(FULL, Batch.concatenate(own))
+    (found,) = samples_of(read_shard(write(tmp_path, [expected]), RUN_ID))
+    assert_same(found, expected)
+    assert found.arrays.num_images_S.tolist() == [*counts]
 
 
 def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:

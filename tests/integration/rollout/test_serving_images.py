@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.markers import marker
 from tandem.samples.images.reading import decode, described
 from tandem.samples.tokenizer import load_model_tokenizer
-from tests.harness.runs.running import Command
+from tests.harness.runs.running import BIN, TIMEOUT_S, Command
 from tests.harness.vision_models import encoded, image_processor, picture, write_vision_model
 
 PICTURES = [encoded(picture(48, 40, seed)) for seed in range(3)]
@@ -93,3 +94,64 @@ def test_what_is_no_picture_is_refused_and_the_next_one_is_answered(client: open
         with pytest.raises(openai.BadRequestError, match=says):
             ask(client, {"type": "image_url", "image_url": {"url": url}})
     assert ask(client, part(PICTURES[0]), part(PICTURES[2])).choices[0].message.content
+
+
+def test_a_conversation_goes_on_with_more_pictures(client: openai.OpenAI) -> None:
+    """Several pictures in one message, and another one in a later turn; every one of them counts."""
+
+    def go_on(last: bytes) -> list[float]:
+        messages: Any = [
+            {"role": "user", "content": [part(PICTURES[0]), part(PICTURES[1]), {"type": "text", "text": "How many?"}]},
+            {"role": "assistant", "content": "Two"},
+            {"role": "user", "content": [{"type": "text", "text": "And here?"}, part(last)]},
+        ]
+        body = {"ignore_eos": True}
+        made = client.chat.completions.create(
+            model="sees", messages=messages, seed=3, max_tokens=4, logprobs=True, extra_body=body
+        )
+        assert made.usage.prompt_tokens > 3 * 16
+        return [each.logprob for each in made.choices[0].logprobs.content]
+
+    first = go_on(PICTURES[2])
+    assert first == go_on(PICTURES[2])
+    assert first != go_on(PICTURES[1])
+    streamed = client.chat.completions.create(
+        model="sees", messages=[{"role": "user", "content": [part(PICTURES[0])]}], seed=3, max_tokens=4, stream=True
+    )
+    assert any(event.choices for event in streamed)
+
+
+def test_a_marker_in_a_text_stands_for_nothing_that_was_not_sent(client: openai.OpenAI) -> None:
+    sent, other = described(PICTURES[0], "here")[0], described(encoded(picture(50, 40)), "here")[0]
+    ask(client, part(PICTURES[0]))
+    assert ask(client, {"type": "text", "text": marker(*sent)}).choices
+    for wrong in (marker(*other), marker(sent.digest, 480, 400)):
+        with pytest.raises(openai.BadRequestError, match="stands for no image that is held here"):
+            ask(client, {"type": "text", "text": wrong})
+
+
+def test_a_chat_in_the_terminal_shows_pictures(model: Path, client: openai.OpenAI, tmp_path: Path) -> None:
+    for number, data in enumerate(PICTURES):
+        (tmp_path / f"{number}.png").write_bytes(data)
+    (tmp_path / "text.png").write_text("no picture")
+    url = str(client.base_url)
+    words = [BIN / "coordinator", "chat", "--url", url, "--temperature", "0", "--max-tokens", "4", "--seed", "1"]
+    typed = f"How many?\n/image {tmp_path}/text.png\n/image {tmp_path}/1.png\n/image '{tmp_path}/2.png'\nAnd here?\n"
+    chat = subprocess.run(
+        [*words, "--image", tmp_path / "0.png"],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert "is no PNG, JPEG, WEBP or GIF" in chat.stderr
+    assert "(it is shown with the next question)" in chat.stdout
+    assert "(2 pictures are shown with the next question)" in chat.stdout
+    assert chat.stderr.count("error:") == 1, "the server has read them all"
+    refused = subprocess.run(
+        [*words, "--image", "none.png"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert refused.returncode != 0
+    assert "cannot read the image 'none.png': No such file" in refused.stderr

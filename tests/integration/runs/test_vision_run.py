@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
-from tandem.samples.images.markers import marked_in
+from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_record import read_step
 from tests.harness.runs.by_hand import assert_same_results
@@ -65,6 +67,34 @@ def test_samples_refer_to_the_pictures_in_the_runs_folder(whole: Path) -> None:
         assert sample.arrays.image_grids_IX.tolist() == [[1, 8, 8]]
         assert images.get(marked.digest).startswith(b"\x89PNG")
     assert len({sample.question for sample in samples}) > 8
+
+
+def test_samples_as_text_say_where_pictures_stand(whole: Path) -> None:
+    sample = read_step(whole / "samples", 4)[0]
+    (marked,) = marked_in(sample.prompt)
+    assert [marked] == marked_in(sample.question)
+    assert f"<|vision_start|>{marker(*marked)}<|vision_end|>" in sample.prompt
+    for more in ((), ("--tokens",)):
+        shown = coordinator("samples", str(whole), "--step", "4", "--group", str(sample.scored.group), *more)
+        assert shown.returncode == 0, shown.stderr
+        assert f"<|vision_start|>[image 32×32 {marked.digest[:6]}]<|vision_end|>" in shown.stdout
+        assert "image_pad" not in shown.stdout
+
+
+def test_checkpoints_are_evaluated_on_pictures(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole.parent)
+    sampled = ("eval.num_tests_per_prompt=2", "eval.save_path=scores")
+    ended = coordinator("eval", "config.yaml", *sampled, "--model", "sees", "run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    scores = json.loads(Path("scores/results.json").read_text())
+    assert len(scores["models"]) == 2
+    tables = sorted(Path("scores").glob("*.parquet"))
+    assert len(tables) == 2
+    for table in tables:
+        for row in pq.read_table(table).to_pylist():
+            (marked,) = marked_in(row["prompt"])
+            assert "image_pad" not in row["prompt"]
+            assert ImageFolder(next(Path("scores/runs").iterdir()) / "images").has(marked.digest)
 
 
 def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(whole: Path) -> None:

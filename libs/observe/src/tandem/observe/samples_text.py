@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -14,8 +14,13 @@ from rich.text import Text
 from tandem.common.messages import Purpose
 from tandem.common.texts import visible
 from tandem.observe.samples import Selection
+from tandem.samples.images.markers import marked_in
+from tandem.samples.images.markers import shown as text_with_labels
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tandem.samples.images.texts import MarkedTexts
 
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,60}｜>|\[/?[A-Z_]{2,20}\]|</?[a-z_]{1,20}>")
 """Pattern of special tokens, as tokenizers of chat models write them."""
@@ -44,21 +49,41 @@ class Part(NamedTuple):
     text: str
 
 
-def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None) -> list[Part]:
-    """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them."""
+def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None = None) -> list[Part]:
+    """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them.
+
+    `pictures` decodes what a model that sees was given.
+    """
     mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
     if tokenizer is None or not len(mask_T):
         return [Part(True, sample.scored.response)]
     ids_T = sample.arrays.token_ids_T[sample.scored.prompt_length :]
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
+    if pictures is not None:
+        return _seen(sample, pictures, edges)
     return [
         Part(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
         for first, end in itertools.pairwise(edges)
     ]
 
 
+def _seen(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[Part]:
+    """Return the parts between these places after the prompt, with markers for images."""
+    first_T = sample.scored.prompt_length
+    ids_T, mask_T = sample.arrays.token_ids_T[first_T:], sample.arrays.loss_mask_T[first_T:]
+    digests = [digest.tobytes().hex() for digest in sample.arrays.image_digests_IX]
+    digests = digests[len(marked_in(sample.prompt)) :]
+    parts = []
+    for first, end in itertools.pairwise(edges):
+        text = pictures.text_of(ids_T[first:end].tolist(), digests)
+        digests = digests[len(marked_in(text)) :]
+        parts.append(Part(bool(mask_T[first]), text))
+    return parts
+
+
 def chat_text(text: str) -> Text:
     """Return a text with styles for special tokens and for the parts of each role."""
+    text = text_with_labels(text)
     shown, style, last = Text(), "", 0
     for marker in _MARKER.finditer(text):
         shown.append(visible(text[last : marker.start()]), style)
@@ -76,10 +101,14 @@ def print_samples(
     purpose: Purpose,
     tokenizer: Tokenizer | None,
     trainer_logprobs: dict[tuple[int, int], np.ndarray] | None = None,
+    pictures: MarkedTexts | None = None,
 ) -> None:
-    """Print samples, one below the other; with `trainer_logprobs` also the tokens of each."""
+    """Print samples, one below the other; with `trainer_logprobs` also the tokens of each.
+
+    `pictures` is that of a model that sees.
+    """
     for sample in selection.samples:
-        lines = [*_head(sample), *_said(sample, tokenizer), *_known(sample, purpose)]
+        lines = [*_head(sample), *_said(sample, tokenizer, pictures), *_known(sample, purpose)]
         if trainer_logprobs is not None and tokenizer is not None:
             key = sample.scored.group, sample.scored.sample
             lines += [*_tokens(sample, tokenizer, trainer_logprobs.get(key), is_coloured=console.is_terminal)]
@@ -104,13 +133,13 @@ def _head(sample: RecordedSample) -> Iterator[Text]:
     yield _field("problem", sample.problem_id)
 
 
-def _said(sample: RecordedSample, tokenizer: Tokenizer | None) -> Iterator[Text]:
+def _said(sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None) -> Iterator[Text]:
     """Yield the parts of the conversation, each with its role."""
     yield Text("prompt", _HEADING_STYLE)
     yield _indented(chat_text(sample.prompt))
     num_turns = sample.scored.num_turns
     turn = itertools.count(1)
-    for part in parts_of(sample, tokenizer):
+    for part in parts_of(sample, tokenizer, pictures):
         which = f" {next(turn)} of {num_turns}" if part.is_policy and num_turns > 1 and tokenizer is not None else ""
         yield Text(f"response{which}" if part.is_policy else "environment", _HEADING_STYLE)
         yield _indented(chat_text(part.text))

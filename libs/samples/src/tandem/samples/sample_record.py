@@ -88,7 +88,7 @@ SCHEMA = pa.schema(
 )
 """Columns of every file of samples; ``docs/samples.md`` describes them."""
 _IMAGES = "images"
-_IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32()))])
+_IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32())), ("branch", pa.int32())])
 SEEING = SCHEMA.append(pa.field(_IMAGES, pa.list_(_IMAGE)))
 """Columns of samples of a model that sees: those, and each sample's images, the branches' end to end."""
 _LOGPROBS = pa.schema(
@@ -388,7 +388,12 @@ def _value(sample: RecordedSample, column: str) -> Any:
     if column == _IMAGES:
         digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
         grids = sample.arrays.image_grids_IX.tolist()
-        return [{"digest": digest, "grid": grid} for digest, grid in zip(digests, grids, strict=True)]
+        counts = sample.arrays.num_images_S
+        branches = np.repeat(np.arange(len(counts)), counts).tolist()
+        return [
+            {"digest": digest, "grid": grid, "branch": branch}
+            for digest, grid, branch in zip(digests, grids, branches, strict=True)
+        ]
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
     if column == "branches":
         return msgspec.to_builtins(value)
@@ -402,12 +407,13 @@ def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
 
 
 def _images(images: list[dict[str, Any]] | None, branches: Sequence[object]) -> dict[str, NDArray[Any]]:
-    """Return the columns of a row's images; all are those of its first sequence."""
+    """Return the columns of a row's images."""
     if images is None:
         return {}
     digests = np.frombuffer(b"".join(image["digest"] for image in images), dtype=np.uint8)
+    branch_I = np.array([image["branch"] for image in images], dtype=np.int64)
     return {
-        "num_images_S": np.array([len(images), *(0 for _ in branches[1:])], dtype=np.int32),
+        "num_images_S": np.bincount(branch_I, minlength=max(1, len(branches))).astype(np.int32),
         "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
         "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
     }

@@ -52,7 +52,7 @@ class ChatServer:
             raise ConfigError(f"--model {name}: {self.url} serves {', '.join(names)}{nearest(name, names)}")
         return name or names[0]
 
-    def stream(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str, None, None]:
+    def stream(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Generator[str, None, None]:
         """Yield the pieces of an answer as they arrive. Raises `ServiceError`."""
         versions: set[int] = set()
         body = msgspec.json.encode({"messages": messages, "stream": True, **settings})

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tandem.common.errors import ServiceError, nearest
+from tandem.common.errors import ConfigError, ServiceError, nearest
 from tandem.serving.client import ChatServer
 
 PROMPT = "> "
-_COMMANDS = {"/reset": "begin a new conversation", "/quit": "leave", "/help": "list these"}
+_COMMANDS = {
+    "/image PATH": "show a picture with the next question",
+    "/reset": "begin a new conversation",
+    "/quit": "leave",
+    "/help": "list these",
+}
 HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
 
 
@@ -19,18 +25,26 @@ class Conversation:
     """The messages exchanged with a server's model, and the loop that reads the next one."""
 
     def __init__(
-        self, find_server: Callable[[], ChatServer], model: str, system: str | None, settings: Mapping[str, Any]
+        self,
+        find_server: Callable[[], ChatServer],
+        model: str,
+        system: str | None,
+        settings: Mapping[str, Any],
+        images: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Start a conversation; `find_server` returns the server for the next question, and may raise `ServiceError`.
 
-        If weights change, the conversation shows which versions answered.
+        If weights change, the conversation shows which versions answered. `images` are content parts for the first
+        question.
         """
         self._find_server = find_server
         self._versions: tuple[int, ...] = ()
         """Versions of the weights that answered last."""
         self._settings = {"model": model, **{name: value for name, value in settings.items() if value is not None}}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = [*self._beginning]
+        self._messages: list[Mapping[str, Any]] = [*self._beginning]
+        self._images = [*images]
+        """Content parts that the next question begins with."""
 
     def hold(self) -> None:
         """Talk until the user leaves with ``/quit`` or the end of the input."""
@@ -53,19 +67,38 @@ class Conversation:
                 self._ask(typed)
 
     def _carry_out(self, command: str) -> None:
+        word, _, rest = command.partition(" ")
         match command:
             case "/reset":
-                self._messages = [*self._beginning]
+                self._messages, self._images = [*self._beginning], []
                 print("(a new conversation)")
             case "/help":
                 print(HELP)
+            case _ if word == "/image":
+                self._show(rest.strip().strip("'\""))
             case _:
-                word = command.split()[0]
-                print(f"error: there is no {word}{nearest(word, _COMMANDS)} ({HELP})", file=sys.stderr)
+                known = [known.split()[0] for known in _COMMANDS]
+                print(f"error: there is no {word}{nearest(word, known)} ({HELP})", file=sys.stderr)
+
+    def _show(self, path: str) -> None:
+        """Have the next question begin with a picture."""
+        from tandem.serving.pictures import image_part
+
+        try:
+            if not path:
+                raise ConfigError("/image needs the path of a file")
+            self._images.append(image_part(Path(path).expanduser()))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return
+        num = len(self._images)
+        print(f"({'it is' if num == 1 else f'{num} pictures are'} shown with the next question)", flush=True)
 
     def _ask(self, text: str) -> None:
         """Ask, and show the answer; Ctrl-C stops it and keeps what was said until then."""
-        question = {"role": "user", "content": text}
+        images, self._images = self._images, []
+        content = [*images, {"type": "text", "text": text}] if images else text
+        question: dict[str, Any] = {"role": "user", "content": content}
         said: list[str] = []
         try:
             server = self._find_server()

@@ -23,6 +23,7 @@ from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import ServedModel
+from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.tokenizer import Tokenizer
 
@@ -40,9 +41,18 @@ class ExternalRequests:
     """The endpoint of one rollout process for external requests."""
 
     def __init__(
-        self, config: Config, engine: Engine, tokenizer: Tokenizer, host: str, notify: Callable[[], None]
+        self,
+        config: Config,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        host: str,
+        notify: Callable[[], None],
+        images: RequestImages | None = None,
     ) -> None:
-        """Begin to listen; `notify` is called when there is something to do."""
+        """Begin to listen; `notify` is called when there is something to do.
+
+        `images` keeps those of requests to a model that sees, for its engine.
+        """
         generation = config.policy.generation
         is_beside = generation.is_async
         self._driver = EngineDriver(
@@ -58,6 +68,7 @@ class ExternalRequests:
             stop_token_ids=generation.stop_token_ids or (),
             aliases=[*dict.fromkeys([run, Path(run).resolve().name, config.policy.model_name])],
             shows_versions=True,
+            images=images,
         )
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(only_with(token or None, model), deadline_s=_DEADLINE_S)

@@ -29,6 +29,7 @@ from tandem.samples.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
     from tandem.rollout.external_requests import ExternalRequests
+    from tandem.rollout.openai_api.images import RequestImages
     from tandem.rollout.sample_recorder import SampleRecorder
 
 
@@ -63,7 +64,8 @@ class Parts:
             if config.agent is None:
                 environments = Environments(config, _program(command.reward_server, context.coordinator))
                 stack.callback(environments.close)
-            engine = _make_engine(config, tokenizer)
+            received = _received_images(config) if tokenizer.sees else None
+            engine = _make_engine(config, tokenizer, received)
             stack.callback(engine.close)
             parts = cls(
                 tokenizer=tokenizer,
@@ -73,7 +75,7 @@ class Parts:
                 is_async=config.policy.generation.is_async,
             )
             if config.policy.generation.takes_external_requests:
-                parts.external_requests = _make_external_requests(context, engine, tokenizer, host)
+                parts.external_requests = _make_external_requests(context, engine, tokenizer, host, received)
                 stack.callback(parts.external_requests.close)
             if environments is not None:  # its import has begun beside the engine's
                 environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
@@ -149,13 +151,13 @@ def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
 
 
 def _make_external_requests(
-    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str
+    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str, images: RequestImages | None
 ) -> ExternalRequests:
     # Likewise.
     from tandem.rollout.external_requests import ExternalRequests
 
     tokenizer.encode("")  # as for the recorder
-    return ExternalRequests(context.config, engine, tokenizer, host, context.wake)
+    return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
 
 
 def _make_recorder(
@@ -165,7 +167,13 @@ def _make_recorder(
     from tandem.rollout.sample_recorder import SampleRecorder
 
     tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
-    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary_size(context.config.policy), experts)
+    pictures = None
+    if tokenizer.sees:
+        from tandem.samples.images.texts import marked_texts
+
+        pictures = marked_texts(tokenizer, image_folder(context.config))
+    vocabulary = vocabulary_size(context.config.policy)
+    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary, experts, pictures)
     store.give_after(recorder.flush)
     return recorder
 
@@ -178,10 +186,20 @@ def _program(server: RewardServer | None, coordinator: str) -> Program | None:
     return Program(Listener(address=address, public_key=server.public_key), server.callers)
 
 
-def _make_engine(config: Config, tokenizer: Tokenizer) -> Engine:
-    """Start the engine that the configuration names."""
+def _received_images(config: Config) -> RequestImages | None:
+    """Return the keeper of images that external requests send, beside those in the run's folder; None without them."""
+    if not config.policy.generation.takes_external_requests:
+        return None
+    from tandem.rollout.openai_api.images import limits_of, received_images
+
+    return received_images(image_folder(config).get, limits_of(config.data.max_image_pixels))
+
+
+def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
+    """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
     policy, generation = config.policy, config.policy.generation
-    images = image_folder(config).get, ImageLimits(max_pixels=config.data.max_image_pixels)
+    read_image = (image_folder(config) if received is None else received).get
+    images = read_image, ImageLimits(max_pixels=config.data.max_image_pixels)
     if generation.backend == "vllm":
         from tandem.rollout.engines.vllm.kind import vllm_engine
 

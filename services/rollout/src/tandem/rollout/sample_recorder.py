@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import msgspec
 import pyarrow as pa
@@ -53,6 +53,9 @@ from tandem.samples.sample_record import (
 )
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tandem.samples.images.texts import MarkedTexts
 
 _MOST_WAITING = 10_000
 """Batches of finished samples that may wait for the disk; further ones are not written."""
@@ -93,12 +96,15 @@ class SampleRecorder:
         tokenizer: Tokenizer,
         vocabulary: int,
         experts: RoutedExperts | None = None,
+        pictures: MarkedTexts | None = None,
     ) -> None:
         """Write below `folder`, which is made with the first sample.
 
-        `experts` describe the routing that samples carry for each token, if they do.
+        `experts` describe the routing that samples carry for each token, if they do; `pictures` decodes the prompts of
+        a model that sees.
         """
         self._experts = experts
+        self._pictures = pictures
         self._folder = folder
         self._context = context
         self._store = store
@@ -302,6 +308,13 @@ class SampleRecorder:
             file.close()
 
     def _recorded(self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: Batch) -> RecordedSample:
+        # As the model saw it: the agent's own prompt, if one plays.
+        prompt_ids = arrays.token_ids_T[: scored.prompt_length].tolist()
+        if self._pictures is None:
+            prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        else:
+            digests = [digest.tobytes().hex() for digest in arrays.image_digests_IX]
+            prompt = self._pictures.text_of(prompt_ids, digests, group.images or ())
         return RecordedSample(
             step=finished.step,
             rollout=self._context.name,
@@ -311,10 +324,7 @@ class SampleRecorder:
             problem_id=group.problem.problem_id,
             question=group.problem.question,
             answer=group.problem.answer,
-            # As the model saw it: the agent's own prompt, if one plays.
-            prompt=self._tokenizer.decode(
-                arrays.token_ids_T[: scored.prompt_length].tolist(), skip_special_tokens=False
-            ),
+            prompt=prompt,
             started_at=finished.started_at,
             finished_at=finished.finished_at,
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
-from tandem.rollout.openai_api.images import ReceivedImages
+from tandem.rollout.openai_api.images import RequestImages, received_images
 from tandem.samples.model_files import with_images
 from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
 from tandem.serving.handover import Serving, take
@@ -55,7 +55,7 @@ def serve(serving: Serving) -> None:
     with contextlib.closing(listening), contextlib.ExitStack() as stack:
         folder = Path(serving.model_folder)
         tokenizer = with_images(load_model_tokenizer(folder), folder)
-        images = ReceivedImages()
+        images = received_images()
         engine = _make_engine(serving, tokenizer, images)
         stack.callback(engine.close)
         _try_template(tokenizer)
@@ -90,7 +90,7 @@ def serve(serving: Serving) -> None:
             raise
 
 
-def _make_engine(serving: Serving, tokenizer: Tokenizer, images: ReceivedImages) -> Engine:
+def _make_engine(serving: Serving, tokenizer: Tokenizer, images: RequestImages) -> Engine:
     folder = Path(serving.model_folder)
     if serving.engine == "vllm":
         from tandem.rollout.engines.vllm import insides

@@ -35,7 +35,10 @@ def serve(
             runner.get_loop()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        runner.run(server.serve(sockets=[listener]))
+        try:
+            runner.run(server.serve(sockets=[listener]))
+        finally:
+            app.state.thumbnails.close()
 
 
 class _Server(SignalledServer):

@@ -12,6 +12,7 @@ import msgspec
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
 from tandem.observe.page.tokens import texts_of
+from tandem.samples.images.markers import marked_in
 
 if TYPE_CHECKING:  # Arrow is slow to import
     from tandem.observe.samples import SampleQuery
@@ -75,7 +76,7 @@ def one_sample(
                 recorded = trainer_logprobs(run, step, run_id) if purpose == "train" else {}
                 logprobs_T = recorded.get((group, number))
                 trainer = None if logprobs_T is None else logprobs_T.tolist()
-                return _row(sample) | {"tokens": _tokens(sample, trainer, models)}
+                return _row(sample) | {"tokens": _tokens(sample, trainer, models)} | _later_images(sample)
     raise SamplesError(f"{run} has no recorded sample {number} of group {group} of step {step}, for {purpose}")
 
 
@@ -109,6 +110,15 @@ def _row(sample: RecordedSample) -> dict[str, Any]:
         "prompt": sample.prompt,
         "advantage": sample.advantage,
     }
+
+
+def _later_images(sample: RecordedSample) -> dict[str, Any]:
+    """Return the digests of the images after the prompt, where there are any: answers of the environment's."""
+    if "image_digests_IX" not in sample.arrays.columns:
+        return {}
+    digests = [digest.tobytes().hex() for digest in sample.arrays.image_digests_IX]
+    later = dict.fromkeys(digests[len(marked_in(sample.prompt)) :])
+    return {"later_images": [*later]} if later else {}
 
 
 def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Sequence[str]) -> list[Token]:

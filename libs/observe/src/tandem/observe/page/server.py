@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from tandem.common.errors import RunFolderError, SamplesError, TandemError
+from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.observe.page import samples
 from tandem.observe.page.gpus import Gpus
 from tandem.observe.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
@@ -26,6 +26,7 @@ from tandem.observe.page.security import Guard, error
 from tandem.observe.page.series import Along, Curves
 from tandem.observe.page.stream import Watch
 from tandem.observe.page.table import Column, csv_parts
+from tandem.observe.page.thumbnails import Thumbnails
 from tandem.observe.timeline import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
@@ -33,6 +34,10 @@ _MOST_POINTS = 10_000
 _MOST_ROWS = 1000
 _MOST_NAMES = 200
 _MOST_STEPS = 200
+_OF_PICTURE = {
+    "Content-Security-Policy": "default-src 'none'; sandbox",  # should a browser be sent there, nothing in it runs
+    "Cache-Control": "private, max-age=3600, immutable",
+}
 
 
 class Run:
@@ -50,13 +55,15 @@ Answer = Callable[[Run, Request], Any]
 
 
 def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
-    """Return the program for these run folders; its state has the `Watch` of its streams.
+    """Return the program for these run folders; its state has the `Watch` of its streams, and its
+    `Thumbnails` to close.
 
     Raises `RunFolderError` for a folder that cannot be read.
     """
     gpus = Gpus()
     runs = [Run(folder, gpus) for folder in folders]
     watch = Watch([run.reader for run in runs])
+    thumbnails = Thumbnails()
 
     def list_runs(request: Request) -> Response:
         return _json([run.reader.summary(index) for index, run in enumerate(runs)])
@@ -67,6 +74,16 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     def csv_file(request: Request) -> Response:
         return _csv(runs, request)
 
+    def picture(request: Request) -> Response:
+        index = request.path_params["run"]
+        if not index < len(runs):
+            return error(404, _no_run(runs, index))
+        try:
+            made = thumbnails.of(runs[index].reader.folder, request.path_params["digest"])
+        except DataError as problem:
+            return error(404, str(problem))
+        return Response(made, media_type="image/png", headers=_OF_PICTURE)
+
     of_run = [
         Route(f"/api/runs/{{run:int}}/{path}", functools.partial(_answer, runs, answer)) for path, answer in _ANSWERS
     ]
@@ -74,6 +91,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
         routes=[
             Route("/api/runs", _said(list_runs)),
             *of_run,
+            Route("/api/runs/{run:int}/images/{digest:str}", _said(picture)),
             Route("/api/csv", _said(csv_file)),
             Route("/api/stream", stream),
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
@@ -82,14 +100,19 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
         exception_handlers={HTTPException: _refused},
     )
     app.state.watch = watch
+    app.state.thumbnails = thumbnails
     return app
 
 
 def _answer(runs: Sequence[Run], answer: Answer, request: Request) -> Response:
     index = request.path_params["run"]
     if not index < len(runs):
-        return error(404, f"there is no run {index}: there are {len(runs)}, from 0 on")
+        return error(404, _no_run(runs, index))
     return _said(lambda asked: _json(answer(runs[index], asked)))(request)
+
+
+def _no_run(runs: Sequence[Run], index: int) -> str:
+    return f"there is no run {index}: there are {len(runs)}, from 0 on"
 
 
 def _said(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:

@@ -20,6 +20,7 @@ import msgspec
 from tandem.observe import page
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Along, Curves, Series
+from tandem.observe.report.pictures import samples_with_pictures
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, memory, reached, times
 from tandem.observe.timeline import flame, timeline
 
@@ -137,6 +138,7 @@ def _data(index: int, run: Run) -> dict[str, Any]:
         "events": reader.events(0, _NUM_EVENTS),
         "timeline": view,
         "flames": {step.step: flame(run.folder, step.step, reader.step_seconds) for step in view.steps},
+        **samples_with_pictures(reader),
     }
 
 

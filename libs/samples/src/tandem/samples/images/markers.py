@@ -55,5 +55,5 @@ def marked_in(text: str) -> list[Marked]:
 
 
 def shown(text: str) -> str:
-    """Return a text as people read it: ``[image 640x480 3f9ac2]`` for a marker."""
-    return _MARKER.sub(lambda found: f"[image {found[2]}x{found[3]} {found[1][:6]}]", text)
+    """Return a text as people read it: ``[image 640×480 3f9ac2]`` for a marker."""
+    return _MARKER.sub(lambda found: f"[image {found[2]}×{found[3]} {found[1][:6]}]", text)

@@ -157,7 +157,7 @@ def _shown_size(data: bytes, where: str, limits: ImageLimits) -> tuple[int, int]
 
 def _opened(data: bytes, where: str, limits: ImageLimits) -> ImageFile:
     """Return an image with its header read; its size is within limits."""
-    kind = _kind(data)
+    kind = kind_of(data)
     if kind is None:
         raise DataError(f"{where}: the image is no PNG, JPEG, WEBP or GIF")
     if (canvas := _webp_canvas(data)) is not None:
@@ -177,7 +177,8 @@ def _check_size(size: tuple[int, int], where: str, limits: ImageLimits) -> None:
         )
 
 
-def _kind(data: bytes) -> str | None:
+def kind_of(data: bytes) -> str | None:
+    """Return which of the formats that are read an encoded image has, by its first bytes; None if it has none."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if data.startswith(b"\xff\xd8\xff"):
@@ -189,7 +190,7 @@ def _kind(data: bytes) -> str | None:
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
     """Return the size that an extended WEBP file announces; None for others, which hold a single small header."""
-    if _kind(data) != "WEBP" or data[12:16] != b"VP8X" or len(data) < 30:
+    if kind_of(data) != "WEBP" or data[12:16] != b"VP8X" or len(data) < 30:
         return None
     return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
 

@@ -41,6 +41,7 @@ from tandem.samples.data_sets import (
     steps_capped,
 )
 from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.images.markers import shown
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer
 
@@ -200,7 +201,7 @@ class GrpoAlgorithm:
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples by prompt, response and reward."""
         return [
-            f"validation: {self._validation[s.group].problem.question!r} -> {s.response!r} (reward {s.reward:g})"
+            f"validation: {_shown_question(self._validation[s.group])!r} -> {s.response!r} (reward {s.reward:g})"
             for s in samples
         ]
 
@@ -243,6 +244,12 @@ class GrpoAlgorithm:
             if num_failed := sum(bool(sample.failure) for sample in own):
                 metrics[f"{name}/environment_failures"] = float(num_failed)
         return metrics
+
+
+def _shown_question(encoded: EncodedProblem) -> str:
+    """Return the question of a problem, with labels for its images."""
+    question = encoded.problem.question
+    return question if encoded.images is None else shown(question)
 
 
 def batch_of_step(

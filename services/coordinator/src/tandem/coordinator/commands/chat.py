@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import ConfigError
 from tandem.config.models import hub
@@ -27,6 +27,14 @@ def add(commands: Commands) -> None:
     add_token(chat, "with --url: the token that the server asks for")
     chat.add_argument("--model", help="with --url: the model, where several are served")
     chat.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    chat.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        dest="images",
+        metavar="PATH",
+        help="a picture for the first question, to a model that sees; may be given several times",
+    )
     from_0 = number("from 0 on", lambda number: number >= 0)
     chat.add_argument("--temperature", type=from_0, help="0 is greedy (default: 1)")
     chat.add_argument("--top-p", type=number("above 0, at most 1", lambda number: 0 < number <= 1), help="default: 1")
@@ -41,12 +49,13 @@ def add(commands: Commands) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     if (arguments.folder is None) == (arguments.url is None):
         raise ConfigError("give the FOLDER of a model, or the --url of a server")
+    images = _images(arguments.images or ())
     if arguments.url is not None:
-        return _talk_to(arguments, arguments.url, token_of(arguments))
+        return _talk_to(arguments, arguments.url, token_of(arguments), images)
     if is_answered_by_the_run(arguments):
         from tandem.serving.live_run import LiveRun
 
-        return _talk(arguments, LiveRun(arguments.folder).server)
+        return _talk(arguments, LiveRun(arguments.folder).server, images)
     import msgspec
 
     from tandem.common.network import url_of
@@ -58,22 +67,31 @@ def _chat(arguments: argparse.Namespace) -> int:
     with open_port("127.0.0.1", 0, token) as listening:
         print(f"loading {hub.shown(serving.model_folder)}", flush=True)
         with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
-            return _talk_to(arguments, url_of(listening), token)
+            return _talk_to(arguments, url_of(listening), token, images)
 
 
-def _talk_to(arguments: argparse.Namespace, url: str, token: str | None) -> int:
+def _images(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the content parts of files. Raise `ConfigError` for one that is no picture."""
+    if not paths:
+        return []
+    from tandem.serving.pictures import image_part
+
+    return [image_part(path) for path in paths]
+
+
+def _talk_to(arguments: argparse.Namespace, url: str, token: str | None, images: list[dict[str, Any]]) -> int:
     from tandem.serving.client import ChatServer
 
     server = ChatServer(url, token)
-    return _talk(arguments, lambda: server)
+    return _talk(arguments, lambda: server, images)
 
 
-def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer]) -> int:
+def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer], images: list[dict[str, Any]]) -> int:
     from tandem.serving.conversation import HELP, Conversation
 
     model = find_server().choose_model(arguments.model)
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     print(f"talking to {model}; {HELP}; Ctrl-C stops an answer", flush=True)
-    Conversation(find_server, model, arguments.system, settings).hold()
+    Conversation(find_server, model, arguments.system, settings, images).hold()
     return OK

@@ -76,7 +76,13 @@ def _samples(arguments: argparse.Namespace) -> int:
     logprobs = None
     if arguments.tokens:
         logprobs = trainer_logprobs(run, selection.step, run_id) if query.purpose == "train" else {}
-    print_samples(selection, Console(), query.purpose, tokenizer, logprobs)
+    pictures = None
+    if tokenizer is not None and tokenizer.sees:
+        from tandem.samples.images.store import ImageFolder
+        from tandem.samples.images.texts import marked_texts
+
+        pictures = marked_texts(tokenizer, ImageFolder(run / "images"))
+    print_samples(selection, Console(), query.purpose, tokenizer, logprobs, pictures)
     return OK
 
 

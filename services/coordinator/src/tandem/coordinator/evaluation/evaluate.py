@@ -210,12 +210,20 @@ def _check_vocabulary(ready: Ready, model: Model) -> None:
 
 def _asked(ready: Ready, algorithm: GrpoAlgorithm) -> list[Asked]:
     tokenizer = load_tokenizer(ready.config)
+    pictures = None
+    if tokenizer.sees:
+        from tandem.samples.images.rows import image_folder
+        from tandem.samples.images.texts import marked_texts
+
+        pictures = marked_texts(tokenizer, image_folder(ready.config))
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
     return [
         Asked(
             problem_id=group.problem.problem_id,
             question=group.problem.question,
-            prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False),
+            prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
+            if pictures is None
+            else pictures.text_of(group.prompt_ids, [image.digest for image in group.images or ()], group.images or ()),
             reference=group.problem.answer,
         )
         for group in groups

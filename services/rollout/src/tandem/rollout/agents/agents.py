@@ -34,8 +34,10 @@ from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_
 from tandem.rollout.environments.scorer import FaultPolicy, Unscored
 from tandem.rollout.openai_api.app import api_routes, read_body
 from tandem.rollout.openai_api.driver import EngineDriver
+from tandem.rollout.openai_api.images import limits_of, stored_images
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.samples.images.rows import image_folder
 from tandem.samples.tokenizer import Tokenizer
 
 _WAIT_S = 0.005
@@ -70,6 +72,10 @@ class Agents:
         self._config = config
         self._settings = config.agent
         self._tokenizer = tokenizer
+        self._images = None
+        if tokenizer.sees:
+            limits = limits_of(config.data.max_image_pixels)
+            self._images = stored_images(image_folder(config), limits)
         self._faults = FaultPolicy(config)
         self._driver = EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | Failure] | Exception] = queue.SimpleQueue()
@@ -156,7 +162,7 @@ class Agents:
 
     def _start(self, number: int, group: PromptGroup, sample: int, command: Generate) -> None:
         def begin() -> Episode:
-            return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer)
+            return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer, self._images)
 
         self._playing[number] = task = asyncio.create_task(self._play(begin))
         task.add_done_callback(lambda _: self._playing.pop(number, None))

@@ -25,6 +25,7 @@ from tandem.rollout.environments.outcomes import Failure, checked
 from tandem.rollout.openai_api.choices import Growing, joined
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.routed_experts import replayed_experts
@@ -54,6 +55,7 @@ class Episode(ServedModel):
         config: Config,
         driver: EngineDriver,
         tokenizer: Tokenizer,
+        images: RequestImages | None = None,
     ) -> None:
         assert config.agent is not None, "or nobody plays"
         super().__init__(
@@ -65,6 +67,7 @@ class Episode(ServedModel):
             stop_token_ids=command.sampling.stop_token_ids,
             aliases=[config.policy.model_name],
             tool_call_parser=config.policy.generation.tool_call_parser,
+            images=images,
         )
         self.number = number
         self.command = command
@@ -76,8 +79,8 @@ class Episode(ServedModel):
         self._driver = driver
         self._max_completions = config.agent.max_completions
         self._num_asked = 0
-        self._asked: dict[tuple[int, ...], _Asked] = {}
-        """Chats by the tokens of their prompts."""
+        self._asked: dict[tuple[tuple[int, ...], tuple[ImageRef, ...]], _Asked] = {}
+        """Chats by the tokens and images of their prompts."""
         self._why_refused = ""
         """Why the last reward posted was refused."""
 
@@ -105,7 +108,8 @@ class Episode(ServedModel):
         """
         variables = self.variables_of(request)
         prompt_ids = self.session.prompt_of(messages, variables)
-        self._asked[tuple(prompt_ids)] = _Asked(request, messages, variables)
+        images = self.tokenizer.images_in(messages) or ()
+        self._asked[tuple(prompt_ids), images] = _Asked(request, messages, variables)
         return prompt_ids
 
     async def generate(
@@ -120,7 +124,7 @@ class Episode(ServedModel):
             raise Refused(what, status=403, kind="permission_error", code="too_many_completions")
         seed = turn_seed(self.session.group.seeds[self.session.sample], self._num_asked)
         self._num_asked += 1
-        asked = self._asked.get(tuple(prompt_ids))
+        asked = self._asked.get((tuple(prompt_ids), images))
         made: list[Chunk] = []
         try:
             async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
@@ -129,13 +133,13 @@ class Episode(ServedModel):
                         raise over()
                     made.append(chunk)
                     if chunk.finish_reason is not None:
-                        self._note(prompt_ids, asked, asked_seed, made)
+                        self._note(prompt_ids, asked, asked_seed, made, images)
                     yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             # Of a stream that the agent left, it has what it was sent.
             is_part = bool(made) and made[-1].finish_reason is None
             if asked is not None and asked.request.stream and is_part and not self.is_over:
-                self._note(prompt_ids, asked, asked_seed, made)
+                self._note(prompt_ids, asked, asked_seed, made, images)
             raise
 
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
@@ -157,7 +161,14 @@ class Episode(ServedModel):
             stop_strings=tuple(dict.fromkeys([*own.stop_strings, *asked.stop_strings])),
         )
 
-    def _note(self, prompt_ids: Sequence[int], asked: _Asked | None, seed: int, made: Sequence[Chunk]) -> None:
+    def _note(
+        self,
+        prompt_ids: Sequence[int],
+        asked: _Asked | None,
+        seed: int,
+        made: Sequence[Chunk],
+        images: tuple[ImageRef, ...],
+    ) -> None:
         """Note a response as the agent received it, since that is what it will repeat."""
         completion = Completion(
             request_id=self.number,
@@ -168,12 +179,13 @@ class Episode(ServedModel):
             routed_experts_TX=made[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
         )
         if asked is None:
-            self.session.add(prompt_ids, completion)
+            self.session.add(prompt_ids, completion, images=images)
             return
         growing = Growing(self, asked.request, prompt_ids, seed)
         piece = joined([growing.add(chunk) for chunk in made])
         said = ChatMessage(role="assistant", content=piece.text, tool_calls=piece.tool_calls or None)
-        self.session.add(prompt_ids, completion, [*asked.messages, said.for_template(self._mark)], asked.variables)
+        messages = [*asked.messages, said.for_template(self._mark)]
+        self.session.add(prompt_ids, completion, messages, asked.variables, images)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 

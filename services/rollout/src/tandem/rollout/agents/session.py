@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.common.messages import Branch, PromptGroup, SampleScored
+from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.scorer import Unscored
 from tandem.samples.batch import Batch
+from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tandem.samples.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_given: int
     """Tokens before the response."""
     completion: Completion
+    images: tuple[ImageRef, ...] = ()
+    """Images among its tokens, in order."""
 
 
 class Session:
@@ -71,18 +74,20 @@ class Session:
         completion: Completion,
         messages: ChatMessages = (),
         variables: Mapping[str, Any] | None = None,
+        images: tuple[ImageRef, ...] = (),
     ) -> None:
-        """Note a response as the agent receives it. The prompt's tokens tell which exchange it continues.
+        """Note a response as the agent receives it. The prompt's tokens and images tell which exchange it continues.
 
-        `messages` are those of the whole conversation, the response included.
+        `messages` are those of the whole conversation, the response included, and `images` those of the prompt.
         """
         exchange = Exchange(
-            parent=self._parent(prompt_ids),
+            parent=self._parent(prompt_ids, images),
             messages=messages,
             variables=variables or {},
             token_ids=(*prompt_ids, *completion.token_ids_T.tolist()),
             num_given=len(prompt_ids),
             completion=completion,
+            images=images,
         )
         self.exchanges.append(exchange)
 
@@ -92,7 +97,8 @@ class Session:
         `version` is the current weight version, for an episode that made no request.
         """
         parts = self._branches()
-        arrays = Batch.concatenate([arrays for arrays, _ in parts] or [self._sequence(self.group.prompt_ids)])
+        unplayed = () if parts else [self._sequence(self.group.prompt_ids, self.group.images or ())]
+        arrays = Batch.concatenate([*(arrays for arrays, _ in parts), *unplayed])
         branches = tuple(branch for _, branch in parts)
         made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
         counts = np.bincount(made_versions_T - made_versions_T.min()) * bool(branches)
@@ -131,12 +137,13 @@ class Session:
         ]
         return max(known, key=lambda exchange: len(exchange.messages), default=None)
 
-    def _parent(self, prompt_ids: Sequence[int]) -> int | None:
+    def _parent(self, prompt_ids: Sequence[int], images: tuple[ImageRef, ...]) -> int | None:
         known = [
             (len(exchange.token_ids), number)
             for number, exchange in enumerate(self.exchanges)
             if len(exchange.token_ids) < len(prompt_ids)
             and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
+            and exchange.images == images[: len(exchange.images)]
         ]
         return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
 
@@ -158,15 +165,21 @@ class Session:
                 num_made=sum(len(completion.token_ids_T) for _, completion in made),
                 num_tokens=len(token_ids),
             )
-            branches.append((self._sequence(token_ids, made, path), branch))
+            branches.append((self._sequence(token_ids, self.exchanges[leaf].images, made, path), branch))
         return branches
 
     def _sequence(
-        self, token_ids: Sequence[int], made: Sequence[tuple[int, Completion]] = (), path: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        images: tuple[ImageRef, ...],
+        made: Sequence[tuple[int, Completion]] = (),
+        path: Sequence[int] = (),
     ) -> Batch:
         """Lay out a sequence in which these responses count, each from its place on; `path` are all of its
         responses."""
         arrays = _laid_out(token_ids, made)
+        if self._tokenizer.sees:
+            arrays = arrays.replace(**image_columns([images]))
         if self._experts is None:
             return arrays
         said = [self.exchanges[number].completion.routed_experts_TX for number in path]

@@ -14,7 +14,7 @@ from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.engine import Alternatives
 from tandem.rollout.engines.served import Grammar
-from tandem.rollout.openai_api.images import ReceivedImages
+from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class ServedModel:
         aliases: Sequence[str] = (),
         tool_call_parser: ToolCallParser | None = None,
         shows_versions: bool = False,
-        images: ReceivedImages | None = None,
+        images: RequestImages | None = None,
     ) -> None:
         """Describe the model.
 
@@ -78,7 +78,7 @@ class ServedModel:
             aliases: other names for it.
             tool_call_parser: how it writes tool calls; None where they stay text.
             shows_versions: whether answers name the weight versions that made them.
-            images: keeper of images in requests; None where only texts are answered.
+            images: keeper of images in requests; None where the model, or its engine here, sees none.
 
         """
         self.name = name
@@ -97,11 +97,16 @@ class ServedModel:
 
     def messages_of(self, request: ChatRequest) -> list[dict[str, Any]]:
         """Return the messages in the form of chat templates, with markers for images. Raises `Refused`."""
-        return [message.for_template(self._mark) for message in request.messages]
+        messages = [message.for_template(self._mark) for message in request.messages]
+        if self.images is not None:
+            for message in messages:
+                self.images.check(message["content"])
+        return messages
 
     def _mark(self, url: str) -> str:
         if self.images is None:
-            raise Refused(f"messages: {self.name} answers texts here, not images", param="messages")
+            why = "its engine reads none" if self.tokenizer.sees else "it is a text model"
+            raise Refused(f"messages: {self.name} answers texts here, not images: {why}", param="messages")
         return self.images.mark(url)
 
     def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -28,6 +28,9 @@ export async function get(path, query = {}, signal) {
 /** @param {number} run @param {string} path @param {Record<string, any>} [query] @param {AbortSignal} [signal] */
 export const ofRun = (run, path, query, signal) => get(`runs/${run}/${path}`, query, signal);
 
+/** Where a thumbnail of a run's image is. @param {number} run @param {string} digest @returns {string | null} */
+export const pictureOf = (run, digest) => `api/runs/${run}/images/${digest}`;
+
 const FIRST_WAIT_S = 0.5;
 const LONGEST_WAIT_S = 15;
 

@@ -5,6 +5,7 @@ import { ApiError, ofRun } from "./api.js";
 import { diffWords } from "./diff.js";
 import { el, empty, fill, hideTip, segmented, select } from "./dom.js";
 import { number } from "./format.js";
+import { labelled, picturesNamed, withPictures } from "./pictures.js";
 import { ending, placeOf, rewardBadge } from "./samples.js";
 import * as state from "./state.js";
 import { coloured, COLOURINGS, legend, marked } from "./tokens.js";
@@ -61,7 +62,8 @@ export class Detail {
   draw(sample, siblings, others, body) {
     fill(others, el("h3", null, "Response"));
     fill(this.root, this.back(), this.head(sample), siblings,
-      el("div.pair", null, block("Prompt", "as the model saw it", el("div.text.prompt", null, marked(sample.prompt))),
+      el("div.pair", null, block("Prompt", "as the model saw it", el("div.text.prompt", null,
+        withPictures(this.ctx.run().index, sample.prompt, marked))),
         block("Reference", "", el("div.text.reference", null, sample.reference_answer || "(none)"))),
       others, body);
   }
@@ -117,14 +119,16 @@ export class Detail {
     const draw = () => {
       const by = state.value("colour", "plain");
       fill(body, legend(sample.tokens, by, sample.advantage),
-        sample.tokens.length ? coloured(sample.tokens, by, sample.advantage) : el("div.text", null, sample.response));
+        sample.tokens.length ? coloured(sample.tokens, by, sample.advantage)
+        : el("div.text", null, labelled(sample.response)));
     };
     draw();
+    const later = picturesNamed(this.ctx.run().index, sample.later_images ?? []);
     return el("div.block.response-block", null, segmented("Colour tokens by", COLOURINGS,
       state.value("colour", "plain"), (value) => {
       state.set({ colour: value === "plain" ? null : value });
       draw();
-    }), body);
+    }), body, later.length ? el("p.pictures", null, el("span.dim", null, "pictures given later"), later) : null);
   }
 
   close() {
@@ -141,7 +145,7 @@ function block(title, note, body) {
 /** Show both, the earlier first, each with its own parts marked. @param {any} one @param {any} two */
 function differences(one, two) {
   const [before, after] = one.step <= two.step ? [one, two] : [two, one];
-  const parts = diffWords(before.response, after.response);
+  const parts = diffWords(labelled(before.response), labelled(after.response));
   const side = (/** @type {any} */ row, /** @type {string} */ own, /** @type {string} */ tag) => el("div.block", null,
     el("div.block-head", null, el("h3", null, `step ${row.step}`),
       el("span.dim", null, `sample ${row.group}.${row.sample}`), rewardBadge(row.reward, row.correct)),

@@ -4,6 +4,7 @@ import { ofRun } from "./api.js";
 import { el, empty, fill, mark, segmented, select, setText } from "./dom.js";
 import { Detail } from "./sample.js";
 import { number, whole } from "./format.js";
+import { labelled, picturesIn } from "./pictures.js";
 import { refresher } from "./refresh.js";
 import * as state from "./state.js";
 
@@ -11,6 +12,7 @@ import * as state from "./state.js";
 
 const PAGE = 50;
 const TYPING_MS = 250;
+const PICTURES = 3; // shown of each sample in the list
 /** @type {[string, string][]} */
 const SORTS = [
   ["group", "by group"], ["reward-1", "best first"], ["reward-0", "worst first"], ["length-1", "longest first"],
@@ -174,12 +176,15 @@ class Samples {
   item(row, prefix) {
     const place = placeOf(row);
     const question = oneLine(row.question || row.prompt);
-    return el("li", null, el("button.sample", {
+    const pictures = picturesIn(this.ctx.run().index, row.prompt, PICTURES);
+    return el("li", null, el(`button.sample${pictures.length ? ".seen" : ""}`, {
       type: "button", data: { place }, onclick: () => this.openPlace({ at: place }),
     },
       rewardBadge(row.reward, row.correct),
       el("span.sample-text", null, el("span.response", null, oneLine(row.response) || "(nothing)"),
-        el("span.question", { title: question }, prefix ? `… ${question.slice(prefix)}` : question)),
+        el("span.question", { title: question }, prefix ? `… ${question.slice(prefix)}` : question),
+      ),
+      pictures.length ? el("span.pictures", null, pictures) : null,
       el("span.sample-facts", null, el("span", null, `${row.group}.${row.sample}`),
         el("span", null, `${row.response_length} tok`, ending(row)))));
   }
@@ -255,7 +260,7 @@ class Samples {
 /** @param {any} row */
 export const placeOf = (row) => `${row.step}.${row.group}.${row.sample}`;
 /** @param {string | null} text */
-const oneLine = (text) => (text ?? "").slice(0, 300).replaceAll(/\s+/g, " ").trim();
+const oneLine = (text) => labelled(text).slice(0, 300).replaceAll(/\s+/g, " ").trim();
 
 /** @param {number | null} reward @param {boolean | null} [correct] */
 export function rewardBadge(reward, correct) {

@@ -15,7 +15,8 @@ import { number } from "./format.js";
 
 /** Markers that chat templates set: <|im_start|>, </s>, [INST], <start_of_turn>. A model may write such text too. */
 const TAGS = ["s", "pad", "unk", "bos", "eos", "eot", "mask", "think", "tool_call", "tool_response", "start_of_turn",
-  "end_of_turn", "start_of_image"].join("|");
+  "end_of_turn", "start_of_image", "end_of_image", "image", "image_soft_token", "fake_token_around_image",
+  "global-img"].join("|");
 const SPECIAL = new RegExp(`(<\\|[^|<>\\s]{1,60}\\|>|<｜[^<>]{1,60}｜>|</?(?:${TAGS})>|\\[/?INST\\])`);
 
 /** Text with special tokens set apart. @param {string} text */
@@ -44,16 +45,33 @@ export function coloured(tokens, by, advantage) {
   const newest = Math.max(...shown.map((token) => token.version ?? -1));
   return el("div.text.tokens", {
     onmouseover: (/** @type {MouseEvent} */ event) => explain(event, shown, advantage), onmouseleave: hideTip,
-  }, shown.map((token, i) => tokenSpan(token, i, by, advantage, newest)));
+  }, shown.map((token, i) => (isRepeated(shown, i) ? null : tokenSpan(token, i, by, advantage, newest,
+    repeats(shown, i)))));
+}
+
+/** Whether a token given to the policy is the special one before it again, as those of a picture are.
+ * @param {Token[]} tokens @param {number} i */
+function isRepeated(tokens, i) {
+  const [one, two] = [tokens[i - 1], tokens[i]];
+  return Boolean(one && two) && !one.made_by_policy && !two.made_by_policy && one.text === two.text
+    && SPECIAL.test(two.text);
+}
+
+/** How often a token stands there side by side. @param {Token[]} tokens @param {number} i */
+function repeats(tokens, i) {
+  let next = i + 1;
+  while (isRepeated(tokens, next)) next += 1;
+  return next - i;
 }
 
 /** @param {Token} token @param {number} place @param {string} by @param {number | null} advantage
- * @param {number} newest */
-function tokenSpan(token, place, by, advantage, newest) {
+ * @param {number} newest @param {number} times */
+function tokenSpan(token, place, by, advantage, newest, times) {
   const isSpecial = SPECIAL.test(token.text);
   const tag = `span.token${isSpecial ? ".special" : ""}${token.made_by_policy ? "" : ".given"}`;
   const colour = token.made_by_policy ? background(token, by, advantage, newest) : null;
-  return el(tag, { data: { token: String(place) }, style: colour ? { "background-color": colour } : {} }, token.text);
+  return el(tag, { data: { token: String(place) }, style: colour ? { "background-color": colour } : {} },
+    times > 1 ? `${token.text} × ${times}` : token.text);
 }
 
 /** @param {Token} token @param {string} by @param {number | null} advantage @param {number} newest */

@@ -1,15 +1,20 @@
 // Answers from the data within the file: what ../api.js asks a server for, of runs as they were when it was written.
 
+import { chosen, ofProblem, one } from "./shown.js";
+
 /** An error of the server, in one line. */
 export class ApiError extends Error {}
 
 /** @type {any[]} */
 const runs = JSON.parse(document.getElementById("frozen")?.textContent ?? "[]");
 
-/** The panels of a report: its tables first, and all but the samples, which are not in the file.
+/** The panels of a report: its tables first. Samples are in the file where a model saw pictures.
  * @template Tab @param {[string, string, Tab][]} all @returns {[string, string, any][]} */
 export const panels = (all) => [["summary", "Summary", () => import("./summary.js")],
-  ...all.filter(([id]) => id !== "samples")];
+  ...all.filter(([id]) => id !== "samples" || runs.some((run) => run.samples))];
+
+/** A thumbnail within the file. @param {number} run @param {string} digest @returns {string | null} */
+export const pictureOf = (run, digest) => runs[run].pictures?.[digest] ?? null;
 
 /**
  * @param {string} path under "api/"
@@ -18,14 +23,21 @@ export const panels = (all) => [["summary", "Summary", () => import("./summary.j
  */
 export async function get(path, query = {}) {
   if (path === "runs") return runs.map(({ summary }) => ({ ...summary }));
-  const [, index, what] = path.split("/");
-  return ofRun(Number(index), what, query);
+  const [, index, ...what] = path.split("/");
+  return ofRun(Number(index), what.join("/"), query);
 }
 
 /** @param {number} index @param {string} path @param {Record<string, any>} [query] */
 export async function ofRun(index, path, query = {}) {
   const run = runs[index];
+  if (path.startsWith("problems/")) return ofProblem(run.samples, path);
+  if (path.startsWith("samples/")) {
+    const found = one(run.samples, path, query.purpose);
+    if (!found) throw new ApiError("This sample is not in the report.");
+    return found;
+  }
   switch (path) {
+    case "samples": return chosen(run.samples, query);
     case "live": return null;
     case "gpus": return [];
     case "series": return series(run, String(query.names).split(","), query);
