@@ -12,7 +12,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
-from tandem.config.models.vision_families import VISION
+from tandem.config.models.vision_families import VISION, family_of
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
@@ -160,10 +160,9 @@ def model_shape(config: Config) -> ModelShape | str:
     Raise `ModelError` if the model's files are unusable.
     """
     folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
-    if any(folder.glob("*.safetensors")):
-        # Files of models that see may have older names than those in memory, which a plan needs.
-        described = None if path is None else _seeing(_read_json(path))
-        return described if isinstance(described, ModelShape) else from_checkpoint(folder)
+    has_weights = any(folder.glob("*.safetensors"))
+    if has_weights and family_of(config.policy) is None:
+        return from_checkpoint(folder)
     if path is not None:
         found = _read_json(path)
     elif new is not None:
@@ -172,21 +171,14 @@ def model_shape(config: Config) -> ModelShape | str:
         raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json")
     else:
         return "no config.json of it is here"
-    if (described := _seeing(found)) is not None:
-        return described
+    if found.get("model_type") in VISION:
+        try:
+            return from_config(found)
+        except ModelError as error:  # files of such models leave out what their library assumes
+            return from_checkpoint(folder) if has_weights else str(error)
     if found.get("model_type") not in FAMILIES:
         return f"only its weight files have the shapes of a {found.get('model_type')}"
     return from_config(found)
-
-
-def _seeing(found: dict[str, Any]) -> ModelShape | str | None:
-    """Return the shape of a model that sees from its ``config.json``, or why it is unknown; None for any other."""
-    if found.get("model_type") not in VISION:
-        return None
-    try:
-        return from_config(found)
-    except ModelError as error:  # files of such models leave out what their library assumes
-        return str(error)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
