@@ -57,11 +57,6 @@ def as_seeing(name: str, family: VisionFamily) -> str:
     return name if own == name else family.language_prefix + own
 
 
-def names_in_checkpoint(name: str, family: VisionFamily) -> tuple[str, ...]:
-    """Return the names that a tensor may have in a checkpoint's files: that in memory, and an older one."""
-    return (name, as_text(name, family), name.removeprefix("model."))
-
-
 def is_of_tower(name: str, family: VisionFamily) -> bool:
     """Return whether a tensor of a model that sees is of its tower or of its projector."""
     return name.startswith((family.tower_prefix, family.projector_prefix))
@@ -141,3 +136,8 @@ def _projector(config: Mapping[str, Any], vision: Mapping[str, Any], out: int, f
             yield "mm_soft_emb_norm.weight", (hidden,)
         case _:
             yield "modality_projection.proj.weight", (out, hidden * config.get("scale_factor", 2) ** 2)
+
+
+def names_in_checkpoint(name: str, family: VisionFamily) -> tuple[str, ...]:
+    """Return the names that a tensor may have in a checkpoint's files: that in memory, and an older one."""
+    return (name, as_text(name, family), name.removeprefix("model."))
