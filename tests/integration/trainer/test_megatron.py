@@ -103,6 +103,22 @@ def test_the_loss_that_balances_experts_is_that_of_switch_transformers(tmp_path:
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
+@pytest.mark.parametrize(("num_ranks", "megatron"), [(1, {}), (2, TP2), (2, TP2 | SP)])
+def test_reading_the_padding_token_trains_nothing(num_ranks: int, megatron: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[model.config.pad_token_id] = 0.0
+    model.save_pretrained(folder)
+    token_ids_T = BATCHES[0].token_ids_T.copy()
+    token_ids_T[2::5] = model.config.pad_token_id
+    batch = BATCHES[0].replace(token_ids_T=token_ids_T)
+    expected = plain_numbers(folder, [batch], temperature=0.7, kl=0.1, decays_vectors=False)
+    config = config_for(folder, num_ranks, megatron)
+    for metrics in run_ranks(num_ranks, train_once, config, batch):
+        assert (metrics["loss"], metrics["grad_norm"]) == pytest.approx(expected.steps[0], rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize(("num_ranks", "megatron"), [(1, {}), (2, PP2), (4, TP2 | SP)])
 def test_bfloat16_stays_close(num_ranks: int, megatron: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3")

@@ -121,8 +121,23 @@ def build_chunks(
         if section.router_replay.enabled:
             replay_routes(chunk)
         _mark(chunk, freezes_routers=section.megatron_cfg.freeze_moe_router)
+        if chunk.pre_process and (padding := model.get("pad_token_id")) is not None:
+            chunk.embedding.word_embeddings.register_forward_hook(functools.partial(_leave_padding, padding))
         chunks.append(chunk)
     return chunks
+
+
+def _leave_padding(padding: int, module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """Give the padding token no gradient where it is read, as torch's ``padding_idx`` does in Transformers' models.
+
+    Its embedding begins with zeros. A norm divides by their size, so that a model which draws the token would have
+    gradients of it that hide all others.
+    """
+    is_padding_BT = inputs[0] == padding
+    if module.reduce_scatter_embeddings:  # the output is this rank's share of the sequence, which is the first dimension
+        group = module.tp_group
+        is_padding_BT = is_padding_BT.T.chunk(group.size())[group.rank()]
+    return torch.where(is_padding_BT[..., None], output.detach(), output)
 
 
 def _mark(chunk: Chunk, *, freezes_routers: bool) -> None:
