@@ -105,11 +105,11 @@ def vision_tokenizer(family: str, template: str = TEMPLATE) -> Any:
     )
 
 
-def vision_config(family: str, vocabulary: dict[str, int]) -> Any:
-    """Return the Transformers configuration of a family's tiny model."""
+def vision_config(family: str, vocabulary: dict[str, int], **text_fields: Any) -> Any:
+    """Return the Transformers configuration of a family's tiny model; `text_fields` are of its language model."""
     import transformers
 
-    text = {
+    text: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 3,
@@ -121,7 +121,9 @@ def vision_config(family: str, vocabulary: dict[str, int]) -> Any:
         "eos_token_id": 2,
         "tie_word_embeddings": True,
         "vocab_size": len(vocabulary),
+        **text_fields,
     }
+    is_tied = text["tie_word_embeddings"]
     tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
     if family in ("qwen2_5_vl", "qwen3_vl"):
@@ -132,7 +134,7 @@ def vision_config(family: str, vocabulary: dict[str, int]) -> Any:
             "video_token_id": vocabulary["<|video_pad|>"],
             "vision_start_token_id": vocabulary["<|vision_start|>"],
             "vision_end_token_id": vocabulary["<|vision_end|>"],
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": is_tied,
         }
         if family == "qwen2_5_vl":
             tower |= {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}
@@ -160,7 +162,7 @@ def vision_config(family: str, vocabulary: dict[str, int]) -> Any:
             boi_token_index=vocabulary["<start_of_image>"],
             eoi_token_index=vocabulary["<end_of_image>"],
             image_token_index=vocabulary["<image_soft_token>"],
-            tie_word_embeddings=True,
+            tie_word_embeddings=is_tied,
         )
     kind = transformers.SmolVLMConfig if family == "smolvlm" else transformers.Idefics3Config
     return kind(
@@ -169,24 +171,24 @@ def vision_config(family: str, vocabulary: dict[str, int]) -> Any:
         scale_factor=2,
         image_token_id=vocabulary["<image>"],
         pad_token_id=0,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
     )
 
 
-def write_vision_files(family: str, folder: Path, template: str = TEMPLATE) -> Path:
+def write_vision_files(family: str, folder: Path, template: str = TEMPLATE, **text_fields: Any) -> Path:
     """Write everything of a tiny model but its weights: enough to count tokens. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = vision_tokenizer(family, template)
     tokenizer.save_pretrained(folder)
-    vision_config(family, tokenizer.get_vocab()).save_pretrained(folder)
+    vision_config(family, tokenizer.get_vocab(), **text_fields).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family], indent=2))
     return folder
 
 
-def write_vision_model(family: str, folder: Path, seed: int = 0, template: str = TEMPLATE, **text: Any) -> Path:
+def write_vision_model(family: str, folder: Path, seed: int = 0, template: str = TEMPLATE, **text_fields: Any) -> Path:
     """Write a whole tiny model with weights drawn from the seed. Returns the folder.
 
-    `text` replaces fields of its language model's configuration.
+    `text_fields` replace fields of its language model's configuration.
 
     Weights are larger than new ones: those are so small that a wrong position or mask would hardly show. Gemma 3's
     projector would begin with zeros, and the model would see nothing.
@@ -194,11 +196,8 @@ def write_vision_model(family: str, folder: Path, seed: int = 0, template: str =
     import torch
     import transformers
 
-    write_vision_files(family, folder, template)
+    write_vision_files(family, folder, template, **text_fields)
     config = transformers.AutoConfig.from_pretrained(folder)
-    for name, value in text.items():
-        setattr(config.text_config, name, value)
-    config.tie_word_embeddings = config.text_config.tie_word_embeddings
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config).eval()
