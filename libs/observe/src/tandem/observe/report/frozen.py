@@ -20,11 +20,12 @@ import msgspec
 from tandem.observe import page
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Along, Curves, Series
-from tandem.observe.report.pictures import samples_with_pictures
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, memory, reached, times
 from tandem.observe.timeline import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
+_IMAGES = "images"
+"""Folder of a run's images; only a model that sees has one."""
 _NUM_POINTS = 400
 """Most points of a curve, each the mean, minimum and maximum of a bucket of steps."""
 _NUM_REFITS = 200
@@ -129,6 +130,11 @@ def _data(index: int, run: Run) -> dict[str, Any]:
     curves = Curves(reader)
     metrics = curves.names()
     view = timeline(run.folder, _NUM_STEPS, None)
+    pictures: dict[str, Any] = {}
+    if (run.folder / _IMAGES).is_dir():  # of a model that sees
+        from tandem.observe.report.pictures import samples_with_pictures
+
+        pictures = samples_with_pictures(reader)
     return {
         "summary": msgspec.structs.replace(reader.summary(index), name=run.label, path=run.label),
         "metrics": metrics,
@@ -138,7 +144,7 @@ def _data(index: int, run: Run) -> dict[str, Any]:
         "events": reader.events(0, _NUM_EVENTS),
         "timeline": view,
         "flames": {step.step: flame(run.folder, step.step, reader.step_seconds) for step in view.steps},
-        **samples_with_pictures(reader),
+        **pictures,
     }
 
 

@@ -11,7 +11,7 @@ import msgspec
 from tandem.common.errors import DataError, SamplesError
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.samples import PURPOSES, one_sample
-from tandem.observe.page.thumbnails import FOLDER, Thumbnails
+from tandem.observe.page.thumbnails import Thumbnails
 from tandem.samples.images.markers import marked_in
 
 _NUM_SAMPLES = 12
@@ -21,10 +21,8 @@ _NUM_SAMPLES = 12
 def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
     """Return the first samples of the newest step that is recorded, and of the newest validation, with thumbnails.
 
-    Nothing for a run without images, such as that of a text model.
+    Nothing for a run without a rollout log.
     """
-    if not (reader.folder / FOLDER).is_dir():
-        return {}
     samples: dict[str, list[dict[str, Any]]] = {}
     for purpose in PURPOSES:
         with contextlib.suppress(SamplesError):  # the log is off, or was damaged: the report has the rest
