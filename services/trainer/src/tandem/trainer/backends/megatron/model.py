@@ -134,7 +134,7 @@ def _leave_padding(padding: int, module: Any, inputs: tuple[torch.Tensor], outpu
     gradients of it that hide all others.
     """
     is_padding_BT = inputs[0] == padding
-    if module.reduce_scatter_embeddings:  # the output is this rank's share of the sequence, which is the first dimension
+    if module.reduce_scatter_embeddings:  # sequence first, and of it this rank's share
         group = module.tp_group
         is_padding_BT = is_padding_BT.T.chunk(group.size())[group.rank()]
     return torch.where(is_padding_BT[..., None], output.detach(), output)
