@@ -77,8 +77,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
         },
     },
 }
-KINDS = {"matrix products": ("gemm", "cutlass", "cublas", "nvjet", "::mm"), "attention": ("flash", "attention")}
-"""Parts of kernels' names."""
+KINDS = {"attention": ("flash", "attention", "fmha"), "matrix products": ("gemm", "cutlass", "cublas", "nvjet", "::mm")}
+"""Parts of kernels' names, of which the first that fits counts: kernels of attention name cutlass's types as well."""
 
 
 @pytest.fixture
