@@ -106,7 +106,7 @@ class Judged(NamedTuple):
 
 
 def in_float8(exact: Any) -> Any:
-    """Return a copy with products of float8, as in vLLM: weights in blocks, inputs in groups; all but the last layer."""
+    """Return a copy with products of float8, as in vLLM: weights in blocks, inputs in groups, but the last layer."""
     model, float8 = copy.deepcopy(exact), torch.float8_e4m3fn
 
     def rounded(x: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:

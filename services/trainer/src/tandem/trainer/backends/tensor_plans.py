@@ -323,7 +323,9 @@ def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
     def split(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own = {"inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()}
+        own: dict[str, Any] = {
+            "inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()
+        }
         if kwargs.get("deepstack_visual_embeds"):
             is_image_BT = kwargs["visual_pos_masks"]
             number_BT = (is_image_BT.flatten().cumsum(0) - 1).view_as(is_image_BT)

@@ -116,7 +116,7 @@ class SeeingChunk(Chunk):
             embedded = embedded.masked_scatter(is_image_N11, first_FE)
             deeper = [torch.zeros_like(embedded).masked_scatter(is_image_N11, each_FE) for each_FE in others]
         if blank is not None:  # an empty sum: zero, whatever the features are
-            embedded = embedded + sum(each_FE[:0].sum() for each_FE in self._features(blank)).to(embedded.dtype)
+            embedded = embedded + torch.stack([each_FE[:0].sum() for each_FE in self._features(blank)]).sum()
         if self.config.sequence_parallel:
             embedded, *deeper = (
                 tensor_parallel.scatter_to_sequence_parallel_region(each) for each in (embedded, *deeper)
