@@ -1,4 +1,4 @@
-"""The weight plane without a coordinator: trainers and engines in processes of their own, commanded by a benchmark.
+"""The weight plane without a coordinator: trainers and engines in processes of their own, which a benchmark commands.
 
 Each process runs the loop, the `ServiceContext` and the `WeightClient` that services run, over a pipe instead of a
 socket. What a benchmark wants beside the plane's commands (an alternative, new weights, a check) it asks for by name.
