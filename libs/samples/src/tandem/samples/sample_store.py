@@ -61,7 +61,7 @@ class SampleStore:
         self._await_record = await_record
 
     def give_images(self, answer: Callable[[FetchImages], Frames]) -> None:
-        """Have requests for images answered by this function, in the store's thread; without it, they have no answer."""
+        """Have requests for images answered by this function, in its thread; without it, they have no answer."""
         self._answer_images = answer
 
     def put(self, key: SampleKey, arrays: Batch) -> None:

@@ -14,6 +14,7 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
 from tandem.common.messages import Listener
 from tandem.config import Config, config_to_json, dump_yaml, to_plain
+from tandem.config.models.vision_families import family_of
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
@@ -81,10 +82,9 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     journal = _open_journal(invocation.ready, mode, run_id)
     stack.callback(journal.close)
     write_run_keys(folder, keys)
-    images_at = None
     if invocation.ready.algorithm.images is not None:
         invocation.ready.algorithm.images.keep(image_folder(config).folder)
-        images_at = _serve_images(config, run_id, listening, stack)
+    images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
     watching: list[Observer] = []
     if listener is not None:
         page = PageProcess(journal.folder, listener)
