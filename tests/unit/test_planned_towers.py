@@ -133,6 +133,14 @@ def test_weights_of_a_tower_and_its_gradients_are_those_of_the_model(
     assert (max(of_images) > 0) is not is_frozen
 
 
+def test_megatron_core_freezes_what_is_named_too(tmp_path: Path) -> None:
+    megatron = {"megatron_cfg": {"enabled": True, "optimizer": {"lr": 1e-6}}, "optimizer": None}
+    configs = [config_of(tmp_path, "smolvlm", **megatron, **more) for more in ({}, FROZEN)]
+    trained, frozen = (memory_of(each, sides(each, model_shape(each))[0]).kept for each in configs)  # type: ignore[arg-type]
+    assert frozen["weights"] + frozen["frozen weights"] == trained["weights"]
+    assert 0 < frozen["frozen weights"] < trained["weights"]
+
+
 def test_a_plan_says_how_many_image_tokens_it_counts(tmp_path: Path) -> None:
     vllm = {"backend": "vllm", "max_new_tokens": 128, "colocated": {"enabled": True}}
     config, out = config_of(tmp_path, "qwen2_5_vl", precision="bfloat16", generation=vllm), io.StringIO()

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.config.models.vision_families import VISION, frozen_prefixes
+from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
 from tandem.observe.exporters.nvml import opened_nvml
 from tandem.refit.forecast.activations import passes
 from tandem.refit.forecast.sides import Side
@@ -140,10 +140,18 @@ def _weights(config: Config, side: Side, rank: int) -> tuple[int, int, int, int]
     sizes = [0, 0, 0, 0]
     family = VISION.get(side.model.family)
     frozen = () if family is None else frozen_prefixes(family, config.policy.dtensor_cfg)
+    is_megatron = config.policy.megatron_cfg.enabled
     for storage in side.deployment.parameters(side.model, rank).storages:
         kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
-        sizes[3 if frozen and storage.name.startswith(frozen) else kind] += storage.num_bytes
+        name = _as_seeing(storage.name, family) if family is not None and is_megatron else storage.name
+        sizes[3 if frozen and name.startswith(frozen) else kind] += storage.num_bytes
     return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+def _as_seeing(name: str, family: VisionFamily) -> str:
+    """Return a name of Megatron-Core's as Transformers would begin it; an output layer of its own is in no part."""
+    own = name.removeprefix("tower.")
+    return own if own != name or name.startswith("output_layer.") else family.language_prefix
 
 
 def size_of_gpu() -> float | None:
