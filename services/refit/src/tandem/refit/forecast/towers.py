@@ -17,7 +17,7 @@ from tandem.config.models.vision_families import VISION, frozen_prefixes
 from tandem.refit.adapters.catalogue import ModelShape
 
 _LAYER = {"qwen2_5_vl": (11, 8, 4), "qwen3_vl": (11, 0, 2)}
-"""Of a layer, for each patch: elements and bytes for each hidden size, and elements for each intermediate size."""
+"""What a layer keeps of a patch: elements and bytes for each hidden size, and elements for each intermediate size."""
 _LAYER_OF_SIGLIP = (8, 0, 2)
 _ENDS = {"qwen2_5_vl": (4, 4), "qwen3_vl": (4, 0)}
 """The same of what stands before and behind the layers, for each hidden size."""
@@ -84,7 +84,8 @@ def _patches_per_token(config: Config, model: ModelShape, hidden: int) -> float:
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     if model.family == "gemma3":
         num_patches = shapes[f"{family.tower_prefix}embeddings.position_embedding.weight"][0]
-        return num_patches / (model_config(config.policy) or {}).get("mm_tokens_per_image", _TOKENS_OF_GEMMA)
+        found = model_config(config.policy) or {}
+        return num_patches / int(found.get("mm_tokens_per_image", _TOKENS_OF_GEMMA))
     merger = {"qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
     merged = shapes[family.projector_prefix + merger.get(model.family, "modality_projection.proj.weight")]
     return merged[1] / hidden
