@@ -16,10 +16,10 @@ from tests.harness.runs.running import Command, coordinator, joins, merged, step
 from tests.harness.vision_models import write_vision_model
 
 SHAPES: dict[str, Any] = {
-    "grpo": {"max_num_steps": 2, "max_val_samples": 8, "val_period": 2},
-    "policy": {"model_name": "sees", "new_model": None, "max_total_sequence_length": 64},
+    "grpo": {"max_num_steps": 2, "max_val_samples": 8, "val_period": 2, "max_rollout_turns": 2},
+    "policy": {"model_name": "sees", "new_model": None, "max_total_sequence_length": 256},
     "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 64, "num_validation": 16},
-    "env": {"digits": {"class": "digits.Digits"}},
+    "env": {"shows": {"class": "pictures.Shows"}},
     "checkpointing": {"enabled": False},
     "logger": {"samples": "off"},
     "cluster": {"trainers": 1, "rollouts": 1},
@@ -30,13 +30,36 @@ SFT: dict[str, Any] = {
     "data": {**SHAPES["data"], "solution_template": "{answer}"},
     "cluster": {"trainers": 2},
 }
+SHOWS = '''
+from PIL import Image
+from tandem.rollout.environments import Score, Turn
+
+class Shows:
+    """A first answer is answered by a picture that the coordinator never gets."""
+
+    def step(self, problem, conversation):
+        if len(conversation) > 1:
+            return Score(reward=float(len(conversation[-1]["content"])), correct=True)
+        picture = Image.new("RGB", (40, 24), (8 * len(conversation[0]["content"]) % 256, 0, 99))
+        return Turn([{"role": "user", "content": [{"type": "image", "image": picture}]}], reward=0.5)
+'''
 KINDS = {"trainers": "trainer", "rollouts": "rollout"}
+
+
+def digests_in(run: Path) -> set[str]:
+    """Return the digests of the images in a run's folder, each of which is whole."""
+    images = ImageFolder(run / "images")
+    found = {path.name for path in images.folder.glob("*/*")}
+    assert all(images.get(digest) for digest in found)
+    return found
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_processes_without_the_runs_folder_fetch_images(algorithm: str, tmp_path: Path) -> None:
+    """Those of data sets come from the coordinator, and those that an environment shows from its rollout."""
     with in_folder(tmp_path):
         write_vision_model("qwen2_5_vl", Path("sees"))
+        Path("pictures.py").write_text(SHOWS)
         config = SHAPES if algorithm == "grpo" else {**merged(SHAPES, SFT), "cluster": SFT["cluster"]}
         config = {name: value for name, value in config.items() if algorithm in (name, "grpo") or name != "grpo"}
         ended = coordinator("up", write_config(config), "logger.log_dir=shared")
@@ -56,10 +79,10 @@ def test_processes_without_the_runs_folder_fetch_images(algorithm: str, tmp_path
             assert run.wait() == 0, run.output()
         for ours, theirs in zip(steps_of("run"), steps_of("shared"), strict=True):
             assert_same_metrics(ours.metrics, theirs.metrics, same_batches=True, step=ours.step)
-        whole = {path.name for path in Path("run/images").glob("*/*")}
+        drawn = digests_in(Path("run"))
         for far in fars:
-            copies = ImageFolder(far / "run" / "images")
-            held = {path.name for path in copies.folder.glob("*/*")}
-            assert held, f"{far.name} has fetched none"
-            assert held <= whole
-            assert all(copies.get(digest) for digest in held)
+            held, own = digests_in(far / "run"), digests_in(tmp_path / "rollouts-0" / "run") - drawn
+            assert held & drawn, f"{far.name} has fetched none"
+            assert held <= drawn | own
+            # What the environment showed is nowhere but at the rollout and, through it, at the trainer.
+            assert bool(held & own) is (algorithm == "grpo")

@@ -17,7 +17,7 @@ from tandem.config.models.vision_families import VISION, frozen_prefixes
 from tandem.refit.adapters.catalogue import ModelShape
 
 _LAYER = {"qwen2_5_vl": (11, 8, 4), "qwen3_vl": (11, 0, 2)}
-"""What a layer keeps of a patch: elements and bytes for each hidden size, and elements for each intermediate size."""
+"""Sizes of what a layer keeps of a patch: elements and bytes by hidden size, and elements by intermediate size."""
 _LAYER_OF_SIGLIP = (8, 0, 2)
 _ENDS = {"qwen2_5_vl": (4, 4), "qwen3_vl": (4, 0)}
 """The same of what stands before and behind the layers, for each hidden size."""
