@@ -14,7 +14,7 @@ from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_record import read_step
 from tests.harness.runs.by_hand import assert_same_results
-from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.harness.runs.running import Command, coordinator, deterministic, merged, process_of, steps_of, write_config
 from tests.harness.vision_models import write_vision_model
 
 SHAPES: dict[str, Any] = {
@@ -117,7 +117,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole: Path) -> None:
         run.wait()
     ended = coordinator("up", config, "--resume", *two_of_each)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "had been generated, and are not generated again" in ended.stdout
     assert_same_results("run", whole)
+
+
+def test_a_replay_learns_from_the_same_pictures_to_the_bit(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are of one size and questions are few, so that images tell prompts apart."""
+    monkeypatch.chdir(whole.parent)
+    replayed = coordinator("replay", "run", "--to", "4", "logger.log_dir=again")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "weights are equal to the bit to those of step 4 of run" in replayed.stdout
+    for mine, theirs in zip(steps_of(Path("again")), steps_of(whole), strict=True):
+        metrics = deterministic(mine.metrics)
+        assert metrics == {name: theirs.metrics[name] for name in metrics}
+    assert not Path("again/images").exists()
 
 
 def test_sft_learns_answers_about_pictures_and_blank_ones_tell_less() -> None:

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -216,6 +216,8 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
     samples_folder: str = ""
     """Folder of the rollout log, beside which log-probabilities are kept; empty where there is none."""
+    images_at: Listener | None = None
+    """The coordinator's listener for `FetchImages`; None if the policy does not see."""
 
 
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
@@ -394,6 +396,8 @@ class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """Folder of the rollout log, to which finished samples are written; empty where there is none."""
     reward_server: RewardServer | None = None
     """Server that scores responses; None where the configuration alone describes the environment."""
+    images_at: Listener | None = None
+    """The coordinator's listener for `FetchImages`; None if the policy does not see."""
 
 
 class EngineServer(Message, frozen=True, kw_only=True):
@@ -679,6 +683,36 @@ class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
     why: Text
 
 
+MAX_IMAGES_FETCHED = 1024
+"""Most images per request."""
+MAX_IMAGE_BYTES_FETCHED = 2**26
+"""Most bytes of a reply's images, unless it has a single one."""
+
+
+class FetchImages(Message, frozen=True, kw_only=True, tag=True):
+    """Request for encoded images that the requester's copy of the run's folder lacks: to a rollout that has samples
+    with them, or to the coordinator."""
+
+    run_id: Name
+    """Run of the requester, in case the address belongs to another run by now."""
+    request_id: Count
+    digests: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=MAX_IMAGES_FETCHED)]
+
+
+class ImagesFetched(Message, frozen=True, kw_only=True, tag=True):
+    """The first of the requested images, as many as fit, and those before them that are not there.
+
+    Frames: ``bytes_B`` (uint8), the images of `digests`, end to end.
+    """
+
+    request_id: Count
+    digests: Annotated[tuple[Sha256, ...], Meta(max_length=MAX_IMAGES_FETCHED)]
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_IMAGES_FETCHED)]
+    """Bytes of each image."""
+    gone: Annotated[tuple[Sha256, ...], Meta(max_length=MAX_IMAGES_FETCHED)]
+    """Requested images that the sender lacks, or that were damaged since."""
+
+
 # --- rollout to the program that began the run, and back --------------------------------------------------------------
 
 
@@ -914,8 +948,9 @@ FromRollout = Presence | Leaving | RolloutReply
 ToRefit = Admission | RefitCommand
 FromRefit = Presence | RefitReply
 
-ToSampleStore = FetchSamples
-FromSampleStore = SamplesFetched | SamplesGone
+ToSampleStore = FetchSamples | FetchImages
+FromSampleStore = SamplesFetched | SamplesGone | ImagesFetched
+"""The coordinator answers `FetchImages` of any process likewise."""
 
 ToRewardServer = ScoreResponses
 FromRewardServer = ResponsesScored | StillScoring

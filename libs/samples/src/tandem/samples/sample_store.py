@@ -2,8 +2,8 @@
 
 The owner puts samples in, and takes them out when they are released: a rollout its own, the coordinator those of a
 rollout log that is trained on again. Trainer ranks request them over the store's own ROUTER socket. Its thread
-consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for missing samples. It waits only for the
-next request, for short intervals, and ends when the store is closed.
+consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for missing samples. Where the policy sees, it
+also answers `FetchImages`. It waits only for the next request, for short intervals, and ends when the store is closed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
+    FetchImages,
     FetchSamples,
     SampleKey,
     SamplesFetched,
     SamplesGone,
     SequenceKey,
+    ToSampleStore,
 )
 from tandem.common.wire import Codec, Frames, Hub, encode
 from tandem.samples.batch import Batch
@@ -40,7 +42,8 @@ class SampleStore:
         self._num_tokens = 0
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
-        self._codec: Codec[FetchSamples] = Codec(FetchSamples)
+        self._answer_images: Callable[[FetchImages], Frames] | None = None
+        self._codec: Codec[FetchSamples | FetchImages] = Codec(ToSampleStore)
         self._hub = Hub(f"tcp://{host}:*", new_key_pair(), trainers, max_bytes=_MAX_REQUEST_BYTES)
         self.at = self._hub.at
         """Listener for trainers."""
@@ -56,6 +59,10 @@ class SampleStore:
     def give_after(self, await_record: Callable[[], object]) -> None:
         """Call `await_record`, which returns once all samples here are on disk, before any samples are served."""
         self._await_record = await_record
+
+    def give_images(self, answer: Callable[[FetchImages], Frames]) -> None:
+        """Have requests for images answered by this function, in its thread; without it, they have no answer."""
+        self._answer_images = answer
 
     def put(self, key: SampleKey, arrays: Batch) -> None:
         """Keep one sample; one that is here already, because its order was repeated, stays.
@@ -109,7 +116,10 @@ class SampleStore:
                     request = self._codec.decode(frames).message
                 except WireError:
                     continue  # not a trainer's request; a real trainer has a deadline and asks again
-                self._hub.send(peer, self._answer(request))
+                if isinstance(request, FetchSamples):
+                    self._hub.send(peer, self._answer(request))
+                elif self._answer_images is not None:
+                    self._hub.send(peer, self._answer_images(request))
         self._hub.close()
 
     def _answer(self, request: FetchSamples) -> Frames:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tandem.rollout.external_requests import ExternalRequests
     from tandem.rollout.openai_api.images import RequestImages
     from tandem.rollout.sample_recorder import SampleRecorder
+    from tandem.samples.images.fetching import ImageFetcher
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,6 +52,8 @@ class Parts:
     """None if external requests are not allowed."""
     recorder: SampleRecorder | None = None
     """None if there is no rollout log."""
+    images: ImageFetcher | None = None
+    """The way to images that the run's folder lacks here; None if the model does not see."""
     gpus: GpuMonitor | None = None
     """None where it computes on the CPU."""
 
@@ -90,6 +94,8 @@ class Parts:
             max_tokens = config.policy.generation.max_stored_tokens
             parts.store = SampleStore(host, context.run_id, max_tokens, context.trainers)
             stack.callback(parts.store.close)
+            if tokenizer.sees:
+                parts.images = _make_fetcher(command, context, parts.store)
             if command.samples_folder:
                 parts.recorder = _make_recorder(Path(command.samples_folder), context, parts.store, tokenizer, experts)
             stack.pop_all()
@@ -158,6 +164,18 @@ def _make_external_requests(
 
     tokenizer.encode("")  # as for the recorder
     return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
+
+
+def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleStore) -> ImageFetcher:
+    """Return the way to images that the run's folder lacks here; trainers are given those that it has."""
+    from tandem.samples.images.fetching import ImageFetcher
+    from tandem.samples.images.serving import answer
+
+    images = image_folder(context.config)
+    store.give_images(partial(answer, images, context.run_id))
+    fetcher = ImageFetcher(images, name=context.name, run_id=context.run_id, own=context.keys)
+    fetcher.begin(command.images_at, context.coordinator)
+    return fetcher
 
 
 def _make_recorder(

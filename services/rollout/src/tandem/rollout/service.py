@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from tandem.common import gc_tuning
 from tandem.common.messages import (
@@ -36,6 +36,11 @@ from tandem.rollout.generating import Generating
 from tandem.rollout.parts import Parts
 from tandem.samples.routed_experts import replayed_experts
 
+if TYPE_CHECKING:
+    from tandem.samples.images.fetching import ImageFetcher
+
+_FETCH_SHARE = 0.25
+"""The longest time for fetching images, as a share of the deadline of what needs them."""
 _DIGEST_SHARE = 0.25
 """Fraction of the time between tokens that verifies the version they are made with."""
 
@@ -81,6 +86,8 @@ class RolloutService:
             case ReportDigests():
                 self.parts.weight_client.handle(command)
             case Generate():
+                if self.parts.images is not None:
+                    self._fetch_images(command, self.parts.images)
                 self.generating.start(command)
             case ReleaseSamples():
                 self.parts.store.release(command.command_ids)
@@ -141,6 +148,8 @@ class RolloutService:
         The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
         """
         parts = self.parts
+        if parts.images is not None:
+            parts.images.begin(command.images_at, self._context.coordinator)
         self.generating.give_up_all()
         self._restoring.clear()
         parts.pause_external_requests()
@@ -154,6 +163,12 @@ class RolloutService:
             self._say_built(command)
         else:
             parts.recorder.begin_anew(partial(self._say_built, command))
+
+    def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
+        """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them."""
+        with self._context.phase(f"fetching the images of step {command.step}"):
+            digests = (image.digest for group in command.groups for image in group.images or ())
+            images.fetch(digests, _FETCH_SHARE * command.deadline_s)
 
     def _refit(self, command: Refit) -> None:
         """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.

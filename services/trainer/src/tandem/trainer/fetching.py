@@ -21,7 +21,6 @@ from tandem.common.keys import KeyPair
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
     FetchSamples,
-    FromSampleStore,
     Listener,
     SamplesFetched,
     SamplesGone,
@@ -114,7 +113,7 @@ class SampleFetcher:
         self._format = sample_format
         self._run_id = run_id
         self._own = own
-        self._codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
+        self._codec: Codec[SamplesFetched | SamplesGone] = Codec(SamplesFetched | SamplesGone)
         self._listeners: Mapping[str, Listener] = {}
         self._callers: Callers | None = None
         """Connections to these rollouts; None before the first fetch, and after one that failed."""

@@ -41,8 +41,7 @@ from tandem.config.schema.columns import (
 )
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, Ints, by_prompt
 from tandem.samples.batch import Batch
-from tandem.samples.images.families import Grid, ImageSettings, num_tokens, positions
-from tandem.samples.images.towers import grid_size
+from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer import bins
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.errors import WireError
+from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     AwaitCheckpoint,
@@ -73,6 +73,7 @@ from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs
 from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
+    from tandem.samples.images.fetching import ImageFetcher
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
@@ -99,6 +100,7 @@ class TrainerService:
         sample_format = SampleFormat.of(context.config)
         self._images = sample_format.images
         self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
+        self._image_fetcher = None if self._images is None else _image_fetcher(context)
         self._version = 0
         self._memory = MemoryMeter()
         self._gpus: GpuMonitor | None = None
@@ -195,6 +197,9 @@ class TrainerService:
                 check_image_tokens(given, self._images)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
+        if self._image_fetcher is not None:
+            for why in self._image_fetcher.fetch_batch(given, {}, _FETCH_SHARE * command.deadline_s).values():
+                raise DataError(why)
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
     def _built(self) -> Backend:
@@ -235,6 +240,8 @@ class TrainerService:
 
     @gc_tuning.paused()
     def _build(self, command: BuildTrainer) -> None:
+        if self._image_fetcher is not None:
+            self._image_fetcher.begin(command.images_at, self._context.coordinator)
         limit_threads(self._config, "trainers")
         try_out(self._config)
         # The ranks meet on the interface of the run, and on no other.
@@ -294,6 +301,9 @@ class TrainerService:
             with self._context.phase(f"fetching the samples of step {command.step}"):
                 timeout_s = _FETCH_SHARE * command.deadline_s
                 own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
+                if own is not None and self._image_fetcher is not None:
+                    missing = self._image_fetcher.fetch_batch(own, command.sources, timeout_s)
+                    own = None if missing else own
             least_S = least_logprobs(own) if own is not None else np.zeros(0, dtype=np.float32)
             num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int((least_S < 0).sum())])).tolist()
             if num_lacking:
@@ -376,6 +386,14 @@ class TrainerService:
             return
         reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
         self._context.reply(command.command_id, reply)
+
+
+def _image_fetcher(context: ServiceContext) -> ImageFetcher:
+    """Return the way to images that the run's folder lacks here."""
+    from tandem.samples.images.fetching import ImageFetcher
+    from tandem.samples.images.rows import image_folder
+
+    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, own=context.keys)
 
 
 def _may_mask_all(config: Config) -> bool:

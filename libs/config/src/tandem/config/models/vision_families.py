@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.config.models.model_sizes import model_config
 from tandem.config.schema import Model
+from tandem.config.schema.policy import DtensorCfg
 
 
 class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,3 +145,15 @@ def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None
 def family_of(section: Model) -> VisionFamily | None:
     """Return the family of a section's model; None if it does not see, or is not on this machine."""
     return vision_family(model_config(section))
+
+
+def frozen_prefixes(family: VisionFamily, settings: DtensorCfg) -> tuple[str, ...]:
+    """Return the prefixes of the parts of a model that ``automodel_kwargs.freeze_config`` names."""
+    frozen: Mapping[str, Any] = settings.automodel_kwargs.get("freeze_config") or {}
+    if not frozen:
+        return ()
+    parts = {
+        family.tower_prefix: frozen.get("freeze_vision_tower", True),
+        family.language_prefix: frozen.get("freeze_language_model", False),
+    }
+    return tuple(prefix for prefix, is_frozen in parts.items() if is_frozen)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
 from tandem.samples.batch import Batch
+from tandem.samples.images.families import ImageSettings, grid_size, num_tokens
 
 DIGEST_BYTES = 32
 GRID_SIZES = 3
@@ -26,6 +27,17 @@ def image_columns(images: Sequence[Sequence[ImageRef]]) -> dict[str, NDArray[Any
         "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
         "image_grids_IX": np.array(grids, dtype=np.int32).reshape(-1, GRID_SIZES),
     }
+
+
+def prompt_images(sample: Batch, prompt_length: int, settings: ImageSettings) -> bytes:
+    """Return the digests of the images in a sample's prompt; others stand in later turns."""
+    num_left = int((sample.token_ids_T[:prompt_length] == settings.image_token_id).sum())
+    num_images = 0
+    while num_left > 0 and num_images < len(sample.image_grids_IX):
+        grid = sample.image_grids_IX[num_images].tolist()
+        num_left -= num_tokens(settings, grid[: grid_size(settings.family)])
+        num_images += 1
+    return sample.image_digests_IX[:num_images].tobytes()
 
 
 def check_images(batch: Batch) -> None:

@@ -211,6 +211,11 @@ def _at_most(width: int, height: int, longest: int) -> tuple[int, int]:
     return max(width, 1), max(height, 1)
 
 
+def grid_size(family: VisionFamily) -> int:
+    """Return how many numbers a grid has."""
+    return 3 if family.is_qwen else 2 if family.has_crops else 0
+
+
 def num_tokens(settings: ImageSettings, grid: Grid) -> int:
     """Return the number of features of an image, which is that of image tokens in its expansion."""
     if settings.family.is_qwen:

@@ -91,8 +91,9 @@ def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
 
 
 def image_folder(config: Config) -> ImageFolder:
-    """Return the images of a run."""
-    return ImageFolder(Path(config.logger.log_dir).absolute() / "images")
+    """Return the images of a run; those of a replay are in the folder of the run whose samples it has."""
+    run = config.logger.log_dir if config.replay is None else config.replay.run
+    return ImageFolder(Path(run).absolute() / "images")
 
 
 def _placed(where: str, text: str, markers: Sequence[str]) -> str:

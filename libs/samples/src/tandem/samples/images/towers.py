@@ -43,11 +43,6 @@ class Pixels(NamedTuple):
         return sum(each.nbytes for each in self.tensors.values())
 
 
-def grid_size(family: VisionFamily) -> int:
-    """Return how many numbers a grid has."""
-    return 3 if family.is_qwen else 2 if family.has_crops else 0
-
-
 def load_processor(folder: Path | str) -> Any:
     """Return the image processor of a model's folder, which computes with PIL. Raises `ModelError`."""
     from transformers import AutoImageProcessor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +25,9 @@ from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import sample_files, sample_record
 from tandem.samples.batch import Batch
-from tandem.samples.images.rows import ImageRows
+from tandem.samples.images.chat import VisionTokenizer
+from tandem.samples.images.columns import prompt_images
+from tandem.samples.images.rows import ImageRows, image_folder
 from tandem.samples.routed_experts import as_trained_on, replayed_experts
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_store import SampleStore
@@ -44,6 +47,7 @@ class RecordedAlgorithm(WithoutGeneration):
         self.notices: tuple[str, ...] = (why,) if several else ()
         self.images: ImageRows | None = None
         self._config = config
+        self._tokenizer = tokenizer
         self._replay = config.replay
         self._steps: RecordedSteps | None = None
         self._store: SampleStore | None = None
@@ -60,6 +64,10 @@ class RecordedAlgorithm(WithoutGeneration):
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
         self._store = SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
+        if self._tokenizer.sees:
+            from tandem.samples.images.serving import answer
+
+            self._store.give_images(partial(answer, image_folder(self._config), run_id))
         return {SOURCE: self._store.at}
 
     def close(self) -> None:
@@ -101,7 +109,11 @@ class RecordedAlgorithm(WithoutGeneration):
             arrays = as_trained_on(sample.arrays, replayed_experts(self._config))
             self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))
-            self._prompts[scored.group] = sample.arrays.token_ids_T[: scored.prompt_length].tobytes()
+            prompt = sample.arrays.token_ids_T[: scored.prompt_length]
+            self._prompts[scored.group] = prompt.tobytes()
+            if isinstance(self._tokenizer, VisionTokenizer):
+                images = prompt_images(sample.arrays, scored.prompt_length, self._tokenizer.settings)
+                self._prompts[scored.group] = prompt.tobytes(), images
         self._step = step
 
 

@@ -112,6 +112,7 @@ def assemble(
         checkpoint_folder=checkpoints.temporary_pattern,
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
+        images_at=opened.images_at,
     )
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     run_id = opened.journal.run_id

@@ -6,12 +6,15 @@ import contextlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
+from tandem.common.messages import Listener
 from tandem.config import Config, config_to_json, dump_yaml, to_plain
+from tandem.config.models.vision_families import family_of
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
@@ -42,6 +45,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     exporter: Exporter | None
     """Exporter for Prometheus, if that is on."""
     traces: Traces | None
+    images_at: Listener | None
+    """Where processes that do not see the run's folder ask for its images; None if the policy does not see."""
     watching: tuple[Observer, ...]
     """Observers that need nothing of the attempt."""
 
@@ -79,6 +84,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     write_run_keys(folder, keys)
     if invocation.ready.algorithm.images is not None:
         invocation.ready.algorithm.images.keep(image_folder(config).folder)
+    images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
     watching: list[Observer] = []
     if listener is not None:
         page = PageProcess(journal.folder, listener)
@@ -98,6 +104,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
         writers=writers,
         exporter=exporter,
         traces=traces,
+        images_at=images_at,
         watching=tuple(watching),
     )
 
@@ -109,6 +116,16 @@ def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapsho
         with contextlib.suppress(ConfigError):  # another program has it now
             return Listening(earlier.address, keys, key_file(folder), known)
     return Listening(address, keys, key_file(folder), known)
+
+
+def _serve_images(config: Config, run_id: str, listening: Listening, stack: contextlib.ExitStack) -> Listener:
+    """Give the run's images to its processes that do not see its folder; `stack` ends it."""
+    from tandem.samples.images.serving import ImageServer
+
+    host = str(urlsplit(listening.hub.address).hostname)
+    server = ImageServer(host, run_id, image_folder(config), listening.admitted)
+    stack.callback(server.close)
+    return server.at
 
 
 def _name_run(config: Config, mode: Mode, say: Say) -> str:

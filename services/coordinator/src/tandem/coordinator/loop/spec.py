@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.messages import RewardServer
+from tandem.common.messages import Listener, RewardServer
 from tandem.config import Config
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 from tandem.launch.expected import expected_processes
@@ -18,6 +18,7 @@ def run_spec(
     checkpoint_folder: str,
     samples_folder: str = "",
     reward_server: RewardServer | None = None,
+    images_at: Listener | None = None,
 ) -> RunSpec:
     """Describe the run for the scheduler."""
     section = config.algorithm_section
@@ -39,6 +40,7 @@ def run_spec(
         checkpoint_folder=checkpoint_folder,
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
+        images_at=images_at,
         # vLLM on a GPU asserts that no process frees memory meanwhile, and takes what others allocate for its own.
         engines_first=config.is_colocated and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
         # If the two are colocated, no engine generates while a trainer steps.

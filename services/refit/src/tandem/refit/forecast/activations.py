@@ -13,6 +13,7 @@ of tokens at this rank's experts, ``K`` tokens that are scored.
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 
@@ -22,9 +23,12 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import Geometry, LatentAttention
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.forecast.sides import Side
+from tandem.refit.forecast.towers import most_image_tokens, tower_of
 
 _LOGITS = 2**26
 """Most logits at once, as in `tandem.trainer.scoring`."""
+_LAYER = re.compile(r"model\.(?:layers|.*\.blocks|.*\.encoder\.layers)\.\d+(?=\.)")
+"""Names of what FSDP2 gathers together: a layer, of the tower too."""
 _NO_FORMS = ("gpt_oss",)
 """Families with layers of other shapes than these."""
 
@@ -37,11 +41,13 @@ class Pass(msgspec.Struct, frozen=True):
     """Tensors that are kept for the backward pass."""
     buffers: float
     """Logits, gathered parameters, gradients before they are reduced, and what the present layer computes."""
+    images: float = 0.0
+    """Those that the tower of a model that sees keeps."""
 
 
 def passes(config: Config, trainers: Side, rank: int) -> list[Pass]:
     """Return the passes of a step on a rank; none if the model's shapes are unknown."""
-    geometry, deployment = trainers.model.geometry, trainers.deployment
+    geometry, deployment = trainers.model.as_text.geometry, trainers.deployment
     if geometry is None or geometry.model_type in _NO_FORMS:
         return []
     is_megatron = isinstance(deployment, Megatron)
@@ -55,9 +61,12 @@ class _Rank:
     """One rank's part of each layer."""
 
     def __init__(self, config: Config, trainers: Side, geometry: Geometry, rank: int) -> None:
-        self.policy, self.geometry, self.model = config.policy, geometry, trainers.model
+        self.policy, self.geometry, self.model = config.policy, geometry, trainers.model.as_text
         self.item = 4 if config.policy.precision == "float32" else 2
         """Bytes of an element in the passes."""
+        self.tower = tower_of(config, trainers.model)
+        self.share_shown = most_image_tokens(config, 1.0)
+        """Largest share of the tokens that may stand for images."""
         self.trains_all = config.policy.adapters is None
         self.has_head_norms = any(".self_attn.q_norm." in tensor.name for tensor in self.model.tensors)
         self.num_sequences = config.sequences_per_sample
@@ -73,6 +82,12 @@ class _Rank:
         self.place(trainers.deployment, rank)
 
     tp, cp, cuts_sequences = 1, 1, False
+
+    def images(self, num_tokens: float, *, recomputes: bool) -> float:
+        """Return what the tower keeps of the images among ``N`` tokens."""
+        if self.tower is None:
+            return 0.0
+        return self.tower.kept(self.share_shown * num_tokens, self.item, recomputes=recomputes)
 
     def place(self, deployment: object, rank: int) -> None:
         """Note what the deployment puts on this rank."""
@@ -196,11 +211,11 @@ class _DTensorRank(_Rank):
         self.cuts_sequences = settings.sequence_parallel
         self.num_output_rows = self.geometry.vocabulary_size / self.tp
         self.layers = list(range(self.geometry.num_layers))
-        sizes = dict.fromkeys(("", *(str(layer) for layer in self.layers)), 0.0)
+        sizes = dict.fromkeys(("", *(f"model.layers.{layer}" for layer in self.layers)), 0.0)
         for tensor in self.model.tensors:
-            parts = tensor.name.split(".")
-            key = parts[2] if tensor.name.startswith("model.layers.") else ""
-            sizes[key] += math.prod(tensor.shape) / self.tp
+            layer = _LAYER.match(tensor.name)
+            key = layer[0] if layer else ""
+            sizes[key] = sizes.get(key, 0.0) + math.prod(tensor.shape) / self.tp
         is_whole = deployment.shard == 1 and self.tp == 1
         self.root, self.largest = (0.0, 0.0) if is_whole else (sizes.pop(""), max(sizes.values()))
         """Elements of what is gathered all along, and of the largest layer."""
@@ -242,7 +257,9 @@ class _DTensorRank(_Rank):
         end = (item + 4) * self.root + reduced if is_reduced else self.begun
         activations = sum(kept) + ends
         # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
-        return Pass("forward and backward passes", activations, max(first, then, end - activations))
+        images = self.images(num_tokens, recomputes=recomputes)
+        buffers = max(first, then, end - activations - images)
+        return Pass("forward and backward passes", activations, buffers, images)
 
 
 class _MegatronRank(_Rank):
@@ -261,7 +278,7 @@ class _MegatronRank(_Rank):
         pp, vpp = deployment.pp, deployment.vpp
         chunks = stages.megatron(self.geometry.num_layers, pp, vpp, *ends)[at.pp]
         self.layers = [layer for chunk in chunks for layer in chunk]
-        self.is_last = at.pp == pp - 1
+        self.is_first, self.is_last = at.pp == 0, at.pp == pp - 1
         multiple = deployment.vocabulary_divisor * self.tp
         rows = -(-self.geometry.vocabulary_size // multiple) * multiple / self.tp
         self.num_output_rows = rows if self.is_last else 0.0
@@ -298,4 +315,5 @@ class _MegatronRank(_Rank):
         works = [self.working(layer, num_tokens) for layer in self.layers]
         layer = max(more + work for more, work in zip(recomputed, works, strict=True))
         scored = self.scores(num_tokens, trains=True) if self.is_last else 0.0
-        return Pass("forward and backward passes", activations, max(layer, scored) + 2 * hidden)
+        images = self.in_flight * self.images(num_tokens, recomputes=recomputes) if self.is_first else 0.0
+        return Pass("forward and backward passes", activations, max(layer, scored) + 2 * hidden, images)

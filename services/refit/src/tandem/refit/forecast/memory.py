@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.models import lora
+from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
 from tandem.observe.exporters.nvml import opened_nvml
 from tandem.refit.forecast.activations import passes
 from tandem.refit.forecast.sides import Side
@@ -82,7 +83,8 @@ def _of_rank(config: Config, trainers: Side, rank: int, *, with_activations: boo
         is_training = each.activations > 0
         # FSDP2 frees gradients after each step. Megatron-Core's have one buffer for good.
         held["gradients"] = gradients if is_training or is_megatron else 0.0
-        phases.append(Phase(each.name, {**held, "activations": each.activations, "buffers": each.buffers}))
+        held |= {"activations": each.activations, "images": each.images, "buffers": each.buffers}
+        phases.append(Phase(each.name, held))
     optimizer = config.policy.optimizer
     # Without the fused implementation, torch's Adam takes square roots of all second moments at once.
     is_in_parts = not is_megatron and optimizer is not None and optimizer.kwargs.get("fused") is False
@@ -96,10 +98,9 @@ def _kept(config: Config, trainers: Side, rank: int) -> tuple[Bytes, float]:
 
     And the part of the optimizer's that is only there then: copies of the gradients in float32.
     """
-    rest, experts, adapters = _weights(trainers, rank)
-    frozen = 0
+    rest, experts, adapters, frozen = _weights(config, trainers, rank)
     if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
-        frozen, rest, experts = rest + experts, adapters, 0
+        frozen, rest, experts = frozen + rest + experts, adapters, 0
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state, master_gradients = 2.0 * weights, 0.0
@@ -120,25 +121,37 @@ def _kept(config: Config, trainers: Side, rank: int) -> tuple[Bytes, float]:
         shard = (rest / shares + experts / shares_E) / item_size
         state, master_gradients = bytes_of_state * shard, bytes_of_gradients * shard
     kept: Bytes = {"weights": weights, "gradients": gradients, "optimizer": state}
+    if frozen:
+        kept["frozen weights"] = frozen
     if config.policy.adapters is not None:  # without its adapters it is its own reference
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
-        kept["reference model"] = weights * held // trained
+        kept["reference model"] = (weights + frozen) * held // trained
     if "teacher" in config.holds and "teacher" not in config.processes_of:
-        kept["teacher"] = weights * held // trained
+        kept["teacher"] = (weights + frozen) * held // trained
     for model in config.declaration.trains[:-1]:  # assumed to have the policy's size
         if model not in config.processes_of:
             kept[f"{model} model and its optimizer"] = weights + gradients + state
     return kept, master_gradients
 
 
-def _weights(side: Side, rank: int) -> tuple[int, int, int]:
-    """Return the bytes of a rank's weights: those of the rest, of experts, and of adapters."""
-    sizes = [0, 0, 0]
+def _weights(config: Config, side: Side, rank: int) -> tuple[int, int, int, int]:
+    """Return the bytes of a rank's weights: those of the rest, of experts, of adapters, and frozen ones."""
+    sizes = [0, 0, 0, 0]
+    family = VISION.get(side.model.family)
+    frozen = () if family is None else frozen_prefixes(family, config.policy.dtensor_cfg)
+    is_megatron = config.policy.megatron_cfg.enabled
     for storage in side.deployment.parameters(side.model, rank).storages:
         kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
-        sizes[kind] += storage.num_bytes
-    return sizes[0], sizes[1], sizes[2]
+        name = _as_seeing(storage.name, family) if family is not None and is_megatron else storage.name
+        sizes[3 if frozen and name.startswith(frozen) else kind] += storage.num_bytes
+    return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+def _as_seeing(name: str, family: VisionFamily) -> str:
+    """Return a name of Megatron-Core's as Transformers would begin it; an output layer of its own is in no part."""
+    own = name.removeprefix("tower.")
+    return own if own != name or name.startswith("output_layer.") else family.language_prefix
 
 
 def size_of_gpu() -> float | None:

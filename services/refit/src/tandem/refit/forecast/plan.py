@@ -15,6 +15,7 @@ from tandem.refit.forecast import plan_summary as outline
 from tandem.refit.forecast.memory import columns, memory_of, size_of_gpu
 from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
+from tandem.refit.forecast.towers import most_image_tokens
 from tandem.refit.forecast.transfers import Forecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
 from tandem.refit.planner import Survey
@@ -113,6 +114,9 @@ def _print_memory(config: Config, trainers: Side, explained: Forecast | None, co
         sizes = [*(phase.held.get(name, 0.0) for name in names), phase.num_bytes]
         table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
     console.print(table)
+    if any(phase.held.get("images") for phase in found.phases):
+        share = most_image_tokens(config, 1.0)
+        console.print(f"  images: as if all tokens of prompts stood for some, {share:.0%} of a micro-batch's")
     size = size_of_gpu()
     if size is not None and not where and peak.num_bytes > size:
         console.print(f"  [bold red]more than a GPU here has: {size / 1e9:,.1f} GB[/]")

@@ -7,7 +7,6 @@ whose gradients are zeros. That also gives optimizers and ranks the same paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import torch
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import VISION, VisionFamily
+from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
 from tandem.config.schema import Model
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import towers
@@ -152,18 +151,6 @@ class Pictures:
         """Whether the part of the model that makes features is trained."""
         prefixes = (self.family.tower_prefix, self.family.projector_prefix)
         return any(each.requires_grad for name, each in self._model.named_parameters() if name.startswith(prefixes))
-
-
-def frozen_prefixes(family: VisionFamily, settings: DtensorCfg) -> tuple[str, ...]:
-    """Return the prefixes of the parts of a model that ``automodel_kwargs.freeze_config`` names."""
-    frozen: Mapping[str, Any] = settings.automodel_kwargs.get("freeze_config") or {}
-    if not frozen:
-        return ()
-    parts = {
-        family.tower_prefix: frozen.get("freeze_vision_tower", True),
-        family.language_prefix: frozen.get("freeze_language_model", False),
-    }
-    return tuple(prefix for prefix, is_frozen in parts.items() if is_frozen)
 
 
 def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:

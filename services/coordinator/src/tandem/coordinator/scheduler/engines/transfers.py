@@ -87,6 +87,7 @@ class Transfers:
         command = BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
+            images_at=self._spec.images_at,
             **self._requests.open(engine, Phase.BUILDING, self._build_s),
         )
         return Dispatch(process=engine, command=command)

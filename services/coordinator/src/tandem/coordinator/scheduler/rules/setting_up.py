@@ -75,6 +75,7 @@ def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
                 version=tables.step,
                 checkpoint=tables.spec.resume_from,
                 samples_folder=tables.spec.samples_folder,
+                images_at=tables.spec.images_at,
                 **tables.open(rank, Phase.BUILDING),
             ),
         )

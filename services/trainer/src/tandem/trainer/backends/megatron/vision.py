@@ -27,7 +27,7 @@ from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.families import MEGATRON_VISION
 from tandem.config.models.hf_config import model_class
-from tandem.config.models.vision_families import VISION, VisionFamily
+from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
 from tandem.config.schema import Model
 from tandem.refit.adapters.megatron import TOWER
 from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_checkpoint
@@ -37,7 +37,7 @@ from tandem.trainer.backends.megatron.model import Chunk
 from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.backends.megatron.rows import Row
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
-from tandem.trainer.backends.pictures import PixelSource, frozen_prefixes
+from tandem.trainer.backends.pictures import PixelSource
 from tandem.trainer.micro_batches import RowImages
 from tandem.trainer.models import checkpoint_activations, load_model
 

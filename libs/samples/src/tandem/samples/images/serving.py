@@ -1,0 +1,77 @@
+"""Answers to processes that do not see the run's folder, and ask for its images.
+
+The coordinator has an `ImageServer`. Its thread consumes `FetchImages` and produces `ImagesFetched`; it waits only for
+the next request, for short intervals, and ends when the server is closed. Rollouts answer for the images of their
+samples beside these (`tandem.samples.sample_store`).
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.errors import DataError, WireError
+from tandem.common.messages import MAX_IMAGE_BYTES_FETCHED, FetchImages, ImagesFetched
+from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.samples.images.store import ImageFolder
+
+_MAX_REQUEST_BYTES = 2**20
+_POLL_S = 0.2
+
+
+def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
+    """Return the reply to a request: images that a folder has, as many as fit into a message."""
+    found: dict[str, bytes] = {}
+    gone = []
+    num_bytes = 0
+    for digest in request.digests:
+        try:
+            data = images.get(digest) if request.run_id == run_id else b""
+        except DataError:
+            data = b""
+        if not data:
+            gone.append(digest)
+            continue
+        num_bytes += len(data)
+        if found and num_bytes > MAX_IMAGE_BYTES_FETCHED:
+            break
+        found[digest] = data
+    reply = ImagesFetched(
+        request_id=request.request_id,
+        digests=tuple(found),
+        sizes=tuple(map(len, found.values())),
+        gone=tuple(gone),
+    )
+    return encode(reply, {"bytes_B": np.frombuffer(b"".join(found.values()), dtype=np.uint8)})
+
+
+class ImageServer:
+    """The images of a run, for its processes on other hosts."""
+
+    def __init__(self, host: str, run_id: str, images: ImageFolder, admitted: Admitted) -> None:
+        """Listen on a port of `host`, for the processes with these keys."""
+        self._images, self._run_id = images, run_id
+        self._codec: Codec[FetchImages] = Codec(FetchImages)
+        self._hub = Hub(f"tcp://{host}:*", new_key_pair(), admitted, max_bytes=_MAX_REQUEST_BYTES)
+        self.at = self._hub.at
+        """Its listener."""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="images", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._is_closed.is_set():
+            for peer, frames in self._hub.receive(_POLL_S):
+                try:
+                    request = self._codec.decode(frames).message
+                except WireError:
+                    continue  # not a request; a real process has a deadline
+                self._hub.send(peer, answer(self._images, self._run_id, request))
+        self._hub.close()
