@@ -57,6 +57,8 @@ def length_and_validation(algorithm: str) -> tuple[str, ...]:
 
 FREE_ON_RESUME = (
     "eval",
+    "nemo_rl_version",
+    "ignored",
     "prerequisite",
     *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),

@@ -28,6 +28,8 @@ _OF_TRANSFORMER_ENGINE = {
 """Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with their neutral values."""
 
 
+NOT_KNOWN = "is not known to this release: no effect"
+"""End of a notice about a key of a newer NeMo-RL."""
 _FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
 """Sections in which some keys follow other keys by default."""
 
@@ -35,6 +37,12 @@ _FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
 def notices(config: Config) -> list[str]:
     """Return all notices about a configuration, a line each."""
     return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
+
+
+def _ignored(config: Config) -> Iterator[str]:
+    """Yield the keys of a newer release."""
+    for line in config.ignored:
+        yield f"{line} {NOT_KNOWN}"
 
 
 def _other_algorithms(config: Config) -> Iterator[str]:
@@ -353,6 +361,7 @@ def _vain(key: str, value: Any, why: str) -> str:
 
 
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _ignored,
     _other_algorithms,
     _backends,
     _sequences,
