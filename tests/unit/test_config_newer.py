@@ -10,7 +10,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices
 from tandem.config.dump import fingerprint, resume_differences
-from tandem.config.foreign import HOW_TO_IGNORE
+from tandem.config.foreign import HOW_TO_IGNORE, NOT_KNOWN
 
 NEWER = "nemo_rl_version=newer"
 SMALL = """
@@ -90,9 +90,8 @@ def test_a_slip_of_the_pen_is_an_error_with_and_without_the_flag(override: str) 
 def test_what_no_release_known_here_has_is_ignored_on_request(overrides: list[str], ignored: tuple[str, ...]) -> None:
     env = ["env={exact_match: {}}", *overrides]
     config = load_config("small.yaml", [*env, NEWER], to_run=False)
-    assert {*config.ignored} == {*ignored}
-    told = [f"{line} is not known to this release: no effect" for line in config.ignored]
-    assert notices(config)[: len(told)] == told
+    assert {*config.ignored} == {f"{line} {NOT_KNOWN}" for line in ignored}
+    assert notices(config)[: len(ignored)] == [*config.ignored]
     refused = problems_of(*env)
     assert len(refused) == len(ignored)
     for line in refused:
@@ -117,7 +116,7 @@ def test_what_no_release_known_here_has_is_ignored_on_request(overrides: list[st
 def test_the_file_itself_may_say_so(version: str, takes_it: bool) -> None:
     Path("own.yaml").write_text(f"defaults: small.yaml\nnemo_rl_version: {version}\ngrpo: {{quorum: 7}}\n")
     if takes_it:
-        assert load_config("own.yaml").ignored == ("grpo.quorum (7)",)
+        assert load_config("own.yaml").ignored == ("grpo.quorum (7) is not known to this release: no effect",)
         return
     with pytest.raises(ConfigError, match=r"own\.yaml: grpo\.quorum: unknown key; .*--newer"):
         load_config("own.yaml")
@@ -158,7 +157,10 @@ def test_what_was_ignored_stays_with_the_run() -> None:
     again = load_config("resolved.yaml")
     assert again == config
     assert again.ignored == config.ignored
-    assert load_config("resolved.yaml", ["cluster.warp=9"]).ignored == (*config.ignored, "cluster.warp (9)")
+    assert load_config("resolved.yaml", ["cluster.warp=9"]).ignored == (
+        *config.ignored,
+        f"cluster.warp (9) {NOT_KNOWN}",
+    )
     plain = load_config("small.yaml")
     assert resume_differences(plain, config) == []
     assert fingerprint(plain) == fingerprint(config)

@@ -43,6 +43,9 @@ _OF_GENERATION = (
     "max_val_samples",
     "val_batch_size",
     "num_val_generations_per_prompt",
+    "val_start_at",
+    "stop_at_validation_metric",
+    "stop_at_validation_threshold",
     "val_temperature",
     "val_seed",
 )
@@ -62,6 +65,8 @@ FREE_ON_RESUME = (
     "prerequisite",
     *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
+    "policy.generation.val_top_p",
+    "policy.generation.val_top_k",
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.expose_http_server",
     "checkpointing",

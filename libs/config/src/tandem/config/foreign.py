@@ -16,6 +16,8 @@ NEWER = "newer"
 """Value of ``nemo_rl_version`` that names no release."""
 HOW_TO_IGNORE = "; if a newer NeMo-RL knows it, --newer ignores it"
 """End of the error for an unknown key that is no near miss of a known one."""
+NOT_KNOWN = "is not known to this release: no effect"
+"""End of the notice about an ignored key."""
 _LATEST = (0, 7)
 """Latest release of NeMo-RL whose keys are all known."""
 _MOST_LOOKS = 20
@@ -55,8 +57,9 @@ def _is_newer(version: Any) -> bool:
 
 
 def _lines(settings: dict[str, Any], problems: list[Invalid]) -> list[str]:
-    """Return the keys of problems with their values."""
-    return [f"{each.key} ({_plain(_value_at(settings, key_parts(each.key)))})" for each in problems]
+    """Return a notice about the key of each problem."""
+    values = [_value_at(settings, key_parts(each.key)) for each in problems]
+    return [f"{each.key} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:

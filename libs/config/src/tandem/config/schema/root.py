@@ -25,6 +25,7 @@ from tandem.config.schema.grpo import Grpo, Rollouts
 from tandem.config.schema.loss import LossFn
 from tandem.config.schema.policy import Model, Policy
 from tandem.config.schema.ppo import Ppo, Value, ValueLossFn
+from tandem.config.schema.reward_penalties import RewardPenalties
 from tandem.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
 
 VERSION = r"^(newer|\d+\.\d+(\.\d+)*)$"
@@ -47,7 +48,8 @@ class Config(Section, frozen=True, kw_only=True):
     """New. Release of NeMo-RL that the file is written for, such as '0.8', or newer. If it is a later one than 0.7,
     keys that no release known here has are ignored, with a notice; a near miss of a known key stays an error."""
     ignored: tuple[str, ...] = ()
-    """New. Written by Tandem: the keys that are ignored because of `nemo_rl_version`, with their values."""
+    """New. Written by Tandem: notices about keys of the file that the configuration does not keep, those ignored
+    because of `nemo_rl_version` above all."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
@@ -67,6 +69,7 @@ class Config(Section, frozen=True, kw_only=True):
     teachers: tuple[Teacher, ...] | None = None
     """Several teachers of distillation, instead of one."""
     data: Data
+    reward_penalties: RewardPenalties = RewardPenalties()
     env: dict[str, Environment] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
     checkpointing: Checkpointing

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from tandem.config import dump_yaml, load_evaluation, notices
 from tandem.config.models import hub
-from tandem.config.notice_rules import NOT_KNOWN
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         print(dump_yaml(config), end="")
     for notice in notices(config):
-        if not notice.endswith(NOT_KNOWN):
+        if notice not in config.ignored:
             print(f"note: {notice}", file=sys.stderr)
     from tandem.coordinator.preparing.preflight import preflight
 
@@ -38,7 +37,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
     print(_summary(ready))
     if config.ignored:
-        print("\n".join(["ignored, since this release does not know them:", *(f"  {line}" for line in config.ignored)]))
+        print("\n".join(["ignored:", *(f"  {line}" for line in config.ignored)]))
     return OK
 
 
