@@ -161,10 +161,10 @@ def test_groups_of_equal_rewards_are_left_out_of_the_loss() -> None:
     total = sum(sample.response_length for sample in samples)
     assert losses["all"]["loss"] == pytest.approx(-numerator / total, abs=1e-6)
     assert losses["some"]["loss"] == pytest.approx(-numerator / counted, abs=1e-6)
-    assert losses["some"]["groups_set_aside/equal_rewards"] == 8 - len(spread)
+    assert losses["some"]["groups_filtered"] == 8 - len(spread)
     assert losses["some"]["reward"] == losses["all"]["reward"], "metrics are of all samples"
     assert losses["some"]["num_valid_samples"] == 4 * len(spread)
-    assert "groups_set_aside/equal_rewards" not in losses["all"]
+    assert "groups_filtered" not in losses["all"]
 
 
 def test_a_step_of_only_equal_rewards_teaches_nothing() -> None:
@@ -177,6 +177,6 @@ def test_a_step_of_only_equal_rewards_teaches_nothing() -> None:
     done = coordinator("up", write_config(over))
     assert done.returncode == 0, done.stderr + done.stdout
     for record in steps_of():
-        assert record.metrics["groups_set_aside/equal_rewards"] == 4
+        assert record.metrics["groups_filtered"] == 4
         assert record.metrics["loss"] == 0
         assert record.metrics["grad_norm"] == 0

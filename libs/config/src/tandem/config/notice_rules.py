@@ -381,11 +381,10 @@ def _validation(config: Config) -> Iterator[str]:
     if section.stop_at_validation_threshold is not None and section.stop_at_validation_metric is None:
         why = f"{name}.stop_at_validation_metric is null"
         yield _vain(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, why)
-    filters = name == "grpo" and config.grpo.zero_variance_prompt_filtering
-    if filters and not section.leaves_out_equal_rewards:
+    if getattr(section, "zero_variance_prompt_filtering", False) and not section.leaves_out_equal_rewards:
         left_out = "grpo.use_dynamic_sampling leaves such groups out already"
         why = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
-        yield _vain("grpo.zero_variance_prompt_filtering", True, why)
+        yield _vain(f"{name}.zero_variance_prompt_filtering", True, why)
 
 
 def _puzzle(config: Config) -> Iterator[str]:

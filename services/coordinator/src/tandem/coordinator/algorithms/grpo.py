@@ -308,7 +308,7 @@ def training_batch(
     of_equal_rewards: set[int] = set()
     if grpo.leaves_out_equal_rewards:
         of_equal_rewards = rows_of_equal_rewards(grpo, samples)
-        metrics["groups_set_aside/equal_rewards"] = len(of_equal_rewards) / num_samples
+        metrics["groups_filtered"] = len(of_equal_rewards) / num_samples
     notes: tuple[str, ...] = ()
     if not kept_S.all():
         metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
