@@ -71,6 +71,13 @@ def test_values_have_the_names_that_they_have_here() -> None:
         assert build_config(small(policy=policy)).policy.generation.validation_top_k == expected
 
 
+def test_no_limit_and_nothing_asynchronous_may_be_written_out() -> None:
+    config = build_config(small(grpo={"max_num_steps": -1, "async_grpo": None}))
+    assert config == build_config(small())
+    with pytest.raises(ConfigError, match=r"grpo\.max_num_steps: expected an integer at least 0, got -2"):
+        build_config(small(grpo={"max_num_steps": -2}))
+
+
 def test_the_usual_number_of_samples_gives_way() -> None:
     for older, newer, expected in ((1, 4, 4), (4, 1, 4), (4, 4, 4), (None, 2, 2), (3, None, 3)):
         given = {"num_val_generations_per_prompt": older, "val_num_generations_per_prompt": newer}

@@ -8,6 +8,9 @@ from tandem.config.problem import Invalid, shown
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS
 
+_UNSET = {"max_num_steps": -1, "async_grpo": None}
+"""Values that leave a key of the algorithm's section at its default: no limit, nothing asynchronous."""
+
 
 def name_as_here(tree: dict[str, Any]) -> None:
     """Move settings to the keys that say the same here, in place. Raises `Invalid` if the two disagree.
@@ -32,6 +35,9 @@ def name_as_here(tree: dict[str, Any]) -> None:
             _move(generation, section, _Moved("policy.generation", "val_temperature", "val_temperature"), algorithm)
         if section.get("val_start_at") == -1:
             section["val_start_at"] = 0
+        for key, unset in _UNSET.items():
+            if key in section and section[key] == unset:
+                del section[key]
         metric = section.get("stop_at_validation_metric")
         if isinstance(metric, str) and metric:
             section["stop_at_validation_metric"] = f"val_{metric.removeprefix('val:').removeprefix('val_')}"
