@@ -18,6 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 NEW_KEYS = [
     "algorithm",
     "prerequisite",
+    "nemo_rl_version",
+    "ignored",
     "data.commit",
     "data.revision",
     "data.train[].commit",

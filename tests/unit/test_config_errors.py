@@ -9,6 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import Config, build_config, load_config
+from tandem.config.foreign import HOW_TO_IGNORE
 from tandem.config.installed.vllm_arguments import engine_arguments
 
 SMALL = """
@@ -47,7 +48,7 @@ def error_of(path: str, *overrides: str) -> str:
             "bad.yaml: algorithm: required, but not set: expected distillation, dpo, grpo, off_policy_distillation, "
             "ppo, rm, sft",
         ),
-        ("hello\n", f"bad.yaml: hello: unknown key; the top level knows {TOP}"),
+        ("hello\n", f"bad.yaml: hello: unknown key; the top level knows {TOP}{HOW_TO_IGNORE}"),
         ("grpo:\n", "bad.yaml: grpo: expected a mapping, got null"),
         ("grpo: {seed: '${'}\n", "bad.yaml: grpo.seed: cannot be resolved: no viable alternative at input '${'"),
         ("grpo: {}\n", "bad.yaml: policy.model_name: required, but not set: expected text"),
@@ -109,7 +110,7 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("grpo.num_prompt_per_step=3", "grpo.num_prompt_per_step: unknown key; did you mean 'num_prompts_per_step'?"),
         ("grpoo.seed=3", "grpoo: unknown key; did you mean 'grpo'?"),
         ("grpo.temperature=1", "grpo.temperature: unknown key; did you mean 'policy.generation.temperature'?"),
-        ("zzz=1", f"zzz: unknown key; the top level knows {TOP}"),
+        ("zzz=1", f"zzz: unknown key; the top level knows {TOP}{HOW_TO_IGNORE}"),
         ("cluster.launch={trainer: 1}", "cluster.launch.trainer: unknown key; did you mean 'trainers'?"),
         ("env.math.classs=a.B", "env.math.classs: unknown key; did you mean 'class'?"),
         ("grpo=3", "grpo: expected a mapping, got 3"),

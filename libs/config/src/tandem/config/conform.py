@@ -6,10 +6,12 @@ names, accepts the numbers that YAML 1.1 reads as text (``1e-8``), and says what
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import re
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from msgspec import inspect
@@ -42,6 +44,10 @@ _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"
 
 STAND_IN = "?"
 """Text in place of a required one that is not set: a name of nothing, neither on disk nor on the Hub."""
+
+_WORD_ALIKE, _NAME_ALIKE, _NEARLY_SAME = 0.6, 0.7, 0.85
+"""Likeness, by `difflib`, above which a word, a name of fewer or more words, and one of as many words is taken for a
+slip of another."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -195,7 +201,9 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     fields = {field.encode_name: field for field in wanted.fields}
     problems = Problems()
     suggestions = {name: _suggestion(name, key, list(fields)) for name in mapping if name not in fields}
-    problems.found += [Invalid(_join(key, name), f"unknown key{hint}") for name, hint in suggestions.items()]
+    for name, hint in suggestions.items():
+        is_foreign = not is_near_miss(name, mapping[name], fields)
+        problems.found.append(Invalid(_join(key, name), f"unknown key{hint}", is_foreign=is_foreign))
     result: dict[str, Any] = {}
     for name, field in fields.items():
         if name in mapping:
@@ -216,6 +224,31 @@ def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
             fitted[key] = conform(value, wanted, key)
     problems.complain()
     return fitted
+
+
+def is_near_miss(name: str, value: Any, siblings: Iterable[str]) -> bool:
+    """Tell whether an unknown key is a slip of the pen rather than a name of its own.
+
+    It is if it nearly equals a sibling, or if it is a single value whose name belongs in another section. A sibling's
+    name with further words, such as ``gym_num_nodes`` beside ``num_nodes``, is a name of its own.
+    """
+    if not isinstance(value, dict) and any(known.rpartition(".")[2] == name for known in all_keys(config_type())):
+        return True
+    return any(_is_slip(name.lower().split("_"), known.split("_")) for known in siblings)
+
+
+def _is_slip(words: list[str], known: list[str]) -> bool:
+    """Tell whether the words of a name are nearly those of a known one."""
+    if len(words) > len(known) and not Counter(known) - Counter(words):
+        return False
+    if len(words) != len(known):
+        return _likeness("_".join(words), "_".join(known)) > _NAME_ALIKE
+    each_alike = all(_likeness(*pair) > _WORD_ALIKE for pair in zip(words, known, strict=True))
+    return each_alike or sorted(words) == sorted(known) or _likeness("_".join(words), "_".join(known)) > _NEARLY_SAME
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _suggestion(name: str, key: str, siblings: list[str]) -> str:

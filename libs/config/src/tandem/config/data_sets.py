@@ -59,7 +59,17 @@ def place_data_sets(tree: dict[str, Any]) -> None:
         data["num_validation"] = 0
     data |= sets
     where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
+    if sets["train"]:
+        _overrule(tree, data, first["dataset_name"], where)
     _agree(data, first, where)
+
+
+def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, where: str) -> None:
+    """Replace the name of a single data set by that of the first one listed, as NeMo-RL does, and note it."""
+    given, ignored = data.get("dataset_name"), tree.get("ignored") or []
+    if isinstance(given, str) and given != name and isinstance(ignored, list | tuple):
+        data["dataset_name"] = name
+        tree["ignored"] = [*ignored, f"data.dataset_name ({given}) has no effect: {where} says {name}"]
 
 
 def _name_both_sides(data: dict[str, Any]) -> None:
@@ -102,9 +112,13 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
     known = shared | _fitted(entry, key)
     path = known.get("data_path")
     if known.get("dataset_name") is None:
-        if path is None:
+        beside = data.get("dataset_name")
+        if isinstance(beside, str) and (path is None or is_local(beside)):
+            known["dataset_name"] = beside
+        elif path is None:
             raise Invalid(f"{key}.dataset_name", "required, but not set: expected text")
-        known["dataset_name"] = _FILE_OF_ONES_OWN
+        else:
+            known["dataset_name"] = _FILE_OF_ONES_OWN
     if is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
         known |= {"dataset_name": path, "data_path": None}  # the path is a name on the Hub
     named = NAMED.get(known["dataset_name"])

@@ -12,6 +12,7 @@ from msgspec import NODEFAULT
 from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.named import NAMED
+from tandem.config.newer_names import name_as_here
 from tandem.config.problem import Invalid
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
@@ -48,6 +49,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         tree.pop("algorithm", None)
         tree |= _chosen(tree)
     reshape(tree)
+    name_as_here(tree)
     place_data_sets(tree)
     choose_environment(tree)
 

@@ -43,6 +43,9 @@ _OF_GENERATION = (
     "max_val_samples",
     "val_batch_size",
     "num_val_generations_per_prompt",
+    "val_start_at",
+    "stop_at_validation_metric",
+    "stop_at_validation_threshold",
     "val_temperature",
     "val_seed",
 )
@@ -57,9 +60,13 @@ def length_and_validation(algorithm: str) -> tuple[str, ...]:
 
 FREE_ON_RESUME = (
     "eval",
+    "nemo_rl_version",
+    "ignored",
     "prerequisite",
     *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
+    "policy.generation.val_top_p",
+    "policy.generation.val_top_k",
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.expose_http_server",
     "checkpointing",

@@ -36,7 +36,7 @@ def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
             break
         mended = settings
         for problem in found.problems:
-            mended = _without(mended, key_parts(problem.key))
+            mended = without(mended, key_parts(problem.key))
         if mended == settings:
             break
         settings = mended
@@ -55,7 +55,7 @@ def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused
     for _ in range(_MOST_LOOKS):
         mended = settings
         for problem in problems:
-            mended = _without(mended, key_parts(problem.key))
+            mended = without(mended, key_parts(problem.key))
         if mended == settings:
             break
         again = look(settings := mended)
@@ -94,14 +94,14 @@ def _names(key: str) -> set[str]:
     return {key, last} if "_" in last else {key}
 
 
-def _without(node: Any, parts: Sequence[str]) -> Any:
+def without(node: Any, parts: Sequence[str]) -> Any:
     """Return a copy of settings without a key; the settings themselves if they lack it."""
     head, *rest = parts
     if isinstance(node, dict) and head in node:
         if not rest:
             return {key: value for key, value in node.items() if key != head}
-        return {**node, head: _without(node[head], rest)}
+        return {**node, head: without(node[head], rest)}
     if isinstance(node, list) and head.isdecimal() and int(head) < len(node) and rest:
         index = int(head)
-        return [*node[:index], _without(node[index], rest), *node[index + 1 :]]
+        return [*node[:index], without(node[index], rest), *node[index + 1 :]]
     return node

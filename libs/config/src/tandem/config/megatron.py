@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
-from tandem.config.conform import conform
+from tandem.config.conform import conform, is_near_miss
 from tandem.config.installed.megatron_arguments import RESERVED, arguments, is_installed
 from tandem.config.installed.sources import package_folder
 from tandem.config.problem import Invalid, Problems
@@ -84,7 +84,9 @@ def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
             if name in RESERVED[section]:
                 raise Invalid(key, f"cannot be set here: {RESERVED[section][name]}")
             if known and name not in known:
-                raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
+                names = [*_typed(section), *known]
+                is_foreign = not is_near_miss(name, value, names)
+                raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, names)}", is_foreign=is_foreign)
             fitted[name] = conform(value, known[name], key) if known else value
     problems.complain()
     return fitted

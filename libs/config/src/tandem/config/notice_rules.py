@@ -37,6 +37,11 @@ def notices(config: Config) -> list[str]:
     return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
 
 
+def _ignored(config: Config) -> Iterator[str]:
+    """Yield the notices about keys that the configuration does not have any more."""
+    yield from config.ignored
+
+
 def _other_algorithms(config: Config) -> Iterator[str]:
     """Yield the sections that only another algorithm reads."""
     for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
@@ -270,7 +275,18 @@ _STEPPING = "with colocated generation, the optimizer's state is on the device o
 _ALL_SAVED = "a checkpoint always has the optimizer's state, so that a run resumes exactly"
 _FREE_PORTS = "the system chooses free ports"
 _MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
+_PLANNED = "the plan of the refit chooses how each piece travels"
+_OF_NEMO_GYM = "only NeMo Gym's rollouts have penalties"
+_ADVANTAGES = "advantages of samples are computed by the coordinator, those of tokens by trainers"
 _MOOT = (
+    _Moot("grpo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
+    _Moot("ppo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
+    _Moot("grpo.async_grpo.max_generation_failures", (0,), "cluster.max_replacements decides"),
+    _Moot("reward_penalties.penalize_duplicated_reasoning", (False,), _OF_NEMO_GYM),
+    _Moot("reward_penalties.penalize_empty_final_answer", (False,), _OF_NEMO_GYM),
+    _Moot("reward_penalties.penalize_unwanted_tokens", (False,), _OF_NEMO_GYM),
+    _Moot("reward_penalties.penalize_malformed_think_tag", (False,), _OF_NEMO_GYM),
+    _Moot("policy.sequence_packing.microbatch_order", (None, "packer"), "rows are in the packer's order"),
     _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
     _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
     _Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
@@ -310,6 +326,18 @@ _MOOT = (
     ),
     _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
     _Moot("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
+    _Moot("policy.generation.refit_transport", (None,), _PLANNED),
+    _Moot("policy.generation.refit_cfg", (None, {}), _PLANNED),
+    _Moot(
+        "policy.generation.vllm_cfg.logprobs_mode",
+        (None, "processed_logprobs"),
+        "log-probabilities are those that tokens are drawn with",
+    ),
+    _Moot(
+        "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update",
+        (None, True),
+        "vLLM never keeps what its image encoder computed with older weights",
+    ),
     _Moot("policy.generation.vllm_cfg.max_num_seqs", (None,), "policy.generation.vllm_kwargs.max_num_seqs decides"),
     _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "an agent's prompts are independent"),
     _Moot("policy.generation.vllm_cfg.enable_thinking", (None,), "policy.tokenizer.chat_template_kwargs decides"),
@@ -334,6 +362,31 @@ def _left_to_others(config: Config) -> Iterator[str]:
             yield _vain(row.key, value, row.why)
 
 
+def _sees(config: Config) -> Iterator[str]:
+    """Yield a wrong statement whether the model sees."""
+    said, sees = config.policy.is_vlm, family_of(config.policy) is not None
+    if said is not None and said != sees:
+        yield _vain("policy.is_vlm", said, "the model's config.json decides")
+
+
+def _validation(config: Config) -> Iterator[str]:
+    """Yield settings of validation, and of groups with equal rewards, that other settings leave without effect."""
+    if not config.declaration.rolls_out:
+        return
+    section, name = config.rollout_section, config.algorithm
+    if section.val_start_at and not section.val_period:
+        yield _vain(f"{name}.val_start_at", section.val_start_at, f"{name}.val_period is 0")
+    elif section.val_start_at > section.max_num_steps:
+        yield f"{name}.val_start_at ({section.val_start_at}) is after the last step ({section.max_num_steps})"
+    if section.stop_at_validation_threshold is not None and section.stop_at_validation_metric is None:
+        why = f"{name}.stop_at_validation_metric is null"
+        yield _vain(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, why)
+    if getattr(section, "zero_variance_prompt_filtering", False) and not section.leaves_out_equal_rewards:
+        left_out = "grpo.use_dynamic_sampling leaves such groups out already"
+        why = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
+        yield _vain(f"{name}.zero_variance_prompt_filtering", True, why)
+
+
 def _puzzle(config: Config) -> Iterator[str]:
     """Yield a notice about the puzzle: NeMo-RL's file inherits another dataset, which its script never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
@@ -353,6 +406,7 @@ def _vain(key: str, value: Any, why: str) -> str:
 
 
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _ignored,
     _other_algorithms,
     _backends,
     _sequences,
@@ -367,6 +421,8 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     about_learning_rate,
     _seed,
     _left_to_others,
+    _sees,
+    _validation,
     _puzzle,
     _nodes,
 )

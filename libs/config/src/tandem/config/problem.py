@@ -13,9 +13,11 @@ MAX_SHOWN = 80
 class Invalid(Exception):
     """The value at a key cannot be used; `load` adds the file and makes it a `ConfigError`."""
 
-    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = ()) -> None:
+    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = (), *, is_foreign: bool = False) -> None:
         self.key = key
         self.text = text
+        self.is_foreign = is_foreign
+        """Whether the key is unknown and no near miss of a known one."""
         self.all: tuple[Invalid, ...] = (self, *more)
         """This problem and those found with it."""
         super().__init__(f"{key}: {text}")
@@ -39,7 +41,7 @@ class Problems:
         """Raise `Invalid` with everything found, unless nothing was."""
         if self.found:
             first, *others = self.found
-            raise Invalid(first.key, first.text, tuple(others))
+            raise Invalid(first.key, first.text, tuple(others), is_foreign=first.is_foreign)
 
 
 def shown(value: object) -> str:

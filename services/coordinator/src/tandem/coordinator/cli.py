@@ -33,7 +33,7 @@ from tandem.coordinator.commands import (
     up,
     view,
 )
-from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
+from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, NEWER, CarryOut
 
 _COMMANDS = (
     init,
@@ -138,6 +138,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
+    if getattr(arguments, "newer", False):
+        arguments.overrides = [*arguments.overrides, NEWER]
     if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
         parser.error("--from STEP says where to --resume: give both")
     if arguments.command == "replay" and arguments.resume and arguments.to_step is not None:

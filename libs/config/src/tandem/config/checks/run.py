@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule
+from tandem.config.checks.rule import Rule, where_it_rolls_out
 from tandem.config.problem import Invalid
 from tandem.config.schema import Config
 
@@ -27,6 +27,26 @@ def checkpoints_can_be_ranked(config: Config) -> None:
     if metric.startswith("val_") and not (is_validated and config.has_validation):
         why = f"{config.algorithm}.val_period is 0" if config.has_validation else NOTHING_TO_VALIDATE_ON
         raise Invalid("checkpointing.metric_name", f"{metric} is never measured: {why}")
+
+
+def the_run_can_be_stopped(config: Config) -> None:
+    """Check that the metric whose value ends the run is measured, and that the value is given."""
+    section, name = config.rollout_section, config.algorithm
+    key, metric = f"{name}.stop_at_validation_metric", section.stop_at_validation_metric
+    if metric is None:
+        return
+    of_several = ["val_pass_k"] if section.num_val_generations_per_prompt > 1 else []
+    known = [*(each for each in config.declaration.metrics if each.startswith("val_")), *of_several]
+    known += _of_one_set(config)
+    if metric not in known:
+        more = f"; {name}.num_val_generations_per_prompt is 1" if metric == "val_pass_k" else nearest(metric, known)
+        raise Invalid(key, f"validation has no {metric}, only {', '.join(known)}{more}")
+    if section.stop_at_validation_threshold is None:
+        raise Invalid(f"{name}.stop_at_validation_threshold", f"null, but {key} is {metric}")
+    if not config.has_validation:
+        raise Invalid(key, f"{metric} is never measured: {NOTHING_TO_VALIDATE_ON}")
+    if not (section.val_period or section.val_at_start):
+        raise Invalid(key, f"{metric} is never measured before the end: {name}.val_period is 0")
 
 
 def _of_one_set(config: Config) -> list[str]:
@@ -55,6 +75,7 @@ def the_prerequisite_exists(config: Config) -> None:
 
 RULES: tuple[Rule, ...] = (
     checkpoints_can_be_ranked,
+    *where_it_rolls_out(the_run_can_be_stopped),
     there_is_something_to_validate_on,
     the_prerequisite_exists,
 )

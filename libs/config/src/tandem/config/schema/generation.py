@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tandem.config.schema.base import (
     Fraction,
@@ -94,6 +95,11 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """Accepted: a plugin of vLLM's own server."""
     enable_vllm_metrics_logger: bool = False
     """Accepted: log the engines' metrics. The metrics of each step include them."""
+    logprobs_mode: NonEmptyStr | None = None
+    """Accepted: stage of sampling whose log-probabilities vLLM returns. Here they are those that tokens are drawn with,
+    `processed_logprobs` in vLLM's words, since training compares them with its own at the same temperature."""
+    reset_encoder_cache_after_weight_update: bool | None = None
+    """Accepted: whether vLLM forgets what its image encoder computed with older weights. Here it always does."""
     max_num_seqs: PositiveInt | None = None
     """Accepted: sequences that one engine decodes at once; `vllm_kwargs.max_num_seqs` decides."""
     enforce_monotonicity: bool | None = None
@@ -152,6 +158,12 @@ class Generation(Section, frozen=True, kw_only=True):
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: PositiveInt | None = None
     """Sample from this many likeliest tokens; null means all."""
+    val_temperature: NonNegativeFloat | None = None
+    """Same as `grpo.val_temperature`, at NeMo-RL 0.8's place."""
+    val_top_p: Fraction | None = None
+    """Like `top_p`, for validation; null means the same as in training."""
+    val_top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Like `top_k`, for validation: 0 and -1 mean all tokens, null the same as in training."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a response, beside the tokenizer's end-of-sequence token."""
     stop_strings: tuple[str, ...] | None = None
@@ -174,6 +186,10 @@ class Generation(Section, frozen=True, kw_only=True):
     """Quantise the engines' weights according to a file for NVIDIA's ModelOpt."""
     real_quant: bool = False
     """Whether `quant_cfg` shrinks the weights, or only rounds them."""
+    refit_transport: NonEmptyStr | None = None
+    """Accepted: how weights reach NeMo-RL's engines. Here the plan of the refit chooses the way of each piece."""
+    refit_cfg: dict[str, Any] | None = None
+    """Accepted: settings of that transport."""
     use_async_rollouts: bool | None = None
     """Accepted: an earlier name of `async_engine`, which decides."""
     port_range_low: Port | None = None
@@ -195,6 +211,16 @@ class Generation(Section, frozen=True, kw_only=True):
     """New. Most tokens of finished samples that one engine's process keeps until they are trained on: 13 bytes of
     host memory each."""
     colocated: Colocated = Colocated()
+
+    @cached_property
+    def validation_top_p(self) -> float:
+        """Probability that validation samples from."""
+        return self.top_p if self.val_top_p is None else self.val_top_p
+
+    @cached_property
+    def validation_top_k(self) -> int | None:
+        """Likeliest tokens that validation samples from; None means all."""
+        return self.top_k if self.val_top_k is None else max(0, self.val_top_k) or None
 
     @cached_property
     def is_async(self) -> bool:

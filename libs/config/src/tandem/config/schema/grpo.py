@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from tandem.config.schema.base import (
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
 
 
 class AdvEstimator(Section, frozen=True, kw_only=True):
@@ -68,6 +76,8 @@ class AsyncGrpo(Section, frozen=True, kw_only=True):
     max_trajectory_age_steps: PositiveInt = 1
     """Most training steps between the weights that began a sample and those that are trained on it. Engines generate
     as many steps ahead."""
+    max_generation_failures: NonNegativeInt = 0
+    """Accepted: failures of NeMo-RL's generation workers that end the run. Here `cluster.max_replacements` decides."""
     in_flight_weight_updates: bool = False
     """true: engines take new weights between two tokens, and their requests go on; every token carries the version
     that generated it. false: an engine finishes its current requests before it takes new weights."""
@@ -105,6 +115,9 @@ class Rollouts(Section, frozen=True, kw_only=True):
     """With `use_dynamic_sampling`: most such batches per step before the run ends with an error."""
     val_period: NonNegativeInt = 10
     """Steps between validations; 0 and -1 mean never."""
+    val_start_at: NonNegativeInt = 0
+    """First step that `val_period` makes validate; 0 and -1 mean no delay. `val_at_start` and `val_at_end` are
+    independent of it."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
@@ -115,11 +128,21 @@ class Rollouts(Section, frozen=True, kw_only=True):
     """Validation problems sent to the rollouts at once; null means the default."""
     num_val_generations_per_prompt: PositiveInt = 1
     """Samples per validation problem; metrics cover all of them."""
+    val_num_generations_per_prompt: PositiveInt | None = None
+    """NeMo-RL 0.8's name of `num_val_generations_per_prompt`. If that is above 1, validation also measures
+    `val_pass_k`: the share of problems that any of these samples solves."""
+    stop_at_validation_metric: NonEmptyStr | None = None
+    """Metric of validation, such as accuracy or pass_k, that ends the run when it reaches
+    `stop_at_validation_threshold`; null means that none does. The run saves a checkpoint and has then finished."""
+    stop_at_validation_threshold: float | None = None
+    """Value of that metric, or a higher one, at which the run ends."""
     val_temperature: NonNegativeFloat | None = None
     """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means
     the same as in training."""
     val_seed: Seed | None = None
     """New. Seed of the validation samples only; null means the `seed` beside it."""
+    calculate_advantages_on_gpu: bool = False
+    """Accepted: where NeMo-RL computes advantages. Here the coordinator does, or the trainers on their devices."""
     seed: Seed = 42
     """Seed of the problems, their order and every sample."""
 
@@ -142,6 +165,11 @@ class Rollouts(Section, frozen=True, kw_only=True):
     def largest_logprob_error(self) -> float | None:
         """Multiplicative error above which a sequence is excluded from the loss, if there is a limit."""
         return None
+
+    @cached_property
+    def leaves_out_equal_rewards(self) -> bool:
+        """Whether groups with equal rewards are excluded from the loss, without others in their place."""
+        return False
 
     @cached_property
     def num_passes(self) -> int:
@@ -173,6 +201,9 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
     arXiv:2402.14740)."""
     adv_estimator: AdvEstimator = AdvEstimator()
+    zero_variance_prompt_filtering: bool = False
+    """Exclude groups with equal rewards from the loss. Their advantages are zero, but their tokens would count in
+    the means of the loss and in its KL term. Nothing is generated in their place, as `use_dynamic_sampling` does."""
     advantage_clip_low: float | None = None
     """Lower bound of normalised advantages; null means none."""
     advantage_clip_high: float | None = None
@@ -213,6 +244,12 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     def largest_logprob_error(self) -> float | None:
         """Multiplicative error above which a sequence is excluded from the loss."""
         return self.seq_logprob_error_threshold
+
+    @cached_property
+    def leaves_out_equal_rewards(self) -> bool:
+        """Whether groups with equal rewards are excluded from the loss, without others in their place."""
+        is_learned_from = self.adv_estimator.name != "opd"
+        return self.zero_variance_prompt_filtering and is_learned_from and not self.use_dynamic_sampling
 
     @cached_property
     def group_estimator(self) -> AdvEstimator:

@@ -103,7 +103,10 @@ class SequencePacking(Section, frozen=True, kw_only=True):
     logprob_mb_tokens: PositiveInt
     """Most tokens of a log-probability micro-batch."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
-    """Assignment of sequences to rows."""
+    """Assignment of sequences to rows. modified_ffd is another name of the default."""
+    microbatch_order: Literal["packer", "largest_first"] | None = None
+    """Accepted: order in which a rank goes through its rows. Here it is the packer's; it does not change the
+    gradient."""
     sequence_length_round: PositiveInt = 64
     """Multiple to which row lengths are rounded up."""
     fuse_loss: bool = False
@@ -292,4 +295,6 @@ class Policy(Model, frozen=True, kw_only=True):
 
     generation_batch_size: PositiveInt = 32
     """Sequences that an engine decodes at once, unless the engine's own section has another number."""
+    is_vlm: bool | None = None
+    """Accepted: whether the model sees. Its config.json says so."""
     generation: Generation

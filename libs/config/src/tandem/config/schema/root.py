@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tandem.common.cached_method import cached_method
 from tandem.config.schema import columns
@@ -24,7 +25,11 @@ from tandem.config.schema.grpo import Grpo, Rollouts
 from tandem.config.schema.loss import LossFn
 from tandem.config.schema.policy import Model, Policy
 from tandem.config.schema.ppo import Ppo, Value, ValueLossFn
+from tandem.config.schema.reward_penalties import RewardPenalties
 from tandem.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
+
+VERSION = r"^(newer|\d+\.\d+(\.\d+)*)$"
+"""Form of `nemo_rl_version`."""
 
 MODELS = ("policy", "value", "teacher")
 """Sections of models, each with `policy`'s keys."""
@@ -39,6 +44,12 @@ class Config(Section, frozen=True, kw_only=True):
     """New. Configuration of an earlier run that makes `policy.model_name`, a teacher, or the reward model that
     scores samples. It runs first, unless those folders exist. Relative to the file it is written in, absolute once
     loaded."""
+    nemo_rl_version: Annotated[str, Meta(pattern=VERSION)] | None = None
+    """New. Release of NeMo-RL that the file is written for, such as '0.8', or newer. If it is a later one than 0.7,
+    keys that no release known here has are ignored, with a notice; a near miss of a known key stays an error."""
+    ignored: tuple[str, ...] = ()
+    """New. Written by Tandem: notices about keys of the file that the configuration does not keep, those ignored
+    because of `nemo_rl_version` above all."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
@@ -58,6 +69,7 @@ class Config(Section, frozen=True, kw_only=True):
     teachers: tuple[Teacher, ...] | None = None
     """Several teachers of distillation, instead of one."""
     data: Data
+    reward_penalties: RewardPenalties = RewardPenalties()
     env: dict[str, Environment] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
     checkpointing: Checkpointing

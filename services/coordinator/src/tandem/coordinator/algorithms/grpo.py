@@ -122,13 +122,14 @@ class GrpoAlgorithm:
         return min(section.max_num_steps, section.max_num_epochs * per_epoch)
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
-        """Return the sampling parameters. Validation may have its own temperature, and is otherwise like training."""
+        """Return the sampling parameters. Validation may have some of its own, and is otherwise like training."""
         generation = self._config.policy.generation
-        own = self._config.rollout_section.val_temperature if purpose == "validate" else None
+        validates = purpose == "validate"
+        own = self._config.rollout_section.val_temperature if validates else None
         return SamplingParameters(
             temperature=generation.temperature if own is None else own,
-            top_p=generation.top_p,
-            top_k=generation.top_k or 0,
+            top_p=generation.validation_top_p if validates else generation.top_p,
+            top_k=(generation.validation_top_k if validates else generation.top_k) or 0,
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=self._stop_token_ids,
             stop_strings=generation.stop_strings or (),
@@ -216,6 +217,8 @@ class GrpoAlgorithm:
             "val_reward": float(np.mean([sample.reward for sample in counted])),
             "val_accuracy": float(np.mean([sample.correct for sample in counted])),
         }
+        if self._config.rollout_section.num_val_generations_per_prompt > 1 and counted:
+            scores["val_pass_k"] = pass_k(counted)
         scores |= self._by_origin("validate", samples, dict(enumerate(self._validation)))
         others = {**turn_metrics(self._config, samples), **failure_metrics(samples)}
         return {
@@ -244,6 +247,14 @@ class GrpoAlgorithm:
             if num_failed := sum(bool(sample.failure) for sample in own):
                 metrics[f"{name}/environment_failures"] = float(num_failed)
         return metrics
+
+
+def pass_k(samples: Sequence[SampleScored]) -> float:
+    """Return the share of problems that any of their samples solves (pass@k for k samples of each)."""
+    solved: dict[int, bool] = {}
+    for sample in samples:
+        solved[sample.group] = solved.get(sample.group, False) or sample.correct
+    return float(np.mean([*solved.values()]))
 
 
 def _shown_question(encoded: EncodedProblem) -> str:
@@ -294,6 +305,10 @@ def training_batch(
     if estimator is not None and estimator.name != "opd":
         advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
+    of_equal_rewards: set[int] = set()
+    if grpo.leaves_out_equal_rewards:
+        of_equal_rewards = rows_of_equal_rewards(grpo, samples)
+        metrics["groups_filtered"] = len(of_equal_rewards) / num_samples
     notes: tuple[str, ...] = ()
     if not kept_S.all():
         metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
@@ -305,10 +320,18 @@ def training_batch(
         rewards_S=np.where(kept_S, rewards_S, 0).astype(np.float32),
         filters_overlong=grpo.overlong_filtering,
         columns=_columns(config, samples),
-        set_aside=frozenset(np.flatnonzero(~kept_S).tolist()),
+        set_aside=frozenset(np.flatnonzero(~kept_S).tolist()) | of_equal_rewards,
         notes=notes,
     )
     return batch, metrics
+
+
+def rows_of_equal_rewards(section: Rollouts, samples: Sequence[SampleScored]) -> set[int]:
+    """Return the rows of the samples in groups whose rewards are all equal."""
+    size = section.num_generations_per_prompt
+    firsts = range(0, len(samples), size)
+    equal = [first for first in firsts if not has_spread(section, samples[first : first + size])]
+    return {row for first in equal for row in range(first, first + size)}
 
 
 def _set_aside_note(

@@ -23,6 +23,9 @@ INTERRUPTED = 130
 SETTINGS = "key=value"
 """Name of settings that replace a configuration's, in help texts."""
 
+NEWER = "nemo_rl_version=newer"
+"""Setting that ``--newer`` stands for."""
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Subparsers to which a command adds its own."""
 CarryOut: TypeAlias = Callable[[argparse.Namespace], int]
@@ -33,6 +36,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add a configuration file, and settings that replace the file's, to a parser."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar=SETTINGS, help="settings that replace the file's")
+    parser.add_argument(
+        "--newer",
+        action="store_true",
+        help="ignore keys that only a newer NeMo-RL knows, as `nemo_rl_version: '0.8'` in the file does; a near miss "
+        "of a known key stays an error",
+    )
 
 
 def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespace, mode: Mode) -> Config:

@@ -28,13 +28,16 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         print(dump_yaml(config), end="")
     for notice in notices(config):
-        print(f"note: {notice}", file=sys.stderr)
+        if notice not in config.ignored:
+            print(f"note: {notice}", file=sys.stderr)
     from tandem.coordinator.preparing.preflight import preflight
 
     ready = preflight(arguments.config, config, "new")
     for note in [*ready.notices, *_earlier(ready)]:
         print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
     print(_summary(ready))
+    if config.ignored:
+        print("\n".join(["ignored:", *(f"  {line}" for line in config.ignored)]))
     return OK
 
 

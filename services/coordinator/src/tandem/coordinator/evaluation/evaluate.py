@@ -56,6 +56,7 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
     num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
     num_batches = -(-section.max_val_samples * num // base.units_per_step)
     generation: dict[str, Any] = {key: sampling[key] for key in ("top_p", "top_k", "max_new_tokens")}
+    generation |= {"val_top_p": None, "val_top_k": None}
     if base.policy.tokenizer.name != base.policy.model_name:
         tokenizer: str | None = base.policy.tokenizer.name
     else:
@@ -179,8 +180,8 @@ def _sampling(config: Config) -> dict[str, Any]:
     temperature = generation.temperature if validation is None else validation
     return {
         "temperature": temperature if settings.temperature is None else settings.temperature,
-        "top_p": generation.top_p if settings.top_p is None else settings.top_p,
-        "top_k": generation.top_k if settings.top_k is None else settings.top_k,
+        "top_p": generation.validation_top_p if settings.top_p is None else settings.top_p,
+        "top_k": generation.validation_top_k if settings.top_k is None else settings.top_k,
         "max_new_tokens": settings.max_new_tokens or generation.max_new_tokens,
     }
 

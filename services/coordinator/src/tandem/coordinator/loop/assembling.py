@@ -24,6 +24,7 @@ from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
@@ -76,6 +77,8 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
     observers = list(opened.watching)
     if config.checkpointing.enabled and config.checkpointing.checkpoint_must_save_by is not None:
         observers.append(TimeLimit(config.checkpointing.checkpoint_must_save_by, interrupts.ask))
+    earlier = opened.journal.steps if invocation.from_step is None else list
+    observers += validation_stop(config, earlier, interrupts.reach)
     return Lasting(
         known=known,
         registry=_registry(config, opened, heartbeat, known),

@@ -104,8 +104,11 @@ class Attempts:
                 outcome = finish.outcome
             finally:
                 self._stop(outcome)
-        is_out_of_time = outcome == "interrupted" and not self._lasting.interrupts.were_heard
-        return msgspec.structs.replace(finish, is_out_of_time=is_out_of_time)
+        by_itself = outcome == "interrupted" and not self._lasting.interrupts.were_heard
+        is_goal_reached = by_itself and self._lasting.interrupts.is_goal_reached
+        return msgspec.structs.replace(
+            finish, is_out_of_time=by_itself and not is_goal_reached, is_goal_reached=is_goal_reached
+        )
 
     def _expect_back(self) -> list[str]:
         """Take over the processes of a lost coordinator that wait for the next one.

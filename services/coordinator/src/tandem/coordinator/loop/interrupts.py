@@ -18,6 +18,8 @@ class Interrupts:
     def __init__(self) -> None:
         self._pending: deque[str] = deque()
         self._heard_at = -math.inf
+        self.is_goal_reached = False
+        """Whether the end was asked for because the run has reached its goal."""
 
     def hear(self, number: int) -> None:
         """Take a signal; called where signals are handled."""
@@ -31,6 +33,11 @@ class Interrupts:
         """Ask for the end of the run in place of a signal, and say why; a run that is ending is left alone."""
         if not self.were_heard:
             self._pending.append(why)
+
+    def reach(self, why: str) -> None:
+        """Ask for the end of the run because it has reached its goal, and say why."""
+        self.is_goal_reached = True
+        self.ask(why)
 
     @property
     def were_heard(self) -> bool:

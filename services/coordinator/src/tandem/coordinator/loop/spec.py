@@ -33,6 +33,7 @@ def run_spec(
         num_groups=config.rollout_section.num_prompts_per_step if config.generates else 0,
         num_validation_groups=num_validation,
         validate_every=section.val_period if validates else 0,
+        validate_from=config.rollout_section.val_start_at if config.declaration.rolls_out else 0,
         validate_at_start=(section.val_at_start or config.evaluates) and validates,
         validate_at_end=section.val_at_end and validates,
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,

@@ -29,6 +29,10 @@ _DRAWN = "it decides what a step draws, which is recorded"
 _IN_VAIN = "it changes nothing on recorded samples"
 _VALIDATION = (
     "val_period",
+    "val_start_at",
+    "val_num_generations_per_prompt",
+    "stop_at_validation_metric",
+    "stop_at_validation_threshold",
     "val_at_start",
     "val_at_end",
     "max_val_samples",
@@ -69,6 +73,7 @@ _LEARNED = (
     "normalize_rewards",
     "use_leave_one_out_baseline",
     "overlong_filtering",
+    "zero_variance_prompt_filtering",
     "reward_scaling",
     "reward_shaping",
     "ppo_epochs",

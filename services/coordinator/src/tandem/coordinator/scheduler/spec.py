@@ -60,6 +60,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_validation_groups: int
     validate_every: int
     """Steps between validations; zero for never."""
+    validate_from: int = 0
+    """First step that `validate_every` applies to."""
     validate_at_start: bool
     validate_at_end: bool = False
     """Whether the last step is validated even if no other is."""

@@ -86,7 +86,8 @@ def advance(tables: Tables) -> list[Action] | None:
 
 def _is_validation_due(tables: Tables) -> bool:
     every, step = tables.spec.validate_every, tables.step
-    is_due = step == 0 or (every > 0 and (step % every == 0 or tables.is_last))
+    is_periodic = every > 0 and step >= tables.spec.validate_from
+    is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
     is_due |= tables.spec.validate_at_end and tables.is_last
     return is_due and not tables.steps.is_interrupted
 

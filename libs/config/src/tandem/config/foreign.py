@@ -1,0 +1,76 @@
+"""Keys of a newer NeMo-RL than is known here: ignored with a notice, where the file says that it is newer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tandem.config.dump import escaped
+from tandem.config.hidden import Look, Refused, without
+from tandem.config.layers import key_parts
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import Config
+
+NEWER = "newer"
+"""Value of ``nemo_rl_version`` that names no release."""
+HOW_TO_IGNORE = "; if a newer NeMo-RL knows it, --newer ignores it"
+"""End of the error for an unknown key that is no near miss of a known one."""
+NOT_KNOWN = "is not known to this release: no effect"
+"""End of the notice about an ignored key."""
+_LATEST = (0, 7)
+"""Latest release of NeMo-RL whose keys are all known."""
+_MOST_LOOKS = 20
+
+
+def without_foreign(
+    settings: dict[str, Any], look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[dict[str, Any], Config | Refused]:
+    """Return settings without the keys of a newer release, which ``ignored`` lists then, and what `look` finds."""
+    version = settings.get("nemo_rl_version")
+    if isinstance(version, float):  # written without quotes
+        version = str(version)
+        settings = {**settings, "nemo_rl_version": version}
+    found = look(settings)
+    for _ in range(_MOST_LOOKS if _is_newer(version) else 0):
+        if isinstance(found, Config):
+            break
+        foreign = [each for each in found.problems if each.is_foreign]
+        fewer = settings
+        for each in foreign:
+            fewer = without(fewer, key_parts(each.key))
+        if fewer == settings:
+            break
+        listed = settings.get("ignored") or ()
+        told = [line for line in _lines(interpolated(settings), foreign) if line not in listed]
+        settings = {**fewer, "ignored": [*listed, *escaped(told)]}
+        found = look(settings)
+    return settings, found
+
+
+def _is_newer(version: Any) -> bool:
+    """Tell whether keys of a release may be unknown here."""
+    if version == NEWER:
+        return True
+    is_number = isinstance(version, str) and re.fullmatch(r"\d+\.\d+(\.\d+)*", version) is not None
+    return is_number and tuple(map(int, version.split(".")[:2])) > _LATEST
+
+
+def _lines(settings: dict[str, Any], problems: list[Invalid]) -> list[str]:
+    """Return a notice about the key of each problem."""
+    values = [_value_at(settings, key_parts(each.key)) for each in problems]
+    return [f"{each.key} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]
+
+
+def _value_at(node: Any, parts: list[str]) -> Any:
+    """Return the value at a key; None where the settings have it in another place."""
+    for part in parts:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _plain(value: Any) -> str:
+    return shown(value) if not isinstance(value, str) else shown(value).strip("'")

@@ -1,0 +1,67 @@
+"""NeMo-RL 0.8's names and values for what has another name here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tandem.config.problem import Invalid, shown
+from tandem.config.schema import MODELS
+from tandem.config.schema.declarations import ALGORITHMS
+
+_UNSET = {"max_num_steps": -1, "async_grpo": None}
+"""Values that leave a key of the algorithm's section at its default: no limit, nothing asynchronous."""
+
+
+def name_as_here(tree: dict[str, Any]) -> None:
+    """Move settings to the keys that say the same here, in place. Raises `Invalid` if the two disagree.
+
+    Values of another type are left for `conform` to report.
+    """
+    for model in (tree.get(name) for name in MODELS):
+        packing = model.get("sequence_packing") if isinstance(model, dict) else None
+        if isinstance(packing, dict) and packing.get("algorithm") == "modified_ffd":
+            packing["algorithm"] = "modified_first_fit_decreasing"
+    policy, algorithm = tree.get("policy"), tree.get("algorithm")
+    generation = policy.get("generation") if isinstance(policy, dict) else None
+    if isinstance(generation, dict) and generation.get("top_k") == -1:
+        generation["top_k"] = None
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS or not ALGORITHMS[algorithm].rolls_out:
+        return
+    if isinstance(tree.get(algorithm, {}), dict):
+        section = tree.setdefault(algorithm, {})
+        few = _Moved(algorithm, "val_num_generations_per_prompt", "num_val_generations_per_prompt", usual=1)
+        _move(section, section, few, algorithm)
+        if isinstance(generation, dict):
+            _move(generation, section, _Moved("policy.generation", "val_temperature", "val_temperature"), algorithm)
+        if section.get("val_start_at") == -1:
+            section["val_start_at"] = 0
+        for key, unset in _UNSET.items():
+            if key in section and section[key] == unset:
+                del section[key]
+        metric = section.get("stop_at_validation_metric")
+        if isinstance(metric, str) and metric:
+            section["stop_at_validation_metric"] = f"val_{metric.removeprefix('val:').removeprefix('val_')}"
+
+
+class _Moved(NamedTuple):
+    """A setting that has another key here."""
+
+    section: str
+    name: str
+    meant: str
+    """Its name here, in the algorithm's section."""
+    usual: Any = None
+    """Value that older files may have at the key here, and that another one at the new key overrides."""
+
+
+def _move(given: dict[str, Any], section: dict[str, Any], moved: _Moved, algorithm: str) -> None:
+    """Move a setting to its key here; the other one keeps null."""
+    value, known = given.get(moved.name), section.get(moved.meant)
+    if value is None:
+        return
+    if known in (None, moved.usual):
+        section[moved.meant] = value
+    elif value not in (known, moved.usual):
+        key, here = f"{moved.section}.{moved.name}", f"{algorithm}.{moved.meant}"
+        raise Invalid(key, f"{shown(value)}, but {here} is {shown(known)}: they are the same")
+    given[moved.name] = None

@@ -1,0 +1,195 @@
+"""What is known by name of NeMo-RL 0.8's files: what it does here, and what is said of it where it does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.config import build_config, dump_yaml, load_config, notices
+from tandem.config.dump import to_plain
+
+FILE = "grpo_math_1B.yaml"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent / "nemo_rl_08")
+    monkeypatch.setenv("TANDEM_TEST_HOME", "/data")
+
+
+def small(**over: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "grpo": {},
+        "policy": {"model_name": "model", "generation": {}},
+        "data": {"dataset_name": "gsm8k"},
+        "env": {"exact_match": {}},
+    }
+    return {**base, **over}
+
+
+def test_a_file_is_taken_with_notices_for_what_does_nothing_here(tmp_path: Path) -> None:
+    config = load_config(FILE)
+    assert sorted(line.partition(" ")[0] for line in config.ignored) == [
+        "grpo.debug_payload_metrics",
+        "grpo.deduplicate_multimodal_data",
+        "policy.generation.vllm_cfg.http_refit_server_port",
+        "telemetry",
+    ]
+    said = {line.partition(" ")[0] for line in notices(config) if " has no effect: " in line}
+    assert said >= {
+        "grpo.calculate_advantages_on_gpu",
+        "grpo.async_grpo.max_generation_failures",
+        "reward_penalties.penalize_unwanted_tokens",
+        "policy.sequence_packing.microbatch_order",
+        "policy.is_vlm",
+        "policy.generation.refit_transport",
+        "policy.generation.refit_cfg",
+        "policy.generation.vllm_cfg.logprobs_mode",
+        "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update",
+    }
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert to_plain(load_config(tmp_path / "resolved.yaml")) == to_plain(config)
+
+
+def test_values_have_the_names_that_they_have_here() -> None:
+    config = load_config(FILE)
+    assert config.policy.sequence_packing.algorithm == "modified_first_fit_decreasing"
+    section, generation = config.grpo, config.policy.generation
+    assert (section.val_start_at, section.num_val_generations_per_prompt) == (0, 4)
+    assert (section.val_temperature, generation.validation_top_p, generation.validation_top_k) == (0.6, 0.95, None)
+    assert (generation.top_p, generation.top_k) == (1.0, None)
+    assert section.stop_at_validation_metric == "val_pass_k"
+    assert section.leaves_out_equal_rewards
+    for metric in ("accuracy", "val_accuracy", "val:accuracy"):
+        given = {"stop_at_validation_metric": metric, "stop_at_validation_threshold": 1}
+        assert build_config(small(grpo=given)).grpo.stop_at_validation_metric == "val_accuracy"
+    for top_k, expected in ((-1, None), (0, None), (5, 5), (None, 7)):
+        policy = {"model_name": "model", "generation": {"top_k": 7, "val_top_k": top_k}}
+        assert build_config(small(policy=policy)).policy.generation.validation_top_k == expected
+
+
+def test_no_limit_and_nothing_asynchronous_may_be_written_out() -> None:
+    config = build_config(small(grpo={"max_num_steps": -1, "async_grpo": None}))
+    assert config == build_config(small())
+    with pytest.raises(ConfigError, match=r"grpo\.max_num_steps: expected an integer at least 0, got -2"):
+        build_config(small(grpo={"max_num_steps": -2}))
+
+
+def test_the_usual_number_of_samples_gives_way() -> None:
+    for older, newer, expected in ((1, 4, 4), (4, 1, 4), (4, 4, 4), (None, 2, 2), (3, None, 3)):
+        given = {"num_val_generations_per_prompt": older, "val_num_generations_per_prompt": newer}
+        grpo = {key: value for key, value in given.items() if value is not None}
+        assert build_config(small(grpo=grpo)).grpo.num_val_generations_per_prompt == expected
+
+
+def test_nothing_is_said_of_what_asks_for_nothing() -> None:
+    generation = {"backend": "vllm", "vllm_cfg": {"logprobs_mode": "processed_logprobs"}, "refit_cfg": {}}
+    policy = {"model_name": "model", "is_vlm": False, "generation": generation}
+    grpo = {"calculate_advantages_on_gpu": False, "async_grpo": {"max_generation_failures": 0}, "val_start_at": -1}
+    of_these = ("is_vlm", "logprobs_mode", "refit_", "advantages_on", "max_gen", "val_start", "penal", "zero_var")
+    said = notices(build_config(small(policy=policy, grpo=grpo)))
+    assert [line for line in said if any(each in line for each in of_these)] == []
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        (
+            {"grpo": {"val_num_generations_per_prompt": 2, "num_val_generations_per_prompt": 3}},
+            "grpo.val_num_generations_per_prompt: 2, but grpo.num_val_generations_per_prompt is 3: they are the same",
+        ),
+        (
+            {"grpo": {"val_temperature": 1.0}, "policy": {"model_name": "m", "generation": {"val_temperature": 0.5}}},
+            "policy.generation.val_temperature: 0.5, but grpo.val_temperature is 1.0: they are the same",
+        ),
+        (
+            {"grpo": {"stop_at_validation_metric": "acuracy", "stop_at_validation_threshold": 1}},
+            "grpo.stop_at_validation_metric: validation has no val_acuracy, only val_reward, val_accuracy; "
+            "did you mean 'val_accuracy'?",
+        ),
+        (
+            {"grpo": {"stop_at_validation_metric": "pass_k", "stop_at_validation_threshold": 1}},
+            "grpo.stop_at_validation_metric: validation has no val_pass_k, only val_reward, val_accuracy; "
+            "grpo.num_val_generations_per_prompt is 1",
+        ),
+        (
+            {"grpo": {"stop_at_validation_metric": "accuracy"}},
+            "grpo.stop_at_validation_threshold: null, but grpo.stop_at_validation_metric is val_accuracy",
+        ),
+        (
+            {
+                "grpo": {
+                    "stop_at_validation_metric": "accuracy",
+                    "stop_at_validation_threshold": 1,
+                    "val_period": 0,
+                    "val_at_end": True,
+                }
+            },
+            "grpo.stop_at_validation_metric: val_accuracy is never measured before the end: grpo.val_period is 0",
+        ),
+        (
+            {
+                "grpo": {"stop_at_validation_metric": "accuracy", "stop_at_validation_threshold": 1},
+                "data": {"dataset_name": "gsm8k", "num_validation": 0},
+                "checkpointing": {"metric_name": "reward"},
+            },
+            "grpo.stop_at_validation_metric: val_accuracy is never measured: there is nothing to validate on "
+            "(data.num_validation is 0, or data.validation null)",
+        ),
+        ({"grpo": {"val_start_at": -2}}, "grpo.val_start_at: expected an integer at least 0, got -2"),
+    ],
+)
+def test_what_cannot_be_is_said(over: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(small(**over), "own.yaml")
+    assert caught.value.problems == (f"own.yaml: {expected}",)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "expected"),
+    [
+        ({"val_start_at": 5, "val_period": 0, "val_at_end": True}, "grpo.val_start_at (5) has no effect: "),
+        ({"val_start_at": 5, "max_num_steps": 4}, "grpo.val_start_at (5) is after the last step (4)"),
+        ({"stop_at_validation_threshold": 0.5}, "grpo.stop_at_validation_threshold (0.5) has no effect: "),
+        (
+            {"zero_variance_prompt_filtering": True, "use_dynamic_sampling": True},
+            "grpo.zero_variance_prompt_filtering (true) has no effect: grpo.use_dynamic_sampling leaves",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(grpo: dict[str, Any], expected: str) -> None:
+    assert any(line.startswith(expected) for line in notices(build_config(small(grpo=grpo))))
+
+
+def test_a_data_set_beside_those_that_are_listed_is_overruled_by_them() -> None:
+    train = [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]
+    config = build_config(small(data={"dataset_name": "gsm8k", "train": train}))
+    assert config.data.dataset_name == "DeepScaler"
+    assert [view.dataset_name for view in config.data.train_sets] == ["DeepScaler", "DAPOMath17K"]
+    told = "data.dataset_name (gsm8k) has no effect: data.train says DeepScaler"
+    assert config.ignored == (told,)
+    assert notices(config)[0] == told
+    again = build_config(to_plain(config))
+    assert (again.ignored, again.data) == (config.ignored, config.data), "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "expected"),
+    [
+        ("gsm8k", {}, "gsm8k"),
+        ("ResponseDataset", {"data_path": "a.jsonl"}, "ResponseDataset"),
+        ("PreferenceDataset", {"data_path": "a.jsonl"}, "PreferenceDataset"),
+        ("gsm8k", {"data_path": "a.jsonl"}, "ResponseDataset"),
+        ("gsm8k", {"dataset_name": "gsm8k"}, "gsm8k"),
+    ],
+)
+def test_a_listed_data_set_without_a_name_has_the_one_beside_it(
+    name: str, entry: dict[str, Any], expected: str
+) -> None:
+    algorithm = "dpo" if name == "PreferenceDataset" else "grpo"
+    config = build_config(small(data={"dataset_name": name, "train": entry}, algorithm=algorithm))
+    assert config.data.dataset_name == expected
+    assert bool(config.ignored) == (name != expected)

@@ -1,0 +1,166 @@
+"""Files of a newer NeMo-RL: keys that no release known here has are ignored on request, slips of the pen never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices
+from tandem.config.dump import fingerprint, resume_differences
+from tandem.config.foreign import HOW_TO_IGNORE, NOT_KNOWN
+
+NEWER = "nemo_rl_version=newer"
+SMALL = """
+grpo: {adv_estimator: {name: grpo}}
+policy: {model_name: model}
+data: {dataset_name: reasoning_gym, task: chain_sum}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SMALL)
+
+
+def problems_of(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config("small.yaml", overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.num_prompt_per_step=3",
+        "grpo.max_steps=3",
+        "grpo.num_generations=4",
+        "grpo.temperature=1",
+        "grpo.val_perido=4",
+        "grpoo.seed=3",
+        "loss_fn.ratio_clip_mn=0.1",
+        "policy.generation.temprature=0.5",
+        "policy.generation.max_tokens=5",
+        "policy.max_seq_length=100",
+        "policy.modelname=x",
+        "policy.dtensor_cfg.tensor_paralel_size=2",
+        "grpo.adv_estimator.nme=grpo",
+        "env.exact_match.clas=a.B",
+        "logger.log_dirr=x",
+    ],
+)
+def test_a_slip_of_the_pen_is_an_error_with_and_without_the_flag(override: str) -> None:
+    key = override.partition("=")[0].replace("grpoo.seed", "grpoo")
+    without, with_flag = problems_of(override), problems_of(override, NEWER)
+    assert without == with_flag
+    assert len(without) == 1
+    assert without[0].startswith(f"command line: {key}: unknown key; did you mean '")
+    assert HOW_TO_IGNORE not in without[0], "it would not help"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        (["grpo.length_penalty_of_gym={kind: linear}"], ('grpo.length_penalty_of_gym ({"kind": "linear"})',)),
+        (["telemetry={enabled: true}"], ('telemetry ({"enabled": true})',)),
+        (["policy.generation.trtllm_cfg={enabled: true}"], ('policy.generation.trtllm_cfg ({"enabled": true})',)),
+        (["policy.generation.megatron_cfg={enabled: true}"], ('policy.generation.megatron_cfg ({"enabled": true})',)),
+        (["cluster.gym_num_nodes=2"], ("cluster.gym_num_nodes (2)",)),
+        (["policy.generation.router_port_range_low=7000"], ("policy.generation.router_port_range_low (7000)",)),
+        (["policy.generation.vllm_cfg.is_mx=true"], ("policy.generation.vllm_cfg.is_mx (true)",)),
+        (["grpo.adv_estimator.quorum=7"], ("grpo.adv_estimator.quorum (7)",)),
+        (["env.exact_match.hyperspace=x"], ("env.exact_match.hyperspace (x)",)),
+        (["grpo.quorum=null"], ("grpo.quorum (null)",)),
+        (["grpo.quorum=${grpo.seed}"], ("grpo.quorum (42)",)),
+        (["grpo.quorum=1", "zebra=2"], ("grpo.quorum (1)", "zebra (2)")),
+        (
+            ["data={dataset_name: null, task: null, train: [{dataset_name: gsm8k}, {dataset_name: gsm8k, quorum: 3}]}"],
+            ("data.train[1].quorum (3)",),
+        ),
+        (
+            ["data={dataset_name: null, task: null, train: {dataset_name: gsm8k, quorum: 3}}"],
+            ("data.train.quorum (3)",),
+        ),
+        (["data.default={quorum: 3}"], ("data.default.quorum (3)",)),
+    ],
+)
+def test_what_no_release_known_here_has_is_ignored_on_request(overrides: list[str], ignored: tuple[str, ...]) -> None:
+    env = ["env={exact_match: {}}", *overrides]
+    config = load_config("small.yaml", [*env, NEWER], to_run=False)
+    assert {*config.ignored} == {f"{line} {NOT_KNOWN}" for line in ignored}
+    assert notices(config)[: len(ignored)] == [*config.ignored]
+    refused = problems_of(*env)
+    assert len(refused) == len(ignored)
+    for line in refused:
+        assert "unknown key" in line
+        assert line.endswith(HOW_TO_IGNORE)
+        assert "--newer" in line
+
+
+@pytest.mark.parametrize(
+    ("version", "takes_it"),
+    [
+        ("'0.8'", True),
+        ("0.8", True),
+        ("'0.8.1'", True),
+        ("'0.10'", True),
+        ("newer", True),
+        ("'0.7'", False),
+        ("'0.3'", False),
+        ("null", False),
+    ],
+)
+def test_the_file_itself_may_say_so(version: str, takes_it: bool) -> None:
+    Path("own.yaml").write_text(f"defaults: small.yaml\nnemo_rl_version: {version}\ngrpo: {{quorum: 7}}\n")
+    if takes_it:
+        assert load_config("own.yaml").ignored == ("grpo.quorum (7) is not known to this release: no effect",)
+        return
+    with pytest.raises(ConfigError, match=r"own\.yaml: grpo\.quorum: unknown key; .*--newer"):
+        load_config("own.yaml")
+
+
+@pytest.mark.parametrize("version", ["'nine'", "[1]", "''", "'0'"])
+def test_another_version_is_refused(version: str) -> None:
+    (line,) = problems_of(f"nemo_rl_version={version}")
+    assert line.startswith("command line: nemo_rl_version: ")
+
+
+def test_other_problems_are_found_as_ever() -> None:
+    found = problems_of(NEWER, "grpo.quorum=7", "grpo.num_prompt_per_step=3", "grpo.seed=x", "policy.precision=int3")
+    assert [line.split(": ")[1] for line in found] == ["grpo.num_prompt_per_step", "grpo.seed", "policy.precision"]
+    config = load_config("small.yaml", [NEWER])
+    assert config.ignored == ()
+    assert load_config("small.yaml") != config, "the version is kept"
+
+
+def test_arguments_of_megatron_core_and_teachers_are_ignored_too() -> None:
+    settings: dict[str, Any] = {
+        "nemo_rl_version": "0.8",
+        "distillation": {},
+        "policy": {"model_name": "model"},
+        "teachers": [{"model_name": "a"}, {"model_name": "b", "hyperspace": {"x": "${.y}", "y": 1}}],
+        "data": {"dataset_name": "gsm8k"},
+        "env": {"exact_match": {}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build_config(settings)
+    assert not any("hyperspace" in line for line in caught.value.problems)
+
+
+def test_what_was_ignored_stays_with_the_run() -> None:
+    config = load_config("small.yaml", ["nemo_rl_version='0.8'", "grpo.quorum=a ${oc.env:HOME}", "zebra='\\${x}'"])
+    assert config_from_json(config_to_json(config)) == config
+    Path("resolved.yaml").write_text(dump_yaml(config))
+    again = load_config("resolved.yaml")
+    assert again == config
+    assert again.ignored == config.ignored
+    assert load_config("resolved.yaml", ["cluster.warp=9"]).ignored == (
+        *config.ignored,
+        f"cluster.warp (9) {NOT_KNOWN}",
+    )
+    plain = load_config("small.yaml")
+    assert resume_differences(plain, config) == []
+    assert fingerprint(plain) == fingerprint(config)
