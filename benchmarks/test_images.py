@@ -6,7 +6,7 @@ take the place of 1, 8 and 64 ranks, one after the other in a process of their o
 Where the run's folder is shared, ours sends nothing, and ranks read the same bytes from the disk.
 
 Then the coordinator's own step over 512 samples with images of 224, 448 and 896 pixels a side, as
-`benchmarks.test_sample_plane` takes it. Its seconds should not grow with pixels: it is given tokens and digests.
+`benchmarks.sample_plane` takes it. Its seconds should not grow with pixels: it is given tokens and digests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks import test_sample_plane as plane
+from benchmarks import sample_plane as plane
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import KeyPair

@@ -7,8 +7,8 @@ import torch
 
 from tandem.common.segments import attend
 from tandem.refit.quantise import quantise
+from tests.harness.attention_formula import SEGMENTS, formula
 from tests.simulated_gpu.run import IS_RUNNING
-from tests.unit.test_segments import SEGMENTS, formula
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from own_environments import WAIT_S
 from samples_harness import RUN_ID, TRAINERS, fetch
 
+from tandem.common.curve import new_key_pair
 from tandem.common.errors import TandemError
 from tandem.common.messages import (
     BuildEngine,
@@ -65,6 +66,7 @@ class Context:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.keys = new_key_pair()
         self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
         self.errors: list[BaseException] = []
         self.replies = Replies(Limits.of(config))

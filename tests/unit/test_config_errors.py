@@ -118,7 +118,7 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("grpo.max_num_steps='10'", "grpo.max_num_steps: expected an integer at least 0, got '10'"),
         ("grpo.max_num_steps=1.5", "grpo.max_num_steps: expected an integer at least 0, got 1.5"),
         ("grpo.max_num_steps=true", "grpo.max_num_steps: expected an integer at least 0, got true"),
-        ("grpo.max_num_steps=-1", "grpo.max_num_steps: expected an integer at least 0, got -1"),
+        ("grpo.max_num_steps=-2", "grpo.max_num_steps: expected an integer at least 0, got -2"),
         ("grpo.max_num_steps=.inf", "grpo.max_num_steps: expected an integer at least 0, got Infinity"),
         ("grpo.val_at_start=1", "grpo.val_at_start: expected true or false, got 1"),
         ("policy.model_name=7", "policy.model_name: expected text, got 7"),

@@ -1,4 +1,4 @@
-"""Keys of a newer NeMo-RL than is known here: ignored with a notice, where the file says that it is newer."""
+"""Keys of a newer NeMo-RL than is known here: ignored with a notice, where a file says so."""
 
 from __future__ import annotations
 

@@ -165,10 +165,14 @@ class RolloutService:
             parts.recorder.begin_anew(partial(self._say_built, command))
 
     def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
-        """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them."""
+        """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them.
+
+        A sample whose image is not to be had fails by name, as one whose image is damaged does.
+        """
         with self._context.phase(f"fetching the images of step {command.step}"):
             digests = (image.digest for group in command.groups for image in group.images or ())
-            images.fetch(digests, _FETCH_SHARE * command.deadline_s)
+            for why in images.fetch(digests, _FETCH_SHARE * command.deadline_s):
+                print(f"step {command.step}: {why}", flush=True)
 
     def _refit(self, command: Refit) -> None:
         """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.

@@ -48,10 +48,9 @@ class ImageFetcher:
             address = f"{coordinator.rpartition(':')[0]}:{urlsplit(images_at.address).port}"
             self._coordinator = Listener(address=address, public_key=images_at.public_key)
 
-    def fetch(self, digests: Iterable[str], timeout_s: float) -> None:
-        """Have these images in the folder. Raises `DataError`, which names those asked, if one is not to be had."""
-        for why in self.fetch_from(dict.fromkeys(digests, COORDINATOR), {}, timeout_s).values():
-            raise DataError(why)
+    def fetch(self, digests: Iterable[str], timeout_s: float) -> list[str]:
+        """Have these images in the folder; return why some are not to be had, with the names of those asked."""
+        return [*self.fetch_from(dict.fromkeys(digests, COORDINATOR), {}, timeout_s).values()]
 
     def fetch_batch(self, batch: Batch, sources: Mapping[str, Listener], timeout_s: float) -> dict[str, str]:
         """Have the images of a batch in the folder; return why some are not to be had, by the source of a sample."""

@@ -1,4 +1,4 @@
-"""Replies of an environment that show images: their bytes go to the run's folder, and markers into the text."""
+"""Replies of an environment that show images: bytes go to the run's folder, markers into the text."""
 
 from __future__ import annotations
 
