@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,22 +13,8 @@ from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_record import read_step
 from tests.harness.runs.by_hand import assert_same_results
-from tests.harness.runs.running import Command, coordinator, deterministic, merged, process_of, steps_of, write_config
-from tests.harness.vision_models import write_vision_model
-
-SHAPES: dict[str, Any] = {
-    "grpo": {"max_num_steps": 4, "max_val_samples": 8},
-    "policy": {"model_name": "sees", "new_model": None, "max_total_sequence_length": 64},
-    "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 64, "num_validation": 16},
-    "env": {"digits": {"class": "digits.Digits"}},
-}
-
-
-def write_shapes(over: dict[str, Any] | None = None) -> Path:
-    """Write the configuration, and the model that it begins with, to the working directory."""
-    if not Path("sees").exists():
-        write_vision_model("qwen2_5_vl", Path("sees"))
-    return write_config(merged(SHAPES, over or {}))
+from tests.harness.runs.running import Command, coordinator, deterministic, process_of, steps_of, write_config
+from tests.harness.runs.shapes import SHAPES, write_shapes
 
 
 @pytest.fixture(scope="module")
@@ -131,29 +116,6 @@ def test_a_replay_learns_from_the_same_pictures_to_the_bit(whole: Path, monkeypa
         metrics = deterministic(mine.metrics)
         assert metrics == {name: theirs.metrics[name] for name in metrics}
     assert not Path("again/images").exists()
-
-
-def test_sft_learns_answers_about_pictures_and_blank_ones_tell_less() -> None:
-    """The same steps over the same questions, once with pictures that show nothing."""
-    losses = {}
-    for name, task in (("seen", {"size": 32}), ("blank", {"size": 32, "blank": True})):
-        data = {**SHAPES["data"], "task_params": task, "num_train": 2048, "num_validation": 64}
-        over = {
-            "algorithm": "sft",
-            "sft": {"max_num_steps": 150, "val_period": 150, "val_batches": 1, "val_global_batch_size": 64},
-            "data": {**data, "solution_template": "{answer}"},
-            "logger": {"log_dir": name},
-            "checkpointing": {"enabled": False},
-            "policy": {
-                "train_global_batch_size": 32,
-                "train_micro_batch_size": 32,
-                "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2.0e-3}},
-            },
-        }
-        ended = coordinator("up", write_shapes(over))
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        losses[name] = steps_of(Path(name))[-1].metrics["val_loss"]
-    assert losses["seen"] < 0.8 * losses["blank"]
 
 
 def test_a_text_model_gets_no_pictures() -> None:
