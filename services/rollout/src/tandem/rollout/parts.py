@@ -18,6 +18,7 @@ from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.engines.kind import engine_kind
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
 from tandem.samples.images.reading import ImageLimits
@@ -217,22 +218,18 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
     """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
     policy, generation = config.policy, config.policy.generation
     read_image = (image_folder(config) if received is None else received).get
-    images = read_image, ImageLimits(max_pixels=config.data.max_image_pixels)
+    kind = engine_kind(generation.backend, tokenizer, read_image, ImageLimits(max_pixels=config.data.max_image_pixels))
     if generation.backend == "vllm":
-        from tandem.rollout.engines.vllm.kind import vllm_engine
-
         # External requests are few, and do not wait for all waiting samples.
         extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
-        return vllm_engine(tokenizer, *images)(
+        return kind(
             Path(policy.model_name),
             generation.vllm_cfg,
             extra={**extra, **generation.vllm_kwargs},
             experts=replayed_experts(config),
             config_overrides=policy.hf_config_overrides,
         )
-    from tandem.rollout.engines.embedded import embedded_engine
-
-    return embedded_engine(tokenizer, *images)(
+    return kind(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,

@@ -96,13 +96,12 @@ def _make_engine(serving: Serving, tokenizer: Tokenizer, images: RequestImages) 
         from tandem.rollout.engines.vllm import insides
 
         insides.prepare_environment(serving.num_threads)
-        from tandem.rollout.engines.vllm.kind import vllm_engine
+    from tandem.rollout.engines.kind import engine_kind
 
+    kind = engine_kind(serving.engine, tokenizer, images.get)
+    if serving.engine == "vllm":
         extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
-        return vllm_engine(tokenizer, images.get)(folder, serving.vllm_cfg, extra=extra, with_weights=True)
-    from tandem.rollout.engines.embedded import embedded_engine
-
-    kind = embedded_engine(tokenizer, images.get)
+        return kind(folder, serving.vllm_cfg, extra=extra, with_weights=True)
     return kind(
         folder,
         num_slots=serving.max_batch_size,
