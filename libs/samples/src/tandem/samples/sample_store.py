@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from tandem.common.curve import Admitted, new_key_pair
-from tandem.common.errors import SamplesError, WireError
+from tandem.common.curve import Admitted
+from tandem.common.errors import SamplesError
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
     FetchImages,
@@ -23,11 +23,10 @@ from tandem.common.messages import (
     SequenceKey,
     ToSampleStore,
 )
-from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.common.wire import Answering, Frames, encode
 from tandem.samples.batch import Batch
 
 _MAX_REQUEST_BYTES = 2**24
-_POLL_S = 0.2
 
 
 class SampleStore:
@@ -43,13 +42,11 @@ class SampleStore:
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
         self._answer_images: Callable[[FetchImages], Frames] | None = None
-        self._codec: Codec[FetchSamples | FetchImages] = Codec(ToSampleStore)
-        self._hub = Hub(f"tcp://{host}:*", new_key_pair(), trainers, max_bytes=_MAX_REQUEST_BYTES)
-        self.at = self._hub.at
+        self._answering = Answering(
+            host, trainers, ToSampleStore, self._reply, name="samples", max_bytes=_MAX_REQUEST_BYTES
+        )
+        self.at = self._answering.at
         """Listener for trainers."""
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)
-        self._thread.start()
 
     @property
     def num_tokens(self) -> int:
@@ -105,22 +102,13 @@ class SampleStore:
 
     def close(self) -> None:
         """Stop serving, and forget all samples."""
-        self._is_closed.set()
-        self._thread.join()
+        self._answering.close()
         self._samples.clear()
 
-    def _serve(self) -> None:
-        while not self._is_closed.is_set():
-            for peer, frames in self._hub.receive(_POLL_S):
-                try:
-                    request = self._codec.decode(frames).message
-                except WireError:
-                    continue  # not a trainer's request; a real trainer has a deadline and asks again
-                if isinstance(request, FetchSamples):
-                    self._hub.send(peer, self._answer(request))
-                elif self._answer_images is not None:
-                    self._hub.send(peer, self._answer_images(request))
-        self._hub.close()
+    def _reply(self, request: FetchSamples | FetchImages) -> Frames | None:
+        if isinstance(request, FetchSamples):
+            return self._answer(request)
+        return None if self._answer_images is None else self._answer_images(request)
 
     def _answer(self, request: FetchSamples) -> Frames:
         try:

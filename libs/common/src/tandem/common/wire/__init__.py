@@ -12,6 +12,7 @@ process within the heartbeat timeout, whatever it is doing. If the coordinator's
 it says hello over each new connection until another coordinator of the run readmits it.
 """
 
+from tandem.common.wire.answering import Answering
 from tandem.common.wire.callers import Callers
 from tandem.common.wire.frames import (
     Arrays,
@@ -29,6 +30,7 @@ from tandem.common.wire.stalls import Stalls
 __all__ = [
     "EXIT_AWAITED_ANEW",
     "EXIT_NOT_ADMITTED",
+    "Answering",
     "Arrays",
     "Callers",
     "Codec",

@@ -7,18 +7,17 @@ samples beside these (`tandem.samples.sample_store`).
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import numpy as np
 
-from tandem.common.curve import Admitted, new_key_pair
-from tandem.common.errors import DataError, WireError
+from tandem.common.curve import Admitted
+from tandem.common.errors import DataError
 from tandem.common.messages import MAX_IMAGE_BYTES_FETCHED, FetchImages, ImagesFetched
-from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.common.wire import Answering, Frames, encode
 from tandem.samples.images.store import ImageFolder
 
 _MAX_REQUEST_BYTES = 2**20
-_POLL_S = 0.2
 
 
 def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
@@ -52,26 +51,11 @@ class ImageServer:
 
     def __init__(self, host: str, run_id: str, images: ImageFolder, admitted: Admitted) -> None:
         """Listen on a port of `host`, for the processes with these keys."""
-        self._images, self._run_id = images, run_id
-        self._codec: Codec[FetchImages] = Codec(FetchImages)
-        self._hub = Hub(f"tcp://{host}:*", new_key_pair(), admitted, max_bytes=_MAX_REQUEST_BYTES)
-        self.at = self._hub.at
+        answering = partial(answer, images, run_id)
+        self._answering = Answering(host, admitted, FetchImages, answering, name="images", max_bytes=_MAX_REQUEST_BYTES)
+        self.at = self._answering.at
         """Its listener."""
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="images", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Stop serving."""
-        self._is_closed.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while not self._is_closed.is_set():
-            for peer, frames in self._hub.receive(_POLL_S):
-                try:
-                    request = self._codec.decode(frames).message
-                except WireError:
-                    continue  # not a request; a real process has a deadline
-                self._hub.send(peer, answer(self._images, self._run_id, request))
-        self._hub.close()
+        self._answering.close()
