@@ -1,6 +1,9 @@
-"""What a result says about the machine, enough to judge it by and nothing that names it; smoke tests are one round.
+"""What benchmarks take from pytest: which of them run, their table of ratios at the end, and the files of results.
 
 With ``TANDEM_BENCHMARK_SMOKE=1`` each benchmark runs once, by the first of its parameters, with the sizes of `smoke`.
+Otherwise those that are marked ``long`` are skipped unless ``--long`` is given, and what was measured goes to
+``results/NAME.json`` for ``test_NAME.py``, with the commit: benchmarks that did not run keep what the file has of them.
+Sizes that are set by hand (``BENCHMARK_...``) leave these files alone, unless ``--results`` says where to write.
 """
 
 from __future__ import annotations
@@ -10,11 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import results_files
 from pytest_benchmark.fixture import BenchmarkFixture
-from smoke import IS_SMOKE
+from smoke import IS_SMOKE, LONG, is_long
 
 _KEPT = ("processor", "machine", "python_compiler", "python_implementation", "python_version", "system")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+RESULTS = Path(__file__).parent / "results"
+_FAILED: set[str] = set()
+"""Node ids of this session."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of benchmarks."""
+    group = parser.getgroup("benchmarks of Tandem")
+    group.addoption("--long", action="store_true", help="run the benchmarks that take minutes too, and more rounds")
+    group.addoption("--results", type=Path, metavar="FOLDER", help="where files of results go, here by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark, and tell benchmarks and their processes whether time is of no concern."""
+    config.addinivalue_line("markers", "long(minutes): takes so many minutes, so it runs only with --long")
+    if config.getoption("--long"):
+        os.environ[LONG] = "1"
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,8 +65,9 @@ def _chosen(path: Path) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the first parameters of each benchmark in a smoke test."""
+    """Leave the first parameters of each benchmark in a smoke test; skip what is long in others."""
     if not IS_SMOKE:
+        _skip_long(items)
         return
     seen, kept, left_out = set(), [], []
     for item in items:
@@ -54,6 +76,62 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen.add(name)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def _skip_long(items: list[pytest.Item]) -> None:
+    if is_long():
+        return
+    for item in items:
+        for mark in item.iter_markers("long"):
+            minutes = mark.kwargs["minutes"]
+            item.add_marker(pytest.mark.skip(reason=f"takes about {minutes} min: pytest benchmarks --long"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember what failed, if only after it was measured."""
+    if report.failed:
+        _FAILED.add(report.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what was measured."""
+    benchmarks = _session_of(session.config).benchmarks
+    measured = [each for each in benchmarks if each and not each.has_error and each.fullname not in _FAILED]
+    folder = session.config.getoption("--results") or (None if _is_quick() else RESULTS)
+    if folder is not None and measured:
+        results_files.write(session.config, measured, folder)
+
+
+def _is_quick() -> bool:
+    """Return whether sizes are others than a result is of: of a smoke test, or set in the environment by hand."""
+    return IS_SMOKE or any(name.startswith("BENCHMARK_") for name in os.environ)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the ratios of every benchmark in one table."""
+    rows = [row for each in _session_of(config).benchmarks if each for row in _rows(each.name, each.extra_info)]
+    if not rows:
+        return
+    terminalreporter.section("ratios")
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for *words, ratio, aim in rows:
+        left = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))
+        terminalreporter.write_line(f"{left}  {ratio:9.3f}{f'  aim {aim:g}' if aim is not None else ''}")
+
+
+def _rows(name: str, facts: dict[str, Any]) -> list[tuple[str, str, str, float, float | None]]:
+    """Return what `measure.keep_ratios` kept."""
+    return [
+        (name, what, way, ratio, of.get("aim"))
+        for what, of in facts.get("table", {}).items()
+        for way, ratio in of["ratios"].items()
+    ]
+
+
+def _session_of(config: pytest.Config) -> Any:
+    """Return pytest-benchmark's session."""
+    return config._benchmarksession  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

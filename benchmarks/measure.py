@@ -37,6 +37,14 @@ class Turns:
         return {name: times[-num_rounds:] for name, times in self.seconds.items()}
 
 
+def keep_ratios(
+    benchmark: BenchmarkFixture, what: str, ratios: Mapping[str, float], *, aim: float | None = None
+) -> None:
+    """Keep ratios by way for the table that is printed at the end: `what` says of what they are."""
+    kept = {"ratios": dict(ratios)} if aim is None else {"ratios": dict(ratios), "aim": aim}
+    benchmark.extra_info.setdefault("table", {})[what] = kept
+
+
 def report(
     benchmark: BenchmarkFixture,
     seconds: Mapping[str, Sequence[float]],
@@ -62,6 +70,7 @@ def report(
             f"times as fast as {against}, best rounds": {way: best[against] / s for way, s in best.items()},
         }
     )
+    keep_ratios(benchmark, f"rate, share of {against}", {way: share for way, share in shares.items() if way != against})
     print(f"\n{title}")
     print(f"{'way':34}{'median ms':>11}{'best ms':>11}{'GB/s':>8}{'share':>8}   share: of the rate of {against}")
     for way, median in sorted(medians.items(), key=lambda item: item[1]):

@@ -47,9 +47,10 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Codec, Frames, encode
 from tandem.config import Config, build_config
-from tandem.coordinator.algorithms.grpo import training_batch
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.processes.registry import HeartbeatSettings, Registry
+from tandem.coordinator.processes.admission import HeartbeatSettings
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from measure import Turns
+from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
@@ -208,6 +208,8 @@ def compare(benchmark: BenchmarkFixture, folder: Path, config: Mapping[str, Any]
             "load": os.getloadavg(),
         }
     )
+    keep_ratios(benchmark, "times as fast as synchronous", {"asynchronous": times_as_fast}, aim=1.7)
+    keep_ratios(benchmark, "share of the bound", {"asynchronous": bound_s / seconds["asynchronous"]}, aim=0.9)
     parts = f"generation {generation_s:.3f}, training {training_s:.3f}"
     print(f"\nsynchronous   {seconds['synchronous']:.3f} s a step: {parts}")
     print(f"asynchronous  {seconds['asynchronous']:.3f} s a step, predicted {predicted_s:.3f}; {idle}; {shares}")
@@ -217,11 +219,13 @@ def compare(benchmark: BenchmarkFixture, folder: Path, config: Mapping[str, Any]
         assert bound_s / seconds["asynchronous"] > 0.9
 
 
+@pytest.mark.long(minutes=9)
 @pytest.mark.timeout(2 * NUM_ROUNDS * TIMEOUT_S)
 def test_async(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     compare(benchmark, tmp_path, CONFIG)
 
 
+@pytest.mark.long(minutes=15)
 @pytest.mark.timeout(2 * NUM_ROUNDS * TIMEOUT_S)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_async_vllm(benchmark: BenchmarkFixture, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measure import Turns
+from measure import Turns, keep_ratios
 from processes import TIMEOUT_S, Asked, Plane, Remote, started, take_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 from refit_trainer import Trainer
@@ -38,7 +38,7 @@ from tandem.rollout.generating import Generating
 from tandem.rollout.service import RolloutService
 from tandem.samples.model_files import write_new_model
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = sized(3, 1, long=5)
 NUM_GROUPS, NUM_TURNS = sized(8, 2), 4
 NUM_SAMPLES = int(os.environ.get("BENCHMARK_SAMPLES", sized("8", "1")))
 NUM_NEW, MEAN_NEW = 128, 32
@@ -217,6 +217,7 @@ def test_async_rollouts(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
             "load": os.getloadavg(),
         }
     )
+    keep_ratios(benchmark, "times as long as async_engine", ratios)
     print(f"\n{num_slots} samples of {NUM_TURNS} turns, {num_tokens} tokens in all")
     for way in WAYS:
         print(f"{way:14}{medians[way]:8.2f} s{medians[way] / medians['async_engine']:7.2f} times as long")

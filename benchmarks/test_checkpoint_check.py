@@ -20,7 +20,7 @@ import pytest
 from measure import Turns, report, seconds_of
 from one_trainer import make_batch, one_trainer
 from pytest_benchmark.fixture import BenchmarkFixture
-from smoke import IS_SMOKE
+from smoke import IS_SMOKE, sized
 
 from tandem.config import Config
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
@@ -28,7 +28,7 @@ from tandem.samples import manifest
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 
-NUM_ROUNDS = 9
+NUM_ROUNDS = sized(5, 1, long=9)
 CHECKED, BELIEVED = "checked", "believed"
 MOST = 1.2
 """Seconds of processors with the check over those without."""

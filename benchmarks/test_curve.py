@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common import curve
 from tandem.common.curve import Admitted, Gatekeeper
@@ -104,6 +105,7 @@ def test_fetching_samples(benchmark: BenchmarkFixture) -> None:
         process.communicate("")
     rates = {way: num_bytes / statistics.median(each[way] for each in rounds) / 1e9 for way in WAYS}
     benchmark.extra_info.update({f"{way}: GB/s": round(rate, 3) for way, rate in rates.items()})
+    keep_ratios(benchmark, "rate, share of plain", {"encrypted": rates["encrypted"] / rates["plain"]})
     tokens = {way: NUM_REPLIES * NUM_TOKENS / num_bytes * rate * 1e9 for way, rate in rates.items()}
     print(f"\nGB/s: {rates}; tokens a second from one rollout: {tokens}")
     assert IS_SMOKE or tokens["encrypted"] > 1e6, "an engine makes some tens of thousands a second"

@@ -12,6 +12,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.broken_runs import BROKEN, HEALTHY, Case, prepare, prepare_others, run
+from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.observe.diagnosis import diagnose
 
@@ -30,6 +31,7 @@ def named(cases: tuple[Case, ...]) -> list[Row]:
     return rows
 
 
+@pytest.mark.long(minutes=9)
 @pytest.mark.timeout(7200)  # 35 runs, of 10 to 60 seconds each
 def test_the_cause_comes_first(benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -44,6 +46,7 @@ def test_the_cause_comes_first(benchmark: BenchmarkFixture, tmp_path: Path, monk
     benchmark.extra_info["right"] = f"{sum(broken)} of {len(broken)}"
     benchmark.extra_info["found in healthy runs"] = [first for case, first, _ in rows if not case.expected and first]
     benchmark.extra_info["first named"] = {case.name: first or "nothing" for case, first, _ in rows}
+    keep_ratios(benchmark, "causes named first", {"of broken runs": sum(broken) / len(broken)}, aim=LEAST_RIGHT)
     print(f"{sum(broken)} of {len(broken)} causes named first")
     assert sum(broken) >= LEAST_RIGHT * len(broken)
     assert [case.name for case, _, right in rows if not case.expected and not right] == []

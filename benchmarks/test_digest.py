@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.refit.digests.task import Sampling, digest_layout
@@ -160,6 +161,7 @@ def report(benchmark: BenchmarkFixture, seconds: dict[str, list[float]], num_byt
             "times memcpy's rate, medians": ratios,
         }
     )
+    keep_ratios(benchmark, "rate, share of memcpy", {way: ratio for way, ratio in ratios.items() if way != "memcpy"})
     print(f"\n{title} ({num_bytes / 1e6:.1f} MB); sampled: one row in {ONE_IN}")
     print(f"{'way':24}{'median ms':>11}{'GB/s':>8}{'of memcpy':>11}{'best ms':>9}")
     for way, median in sorted(medians.items(), key=lambda item: item[1]):

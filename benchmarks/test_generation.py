@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from measure import keep_ratios, seconds_of
 from smoke import IS_SMOKE, sized
 
 from tandem.common.messages import SamplingParameters
@@ -144,6 +145,7 @@ def test_ragged_lengths_beat_generate(benchmark: Any, model: Any) -> None:
     benchmark.extra_info["tokens_per_second"] = round(rate)
     benchmark.extra_info["generate_useful_tokens_per_second"] = round(generate_rate)
     benchmark.extra_info["times_generate"] = round(rate / generate_rate, 2)
+    keep_ratios(benchmark, "tokens a second, times transformers' generate", {"tandem": rate / generate_rate}, aim=1.0)
     assert IS_SMOKE or rate > generate_rate
 
 
@@ -152,5 +154,9 @@ def test_one_training_steps_worth(benchmark: Any, model: Any) -> None:
     engine = make_engine(model)
     run_engine(engine, requests)
     num_tokens = benchmark.pedantic(run_engine, args=(engine, requests), rounds=5)
+    run_generate(model, requests)
+    generate_s = float(np.median([seconds_of(lambda: run_generate(model, requests)) for _ in range(3)]))
+    ratio = generate_s / benchmark.stats.stats.median
+    keep_ratios(benchmark, "tokens a second, times transformers' generate", {"tandem, equal lengths": ratio})
     assert num_tokens == 24 * NUM_PROMPTS * NUM_SAMPLES
     benchmark.extra_info["tokens_per_second"] = round(num_tokens / benchmark.stats.stats.median)

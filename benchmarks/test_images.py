@@ -2,8 +2,9 @@
 
 Ours: ranks that do not see the run's folder fetch encoded images by digest from an `ImageServer`, check them, decode
 them and compute the pixel values of a Qwen2.5-VL. Beside it: the server computes those once and sends them. Stand-ins
-take the place of 1, 8 and 64 ranks, one after the other in a process of their own, each for its share of the images.
-Where the run's folder is shared, ours sends nothing, and ranks read the same bytes from the disk.
+take the place of 8 ranks, and with ``--long`` of 1 and 64 too, one after the other in a process of their own, each for
+its share of the images. Where the run's folder is shared, ours sends nothing, and ranks read the same bytes from the
+disk.
 
 Then the coordinator's own step over 512 samples with images of 224, 448 and 896 pixels a side, as
 `benchmarks.sample_plane` takes it. Its seconds should not grow with pixels: it is given tokens and digests.
@@ -31,6 +32,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import sample_plane as plane
+from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import KeyPair
@@ -44,7 +46,7 @@ from tandem.samples.images.serving import ImageServer
 from tandem.samples.images.store import ImageFolder
 
 NUM_IMAGES, SIDE = sized(512, 8), sized(448, 56)
-RANKS = sized((1, 8, 64), (1, 2))
+RANKS = sized((8,), (1, 2), long=(1, 8, 64))
 SIDES = sized((224, 448, 896), (56, 112))
 NUM_ROUNDS = sized(5, 1)
 TIMEOUT_S = 300.0
@@ -284,6 +286,10 @@ def test_images_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, monkeypat
             "seconds of processor time of the coordinator, a step": coordinator,
         }
     )
+    encoded, pixels = ways
+    sent = "bytes to all ranks"
+    fewer = {name: of[pixels][sent] / of[encoded][sent] for name, of in ranks.items()}
+    keep_ratios(benchmark, "bytes, times fewer than pixel values", fewer, aim=10)
     print()
     for name, found in ranks.items():
         print(name, json.dumps(found, indent=1))

@@ -18,24 +18,23 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
+from stop_watches import WATCHED, noted, spans_in
 
 from tandem.common.keys import write_run_keys
-from tandem.coordinator.processes.registry import new_run_keys
+from tandem.coordinator.processes.admission import new_run_keys
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5
 TIMEOUT_S = 550.0
-WATCHED = "WATCHED"
-"""Environment variable: where the trainer writes when its optimizer steps began and ended."""
 CONFIG: dict[str, Any] = {
     "algorithm": "sft",
     "sft": {"max_num_steps": NUM_STEPS, "max_num_epochs": NUM_STEPS, "val_period": 0, "val_at_start": False},
@@ -72,16 +71,7 @@ def watched_trainer() -> int:
     from tandem.trainer import cli
     from tandem.trainer.backends.dtensor import DTensorBackend
 
-    plain = DTensorBackend.train_step
-
-    def train_step(*args: Any) -> Any:
-        began = time.perf_counter()
-        done = plain(*args)
-        with Path(os.environ[WATCHED]).open("a") as file:
-            print(began, time.perf_counter(), file=file)
-        return done
-
-    DTensorBackend.train_step = train_step  # type: ignore[method-assign]
+    DTensorBackend.train_step = noted(DTensorBackend.train_step)  # type: ignore[method-assign]
     return cli.main()
 
 
@@ -108,10 +98,10 @@ def run(folder: Path) -> list[tuple[float, float]]:
         finally:
             coordinator.kill()
             process.kill()
-    times = [line.split() for line in watched.read_text().splitlines()]
-    return [(float(began), float(ended)) for began, ended in times]
+    return spans_in(watched)
 
 
+@pytest.mark.long(minutes=1)
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_overhead_of_a_training_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     from tandem.observe.run_folder.journal import read_journal
@@ -134,6 +124,9 @@ def test_overhead_of_a_training_step(benchmark: BenchmarkFixture, tmp_path: Path
             "seconds of overhead": overhead,
             "overhead, share of training, median": statistics.median(shares),
         }
+    )
+    keep_ratios(
+        benchmark, "seconds of all else, share of training (at most)", {"tandem": statistics.median(shares)}, aim=0.05
     )
     print(f"\n{NUM_SAMPLES} x {LENGTH} tokens: {statistics.median(training):.2f} s of forward, backward and optimizer,")
     print(f"{1e3 * statistics.median(overhead):.0f} ms of everything else: {statistics.median(shares):.2%} more")

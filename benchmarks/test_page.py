@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 from starlette.testclient import TestClient
@@ -31,12 +32,14 @@ from tandem.config import build_config
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.processes.registry import RegisteredProcess, Registry
+from tandem.coordinator.processes.admission import RegisteredProcess
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.curves_file import CURVES_NAME, CurvesFile
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, browser, until
 
 NUM_STEPS = sized(100_000, 2_000)
@@ -91,19 +94,23 @@ def open_page(run: Path) -> None:
     assert all(400 <= len(curve["step"]) <= 800 for curve in series.values())
 
 
+@pytest.mark.long(minutes=1)
 def test_a_run_of_100000_steps_opens(benchmark: BenchmarkFixture, run: Path) -> None:
     benchmark.extra_info["load average"] = os.getloadavg()[0]
     benchmark.pedantic(open_page, args=(run,), rounds=9)
+    keep_ratios(benchmark, "seconds until open, over 2 s", {"with curves": benchmark.stats.stats.median / 2}, aim=1)
     print(f"\nopens in {benchmark.stats.stats.median:.2f} s")
     assert IS_SMOKE or benchmark.stats.stats.min < 2, "the least: others may use the machine as well"
 
 
+@pytest.mark.long(minutes=1)
 def test_a_run_of_an_older_release_opens(benchmark: BenchmarkFixture, run: Path) -> None:
     (run / CURVES_NAME).rename(run / "aside")
     try:
         benchmark.pedantic(open_page, args=(run,), rounds=3)
     finally:
         (run / "aside").rename(run / CURVES_NAME)
+    keep_ratios(benchmark, "seconds until open, over 2 s", {"journal alone": benchmark.stats.stats.median / 2})
     print(f"\nopens from the journal alone in {benchmark.stats.stats.median:.2f} s")
 
 
@@ -121,6 +128,7 @@ NUM_LINES = 13
 """Of these metrics in the charts that the page begins with: eight, and five phases."""
 
 
+@pytest.mark.long(minutes=2)
 @NEEDS_CHROMIUM
 def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run: Path) -> None:
     firsts: list[float] = []
@@ -149,6 +157,7 @@ def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run:
         benchmark.pedantic(shown, setup=opened, rounds=5)
     medians = {"first charts, s": statistics.median(firsts), "all charts, s": statistics.median(alls)}
     benchmark.extra_info["medians"] = medians
+    keep_ratios(benchmark, "seconds until shown, over 2 s", {what: s / 2 for what, s in medians.items()}, aim=1)
     print(f"\n{medians}")
     assert IS_SMOKE or min(alls) < 2, "the least: others may use the machine as well"
 
@@ -170,6 +179,7 @@ def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path:
     benchmark.pedantic(step, rounds=200)
     file.close()
     timeline.close()
+    keep_ratios(benchmark, "of a second, each step", {"curves and timeline": benchmark.stats.stats.median})
     print(f"\n{benchmark.stats.stats.median * 1e3:.2f} ms a step")
 
 
@@ -204,5 +214,6 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
 
     benchmark.pedantic(write, rounds=200)
     assert len(live.look(scheduler, registry).engines) == 8
+    keep_ratios(benchmark, "milliseconds, each half second", {"live.json": benchmark.stats.stats.median * 1e3}, aim=1)
     print(f"\n{benchmark.stats.stats.median * 1e3:.2f} ms each time")
     assert IS_SMOKE or benchmark.stats.stats.min < 1e-3, "the least: others may use the machine as well"

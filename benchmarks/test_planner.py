@@ -1,7 +1,8 @@
 """How long does planning take, and how much memory, against the size of the model and the number of ranks?
 
 Each case is a process of its own that lays both sides out, surveys (what each link would carry) or plans (a program for
-every process, as bytes), so that its peak memory is its own. One core; no weights and no torch.
+every process, as bytes), so that its peak memory is its own. One core; no weights and no torch. `coordinator plan` is
+measured whole, in seconds of a processor, which other work on the machine lengthens less than those of a clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "models"
@@ -47,6 +49,10 @@ CASES: dict[str, tuple[str, str, str]] = {  # the model, and the arguments of `M
         "Vllm(tp=16, dp=16, expert_parallel=True)",
     ),
 }
+
+
+COMMANDS = ["llama-8b-fsdp8-to-tp2", "deepseek-v3-ep64pp8-to-tp64", "deepseek-v3-ep64pp8-to-tp64-disjoint"]
+"""Files of ``examples/plans``: a small one, and those with 512 trainers and 512 engine ranks."""
 
 
 def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any]:
@@ -104,9 +110,23 @@ def _num_bytes(held: Any) -> int:
     )
 
 
+LONG = {
+    ("DeepSeek-V3, 64 + 64 ranks", "survey"): 1,
+    ("DeepSeek-V3, 64 + 64 ranks", "plan"): 1,
+    ("DeepSeek-V3, 256 + 256 ranks", "plan"): 1,
+    ("DeepSeek-V3, 512 + 512 ranks", "plan"): 3,
+}
+"""Minutes of those that are for ``--long``."""
+
+
+def _case(case: str, what: str) -> Any:
+    """Return parameters with the mark that they need."""
+    marks = [pytest.mark.long(minutes=LONG[case, what])] if (case, what) in LONG else []
+    return pytest.param(case, what, marks=marks)
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("what", ["survey", "plan"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "what"), [_case(case, what) for case in CASES for what in ("survey", "plan")])
 def test_planning(benchmark: BenchmarkFixture, case: str, what: str) -> None:
     arguments = [*CASES[case], what]
 
@@ -120,8 +140,33 @@ def test_planning(benchmark: BenchmarkFixture, case: str, what: str) -> None:
 
     found = benchmark.pedantic(run, rounds=1)
     benchmark.extra_info.update({**found, "load": os.getloadavg()})
+    grown = found["peak MB"] / found["peak MB, laid out"]
+    keep_ratios(benchmark, "peak memory, over that before planning", {what: grown})
     shown = (f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
     print(f"\n{case}, {what}: " + ", ".join(shown))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*COMMANDS[:-1], pytest.param(COMMANDS[-1], marks=pytest.mark.long(minutes=1))])
+def test_command(benchmark: BenchmarkFixture, name: str) -> None:
+    """Measure all of `coordinator plan`."""
+    command = [sys.executable, "-m", "tandem.coordinator.cli", "plan", f"examples/plans/{name}.yaml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+    def run() -> dict[str, float]:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, env=environment, cwd=EXAMPLES.parents[1], check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "lower bound" in done.stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return {"user s": after.ru_utime - before.ru_utime, "system s": after.ru_stime - before.ru_stime}
+
+    found = benchmark.pedantic(run, rounds=1)
+    benchmark.extra_info.update({**found, "load": os.getloadavg()})
+    keep_ratios(benchmark, "processor time, of a minute", {name: sum(found.values()) / 60})
+    print(f"\n{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in found.items()))
 
 
 if __name__ == "__main__":

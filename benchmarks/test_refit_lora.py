@@ -150,6 +150,7 @@ class Way:
         return seconds
 
 
+@pytest.mark.long(minutes=3)
 @pytest.mark.timeout(1200)
 def test_refit_of_adapters_beside_that_of_all_weights(benchmark: BenchmarkFixture) -> None:
     config = config_json("full")

@@ -26,6 +26,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
 
+from tandem.common.curve import new_key_pair
+from tandem.common.keys import KeyPair
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
 from tandem.refit.adapters.catalogue import ModelShape, from_config
@@ -36,6 +38,8 @@ from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.bound import bind
 from tandem.refit.layout import ITEM_SIZES, Layout
 from tandem.refit.transports import process_group
+from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.process_group import GroupKeys
 
 NUM_ROUNDS = 5
 TIMEOUT_S = 120.0
@@ -92,6 +96,8 @@ class Process:
         self.program = program.decode(programs)
         self.groups: dict[str, process_group.Group] = {}
         self.bound = bind(self.program, self.storages, self.groups)
+        self.tcp_groups: dict[str, process_group.Group] = {}
+        self.bound_over_tcp = bind(self.program, self.storages, self.tcp_groups)
         self.boxes: Boxes = list(self._boxes())
         self.owners: dict[int, list[tuple[int, tuple[slice, ...]]]] = {}
 
@@ -104,7 +110,7 @@ class Process:
             yield index, tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True)), view
 
     def asked(self) -> Asked:
-        ways = (self.connect, self.write, self.clear, self.check, self.run, self.broadcast)
+        ways = (self.connect, self.write, self.clear, self.check, self.run, self.run_over_tcp, self.broadcast)
         return {way.__name__: way for way in ways}
 
     def handle(self, command: Any, arrays: Any) -> None:
@@ -115,7 +121,8 @@ class Process:
 
     def close(self) -> None:
         self.bound.close()
-        for group in self.groups.values():
+        self.bound_over_tcp.close()
+        for group in (*self.groups.values(), *self.tcp_groups.values()):
             group.close()
         dist.destroy_process_group()
 
@@ -124,6 +131,12 @@ class Process:
         for transfer_group in self.program.transfer_groups:
             self.groups[transfer_group.name] = process_group.connect(
                 transfer_group, self.name, PrefixStore("ours", store), torch.device("cpu"), TIMEOUT_S
+            )
+            pairs = {name: KeyPair(*pair) for name, pair in self.facts["keys"].items()}
+            keys = GroupKeys(pairs[self.name], {name: pair.public for name, pair in pairs.items()})
+            met = Meeting("127.0.0.1", port, "ours over TCP", keys)
+            self.tcp_groups[transfer_group.name] = met.connect(
+                transfer_group, self.name, torch.device("cpu"), TIMEOUT_S
             )
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         world_size = self.facts["trainers"] + self.facts["engines"]
@@ -152,6 +165,10 @@ class Process:
     def run(self) -> dict[str, int]:
         """Our way; return the bytes counted on each link."""
         return self.bound.run(TIMEOUT_S)
+
+    def run_over_tcp(self) -> dict[str, int]:
+        """Our way, authenticated and encrypted."""
+        return self.bound_over_tcp.run(TIMEOUT_S)
 
     def broadcast(self) -> None:
         """Gather each tensor on the first trainer, broadcast it whole, keep a part."""
@@ -219,7 +236,13 @@ def fewest_bytes(model: ModelShape, engines: list[Layout]) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        each if not number else pytest.param(each, marks=pytest.mark.long(minutes=1))
+        for number, each in enumerate(CASES)
+    ],
+)
 def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
     config, training, serving = CASES[case]
     model = from_config(config, "bfloat16")
@@ -233,7 +256,9 @@ def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
         allow_alias=False,
     )
     given, boxes = gathers(sources, len(model.tensors))
-    facts = {"trainers": len(sources), "engines": len(engines), "gathers": given, "boxes": boxes}
+    pairs = {name: new_key_pair() for name in layouts}
+    keys = {name: (pair.public, pair.secret) for name, pair in pairs.items()}
+    facts = {"trainers": len(sources), "engines": len(engines), "gathers": given, "boxes": boxes, "keys": keys}
     members = {
         name: (layout.encode(held), program.encode(plan.programs[name]), facts) for name, held in layouts.items()
     }
@@ -254,7 +279,7 @@ def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
     turns, seconds = benchmark.extra_info.pop("turns"), benchmark.stats.stats.data
     report(
         benchmark,
-        {"tandem": seconds, "gathered, broadcast whole": turns},
+        {"tandem": seconds, "tandem over TCP, encrypted": turns["tcp"], "gathered, broadcast whole": turns["whole"]},
         title=f"{case}: {num_bytes / 1e6:.0f} MB, {len(model.tensors)} tensors, {len(layouts)} processes",
         num_bytes=num_bytes,
         against="gathered, broadcast whole",
@@ -307,13 +332,20 @@ def measure(benchmark: BenchmarkFixture, remotes: dict[str, Remote]) -> dict[str
         port = free.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     everywhere("connect", port)
-    turns = Turns({"whole": broadcast})
+
+    def over_tcp() -> float:
+        prepare()
+        seconds = seconds_of(lambda: everywhere("run_over_tcp"))
+        check()
+        return seconds
+
+    turns = Turns({"whole": broadcast, "tcp": over_tcp})
 
     def set_up() -> None:
         turns.round()
         prepare()
 
     benchmark.pedantic(run, setup=set_up, teardown=check, rounds=NUM_ROUNDS, warmup_rounds=1)
-    benchmark.extra_info["turns"] = turns.last(NUM_ROUNDS)["whole"]
+    benchmark.extra_info["turns"] = turns.last(NUM_ROUNDS)
     del store
     return counted

@@ -8,7 +8,8 @@ digests cost a generation that runs beside them is measured by `test_refit_verif
 Setting up (binding, process groups, queues) is not timed; nor is training, which ours needs to be finished just as
 every other way does. With two senders each holds half of the rows of each tensor, and sends them to every receiver.
 
-``BENCHMARK_MB=64`` makes a quick run of the same. Ray takes part where it is installed.
+``BENCHMARK_MB=64`` makes a quick run of the same. Ray takes part where it is installed. 4 GB, and other numbers of
+senders and receivers than one, are for ``--long``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tandem.refit.weight_client import WeightClient, Weights
 SIZES_MB = {"512 MB": 512, "4 GB": 4096}
 if size := os.environ.get("BENCHMARK_MB", sized("", "63")):
     SIZES_MB = {f"{size} MB": int(size)}
+LARGE_MB = 1000
 MB_A_LAYER = 62.93
 LOCAL_LAYERS = 8
 """What memcpy copies from, over and over: far more than any cache."""
@@ -426,12 +428,21 @@ def available_gigabytes() -> float:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("size", SIZES_MB)
+@pytest.mark.parametrize(
+    ("num_senders", "num_receivers"),
+    [(1, 1), *(pytest.param(*both, marks=pytest.mark.long(minutes=1)) for both in [(1, 2), (2, 1), (2, 2)])],
+)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, marks=[pytest.mark.long(minutes=2)] if megabytes > LARGE_MB else [])
+        for size, megabytes in SIZES_MB.items()
+    ],
+)
 def test_refit_over_shared_memory(
     benchmark: BenchmarkFixture, tmp_path: Path, size: str, num_senders: int, num_receivers: int
 ) -> None:
-    is_large = SIZES_MB[size] > 1000
+    is_large = SIZES_MB[size] > LARGE_MB
     gigabytes = SIZES_MB[size] / 1000
     num_layers, num_rounds = max(1, round(SIZES_MB[size] / MB_A_LAYER)), 3 if is_large else 5
     needed = (2 if is_large and num_receivers == 1 else 1) + num_receivers + 0.5

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from measure import Turns
+from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, sized
 
@@ -104,6 +104,7 @@ def check(records: list[RefitRecord], way: str, num_rollouts: int) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long(minutes=2)
 @pytest.mark.parametrize("num_rollouts", [1, 2])
 def test_refit_of_a_small_model(benchmark: BenchmarkFixture, tmp_path: Path, num_rollouts: int) -> None:
     records: dict[str, list[RefitRecord]] = {way: [] for way in WAYS}
@@ -129,6 +130,12 @@ def test_refit_of_a_small_model(benchmark: BenchmarkFixture, tmp_path: Path, num
         table[way]["transfer, 95%"] = round(statistics.quantiles(by_phase["transfer"], n=20)[-1], 3)
         table[way]["transfer, best"] = round(min(by_phase["transfer"]), 3)
     benchmark.extra_info.update({"median ms": table, "refits of each": len(found), "load": os.getloadavg()})
+    first, *others = table
+    keep_ratios(
+        benchmark,
+        f"transfer, times as long as {first}",
+        {w: table[w]["transfer"] / table[first]["transfer"] for w in others},
+    )
     print(f"\n{NUM_TENSORS} tensors, 14 MB, {num_rollouts} engines; {len(found)} refits of each way; medians in ms")
     for way, phases in table.items():
         print(f"{way:24}" + ", ".join(f"{phase} {ms:.2f}" for phase, ms in phases.items()))

@@ -29,7 +29,7 @@ from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.samples.model_files import write_new_model
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = sized(3, 1, long=7)
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))
 NUM_GROUPS, NUM_SAMPLES, NUM_PROMPT, NUM_NEW = 4, 4, 16, 16
 VOCABULARY = 2048
@@ -178,7 +178,9 @@ class Bench:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("alias", [False, True], ids=["copied", "read in place"])
+@pytest.mark.parametrize(
+    "alias", [False, pytest.param(True, marks=pytest.mark.long(minutes=1))], ids=["copied", "read in place"]
+)
 def test_verification_until_the_first_token(benchmark: BenchmarkFixture, tmp_path: Path, alias: bool) -> None:
     config = model_config(tmp_path)
     folder = str(tmp_path / "model")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.samples.batch import Batch
@@ -50,6 +51,9 @@ def test_with_replay_they_agree(noise: str, tmp_path: Path, benchmark: Benchmark
             ("largest", values.max()),
         )
     }
+    if noise != "none":
+        less = {"replayed": float((own.mean() - 1) / (replayed.mean() - 1))}
+        keep_ratios(benchmark, "token_mult_prob_error above 1, times less than by own routes", less, aim=2)
     print(f"{noise}: {benchmark.extra_info}")
     if noise == "none":
         assert abs(replayed - own).max() < 1e-6

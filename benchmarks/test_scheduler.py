@@ -14,6 +14,7 @@ import time
 from collections import deque
 
 import pytest
+from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common.messages import (
@@ -218,7 +219,9 @@ class Simulation:
 
 
 @pytest.mark.benchmark(group="scheduler")
-@pytest.mark.parametrize(("num_engines", "num_groups"), [(10, 1_000), (1_000, 100_000)])
+@pytest.mark.parametrize(
+    ("num_engines", "num_groups"), [(10, 1_000), pytest.param(1_000, 100_000, marks=pytest.mark.long(minutes=3))]
+)
 def test_microseconds_an_event(benchmark: BenchmarkFixture, num_engines: int, num_groups: int) -> None:
     simulations: dict[type[Agenda[Tables]], list[Simulation]] = {Agenda: [], AskEverything: []}
 
@@ -246,6 +249,7 @@ def test_microseconds_an_event(benchmark: BenchmarkFixture, num_engines: int, nu
             "last step, of the second": round(of_step[-1] / of_step[0], 3),
         }
     )
+    keep_ratios(benchmark, "times as long as the agenda", {"asking every rule": ratio})
     print(
         f"\n{num_engines} engines, {num_groups} groups, {num_events} events: {statistics.median(of_step):.1f} us an "
         f"event, {statistics.median(asking_everything):.1f} asking every rule ({ratio:.2f} times as long); the last "

@@ -19,14 +19,15 @@ from typing import Any
 import importing
 import psutil
 import pytest
-from measure import Turns
+from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.launch.fork_server import Child, ForkServer
+from tandem.launch.child import Child
+from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = sized(3, 1, long=7)
 SERVICES = sized(("trainer", "rollout", "rollout"), ("trainer", "rollout"))
 TIMEOUT_S = 120.0
 Started = Child | subprocess.Popen[bytes]
@@ -123,6 +124,7 @@ def test_start(benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.
             "all": {n: w.found for n, w in ways.items()},
         }
     )
+    keep_ratios(benchmark, "commands, times what forked takes", ratios)
     print(f"\n{'medians':28}{'commands':>12}{'forked':>12}{'times':>8}")
     for what, ratio in ratios.items():
         print(f"{what:28}{medians['commands'][what]:12.3f}{medians['forked'][what]:12.3f}{ratio:8.2f}")

@@ -9,14 +9,18 @@ H100's dense bfloat16 peak, 989 TFLOP/s (NVIDIA's data sheet), unless ``BENCHMAR
 
 What limits a step is told by the share of its time that kernels of matrix products, of attention and of all else take.
 
+Each is measured as it is and with fused kernels (``policy.compile``), one after the other, and the ratio is told.
+
 Without a GPU this skips. ``BENCHMARK_DEVICE=cpu`` runs all of it with tiny shapes, to try the code.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +29,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from measure import Turns, seconds_of
+from measure import keep_ratios, seconds_of
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
-from tandem.config import build_config
+from tandem.config import Config, build_config
 from tandem.samples.batch import Batch
 from tandem.trainer import step
+from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
@@ -126,26 +131,16 @@ def shares_of_kernels(run: Any) -> dict[str, float]:
     return {kind: spent / total for kind, spent in times.items()}
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings("ignore")  # of what Megatron-Core imports
-@pytest.mark.skipif(not IS_TRIAL and not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("size", SHAPES)
-@pytest.mark.usefixtures("process_group")
-def test_tokens_a_second(
-    benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, name: str
-) -> None:
-    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
-    torch.manual_seed(0)
-    settings = transformers.Qwen3Config(**COMMON | SHAPES[size] | (TINY if IS_TRIAL else {}))
-    transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(tmp_path)
+def configured(folder: Path, name: str, *, is_compiled: bool) -> Config:
+    """Return the configuration of a backend."""
     num_tokens = LONGEST if IS_TRIAL else 2 * LONGEST
-    config = build_config(
+    return build_config(
         {
             "algorithm": "sft",
             "policy": {
-                "model_name": str(tmp_path),
+                "model_name": str(folder),
                 "precision": "bfloat16",
+                "compile": is_compiled,
                 "max_total_sequence_length": LONGEST,
                 "train_global_batch_size": NUM_SEQUENCES,
                 "train_micro_batch_size": 1,
@@ -160,33 +155,72 @@ def test_tokens_a_second(
             "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
         }
     )
+
+
+def one_step(backend: Backend, batch: Batch, config: Config) -> None:
+    """Take an optimizer step, and wait for it."""
+    step.train(backend, batch.table(), batch, config)
+    if not IS_TRIAL:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore")  # of what Megatron-Core imports
+@pytest.mark.skipif(not IS_TRIAL and not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.usefixtures("process_group")
+def test_tokens_a_second(
+    benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, name: str
+) -> None:
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
+    torch.manual_seed(0)
+    settings = transformers.Qwen3Config(**COMMON | SHAPES[size] | (TINY if IS_TRIAL else {}))
+    transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(tmp_path)
     batch = random_batch(settings.vocab_size)
-    backend = make_backend(config, checkpoint=None)
-
-    def train() -> None:
-        step.train(backend, batch.table(), batch, config)
-        if not IS_TRIAL:
-            torch.cuda.synchronize()
-
-    turns = Turns({name: lambda: seconds_of(train)})
-    benchmark.pedantic(turns.round, rounds=NUM_ROUNDS, warmup_rounds=1)
-    shares = shares_of_kernels(train)
-    median = statistics.median(turns.last(NUM_ROUNDS)[name])
     tokens = int(batch.lengths_S.sum())
-    utilisation = model_flops(settings, backend.num_parameters, batch.lengths_S) / median / PEAK_FLOPS
-    peak_gb = 0.0 if IS_TRIAL else torch.cuda.max_memory_allocated() / 1e9
+    found: dict[str, dict[str, Any]] = {}
+    for kernels, is_compiled in (("plain", False), ("fused", True)):
+        if not IS_TRIAL:
+            torch.cuda.reset_peak_memory_stats()
+        config = configured(tmp_path, name, is_compiled=is_compiled)
+        backend = make_backend(config, checkpoint=None)
+        train = partial(one_step, backend, batch, config)
+        train()  # kernels are made
+        times = [seconds_of(train) for _ in range(NUM_ROUNDS)]
+        if is_compiled:
+            benchmark.pedantic(train, rounds=1)
+        median = statistics.median(times)
+        found[kernels] = {
+            "median step seconds": median,
+            "tokens a second": tokens / median,
+            "model FLOPs utilisation": model_flops(settings, backend.num_parameters, batch.lengths_S)
+            / median
+            / PEAK_FLOPS,
+            "peak memory, GB": 0.0 if IS_TRIAL else torch.cuda.max_memory_allocated() / 1e9,
+            "share of the device's time": shares_of_kernels(train),
+        }
+        num_parameters = backend.num_parameters
+        backend.close()
+        del backend, train
+        gc.collect()
+        if not IS_TRIAL:
+            torch.cuda.empty_cache()
+    ratio = found["plain"]["median step seconds"] / found["fused"]["median step seconds"]
     benchmark.extra_info.update(
         {
             "device": "cpu, tiny shapes" if IS_TRIAL else torch.cuda.get_device_name(),
-            "parameters": backend.num_parameters,
+            "parameters": num_parameters,
             "tokens": tokens,
-            "median step seconds": median,
-            "tokens a second": tokens / median,
-            "model FLOPs utilisation": utilisation,
-            "peak memory, GB": peak_gb,
-            "share of the device's time": shares,
+            "plain seconds / fused seconds": ratio,
+            **found,
         }
     )
-    told = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
-    print(f"\n{size} {name}: {tokens / median:.0f} tokens/s, {utilisation:.1%} of the peak, {peak_gb:.1f} GB; {told}")
-    backend.close()
+    keep_ratios(benchmark, "times as fast as plain kernels", {f"{size} {name}": ratio})
+    for kernels, each in found.items():
+        told = ", ".join(f"{kind} {share:.0%}" for kind, share in each["share of the device's time"].items())
+        print(
+            f"\n{size} {name}, {kernels}: {each['tokens a second']:.0f} tokens/s, "
+            f"{each['model FLOPs utilisation']:.1%} of the peak, {each['peak memory, GB']:.1f} GB; {told}"
+        )
+    print(f"{size} {name}: fused kernels {ratio:.2f} times as fast")

@@ -6,6 +6,9 @@ clipping, torch's AdamW), and `train_step` of each backend, alone in its process
 entropy of each distribution, and in float64 what it reports. Two numbers of each turn: until the gradients are there,
 and with clipping and the optimizer. Loss and gradient norm of every turn must be those of the loop.
 
+No way can be faster than the matrix products of a step (`matrix_products`), which take their turn like everybody: what
+they take alone, over what a way takes, is the share of the bound that it reaches. The aim is 0.8.
+
 Seconds are the processor's, of all threads, so that other work on the machine disturbs them less. Freed memory stays
 with the process: glibc would give it back now and then, and that what lies at the end of the heap is one way's or
 another's decides who takes it again, which is up to 3% of a step.
@@ -27,21 +30,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from measure import Turns
+from matrix_products import MatrixProducts, capability, products_of, seen
+from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import build_config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
+from tandem.trainer.batching.padding import pad
 from tandem.trainer.losses import Counts, make_loss
-from tandem.trainer.micro_batches import pad
 
 NUM_SEQUENCES, LENGTH = sized((8, 256), (2, 32))
 NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
-NUM_ROUNDS = 25
+NUM_ROUNDS = sized(7, 1, long=25)
 RATE, CLIP = 1e-6, 1.0
 LOOP = "hugging face"
+PRODUCTS = "matrix products"
+AIM = 0.8
+"""Of the bound."""
 ADAM = {"lr": RATE, "min_lr": RATE, "weight_decay": 0.0}
 WAYS: dict[str, dict[str, Any]] = {
     "dtensor": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": RATE, "weight_decay": 0.0}}},
@@ -108,6 +115,28 @@ class Way:
 
     def step(self) -> None:
         raise NotImplementedError
+
+
+class Products(Way):
+    """What no step can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = NUM_SEQUENCES * LENGTH
+        self.products = MatrixProducts(
+            products_of(
+                MODEL,
+                rows=rows,
+                outputs=rows,
+                sequences=NUM_SEQUENCES,
+                queries=LENGTH,
+                keys=seen(LENGTH),
+                trains=True,
+            )
+        )
+
+    def step(self) -> None:
+        self.products.run()
 
 
 class Loop(Way):
@@ -186,7 +215,8 @@ def test_backends_against_a_plain_loop(benchmark: BenchmarkFixture, folder: Path
     loop = Loop(folder, token_ids_BT)
     ways: dict[str, Way] = {name: Backend(folder, token_ids_BT, policy) for name, policy in WAYS.items()}
     ways[LOOP] = loop
-    turns = Turns({name: way.turn for name, way in ways.items()})
+    products = Products()
+    turns = Turns({name: way.turn for name, way in {**ways, PRODUCTS: products}.items()})
 
     def a_round() -> None:
         turns.round()
@@ -196,6 +226,7 @@ def test_backends_against_a_plain_loop(benchmark: BenchmarkFixture, folder: Path
 
     benchmark.pedantic(a_round, rounds=NUM_ROUNDS, warmup_rounds=2)
     steps = turns.last(NUM_ROUNDS)
+    alone = steps.pop(PRODUCTS)
     seconds = {
         "forward and backward": {name: way.passes[-NUM_ROUNDS:] for name, way in ways.items()},
         "whole step": steps,
@@ -205,20 +236,34 @@ def test_backends_against_a_plain_loop(benchmark: BenchmarkFixture, folder: Path
         what: {name: statistics.median(np.divide(of[LOOP], times)) for name, times in of.items()}
         for what, of in seconds.items()
     }
+    reached = {
+        what: {name: statistics.median(np.divide(alone, times)) for name, times in of.items()}
+        for what, of in seconds.items()
+    }
+    rate = products.products.num_operations / statistics.median(alone)
     benchmark.extra_info.update(
         {
             "parameters": loop.model.num_parameters(),
             "load average of the machine": os.getloadavg(),
+            "vectors": capability(),
+            "matrix products: operations a second, one thread": rate,
             "pages taken in a step, medians": {
                 name: statistics.median(way.faults[-NUM_ROUNDS:]) for name, way in ways.items()
             },
-            "median seconds": medians,
+            "median seconds": medians | {PRODUCTS: statistics.median(alone)},
             f"times as fast as {LOOP}, medians of the rounds' ratios": shares,
-            "seconds": seconds,
+            f"share of the bound, {PRODUCTS}, medians of the rounds' ratios": reached,
+            "seconds": seconds | {PRODUCTS: alone},
         }
     )
+    for what in seconds:
+        of_backends = {name: shares[what][name] for name in WAYS}
+        keep_ratios(benchmark, f"{what}, times as fast as {LOOP}", of_backends)
+    for what in seconds:
+        keep_ratios(benchmark, f"{what}, share of the bound", reached[what], aim=AIM)
     print(f"\n{loop.model.num_parameters() / 1e6:.1f}M parameters, {NUM_SEQUENCES} x {LENGTH} tokens, one thread")
-    print(f"{'':24}{'way':14}{'median ms':>11}{'times as fast':>15}")
+    print(f"{PRODUCTS} alone: {1e3 * statistics.median(alone):.1f} ms, {rate / 1e9:.0f} GFLOP/s ({capability()})")
+    print(f"{'':24}{'way':14}{'median ms':>11}{'times as fast':>15}{'of the bound':>14}")
     for what, of in medians.items():
         for name, median in of.items():
-            print(f"{what:24}{name:14}{1e3 * median:11.1f}{shares[what][name]:15.3f}")
+            print(f"{what:24}{name:14}{1e3 * median:11.1f}{shares[what][name]:15.3f}{reached[what][name]:14.3f}")

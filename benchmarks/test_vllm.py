@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from measure import Turns, report, seconds_of
+from measure import Turns, keep_ratios, report, seconds_of
 from smoke import sized
 
 from tandem.rollout.engines.vllm import insides
@@ -213,6 +213,7 @@ def test_tokens_per_second(benchmark: Any, name: str, tmp_path: Path) -> None:
             "load": os.getloadavg(),
         }
     )
+    keep_ratios(benchmark, "times as fast as the embedded engine", {f"vLLM, {name}": rates["vLLM"] / rates["embedded"]})
     print(f"\n{NUM_PROMPTS} prompts, {name} lengths, {num_tokens} tokens: {rates} tokens/s, medians of {NUM_ROUNDS}")
 
 
@@ -248,11 +249,95 @@ def test_seed_of_each_request(benchmark: Any, tmp_path: Path, monkeypatch: pytes
     benchmark.extra_info.update(
         {"median seconds": medians, "seconds": turns.last(num_rounds), "ratio": ratio, "load": os.getloadavg()}
     )
+    keep_ratios(benchmark, "processor time, times one generator's", {"a seed of each request": ratio})
     print(
         f"\n{len(requests)} requests, {num_tokens} tokens: {medians} CPU seconds; a seed of each costs {ratio - 1:.1%}"
     )
 
 
+DEEP = {
+    "hidden_size": 512,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+}
+"""About 200 MB in float32, of which a draft of one layer has a sixteenth."""
+NUM_DRAFTED = 4
+DRAFTS = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTED, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": NUM_DRAFTED},
+}
+
+
+def make_pair(folder: Path) -> Any:
+    """Make a policy whose first layer says most, and of that layer a draft; return the policy."""
+    policy = make_model(folder / "policy", sized(DEEP, {**SMALL, "num_hidden_layers": 2}))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(3.0)  # so that tokens are not all as likely
+        for layer in policy.model.layers[1:]:
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+    config = transformers.Qwen3Config(**{**policy.config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+    draft = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wanted = draft.state_dict()
+    draft.load_state_dict({name: tensor for name, tensor in policy.state_dict().items() if name in wanted})
+    draft.save_pretrained(folder / "draft")
+    return policy
+
+
+@pytest.mark.long(minutes=5)
+@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts(benchmark: Any, width: int, temperature: float, tmp_path: Path) -> None:
+    """Speculative decoding beside without: tokens a second of processor time, and tokens in each step of a request."""
+    policy, num_rounds = make_pair(tmp_path), sized(3, 1)
+    requests = [
+        msgspec.structs.replace(
+            each,
+            prompt_ids=each.prompt_ids[:8] * 2,  # n-grams have something to find
+            sampling=msgspec.structs.replace(each.sampling, temperature=temperature),
+        )
+        for each in make_requests([sized(NUM_NEW, 4)] * sized(width, 1))
+    ]
+    rates: dict[str, float] = {}
+    per_step: dict[str, float] = {}
+    for kind, speculation in DRAFTS.items():
+        if kind == "ngram" and importlib.util.find_spec("numba") is None:
+            continue
+        extra: dict[str, Any] = {"kv_cache_memory_bytes": CACHE_BYTES}
+        if speculation is not None:
+            model = {"model": str(tmp_path / "draft")} if kind == "draft_model" else {}
+            extra["speculative_config"] = {**speculation, **model}
+        engine = VllmEngine(tmp_path / "policy", VllmCfg(precision="float32", max_model_len=MAX_LENGTH), extra=extra)
+        try:
+            install(engine, share(policy), allow_alias=False)
+            engine.apply(0, 60.0)
+            seconds, num_steps, num_tokens = [], 0, 0
+            for _ in range(1 + num_rounds):
+                engine._llm.reset_caches()
+                before, num_steps = time.process_time(), 0
+                for request in requests:
+                    engine.add_request(request)
+                num_tokens = 0
+                while engine.num_unfinished:
+                    num_tokens += sum(len(completion.token_ids_T) for completion in engine.step())
+                    num_steps += 1
+                seconds.append(time.process_time() - before)
+        finally:
+            engine.close()
+        rates[kind] = num_tokens / median(seconds[1:])
+        per_step[kind] = num_tokens / len(requests) / num_steps
+    benchmark.pedantic(lambda: None)
+    ratios = {kind: rate / rates["none"] for kind, rate in rates.items()}
+    benchmark.extra_info.update({"tokens/s": rates, "tokens a step": per_step, "ratio": ratios})
+    keep_ratios(benchmark, f"times as fast as without drafts, {width} at temperature {temperature:g}", ratios)
+    print(f"\n{len(requests)} requests at temperature {temperature}: {rates} tokens/s, {per_step} a step, {ratios}")
+
+
+@pytest.mark.long(minutes=1)
 def test_start(benchmark: Any, tmp_path: Path) -> None:
     """From nothing to an engine that waits for its weights: a process for each start."""
     make_model(tmp_path, SMALL)
@@ -274,6 +359,8 @@ def test_start(benchmark: Any, tmp_path: Path) -> None:
         for kind, found in parts.items()
     }
     benchmark.extra_info.update({"median seconds": medians, "seconds": parts, "load": os.getloadavg()})
+    starts = {kind: sum(each.values()) for kind, each in medians.items()}
+    keep_ratios(benchmark, "seconds to start, times vLLM's", {"embedded": starts["embedded"] / starts["vllm"]})
     print(f"\nuntil an engine waits for weights, seconds, medians of {NUM_STARTS}: {medians}")
 
 

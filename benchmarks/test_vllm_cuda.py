@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from measure import Turns, report, seconds_of
+from measure import Turns, keep_ratios, report, seconds_of
 
 from tandem.rollout.engines.vllm import insides
 
@@ -249,6 +249,7 @@ def test_tokens_and_sleep(benchmark: Any, bench: Bench) -> None:
     benchmark.pedantic(turn, rounds=NUM_ROUNDS, warmup_rounds=1)
     medians = {what: median(values[-NUM_ROUNDS:]) for what, values in found.items()}
     benchmark.extra_info.update({**medians, "bytes of weights": bench.num_bytes, "device": device()})
+    keep_ratios(benchmark, "bytes freed by sleep, of the weights", {"vLLM": medians["bytes freed"] / bench.num_bytes})
     print(f"\n{bench.num_bytes / 1e9:.2f} GB of weights, {NUM_PROMPTS} prompts x {NUM_NEW} tokens: {medians}")
 
 
@@ -270,6 +271,8 @@ def test_colocated_steps(benchmark: Any, size: str, tmp_path: Path) -> None:
     memory = {name: value for name, value in steps[-1].metrics.items() if name.startswith("memory_")}
     tokens = median(step.metrics["tokens_per_s"] for step in steps)
     benchmark.extra_info.update({"median seconds": seconds, "memory": memory, "tokens/s": tokens, "device": device()})
+    parts = {part: s / seconds["total"] for part, s in seconds.items() if part != "total"}
+    keep_ratios(benchmark, f"share of a step, {size}", parts)
     print(f"\n{size}: median seconds {seconds}; tokens/s {tokens}; {memory}")
 
 

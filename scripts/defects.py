@@ -160,6 +160,54 @@ DEFECTS = (
         "    if watches",
         "tests/unit/test_reward_workers.py::test_a_worker_that_is_killed_takes_all_that_it_has_started_along",
     ),
+    Defect(
+        "samples of two models share the keys and values of one prompt",
+        "return (*super()._shared_by(request), version_of(request))",
+        "return super()._shared_by(request)",
+        "tests/unit/test_adapters_engine.py::test_requests_of_several_versions_in_one_batch_are_those_of_each_alone",
+    ),
+    Defect(
+        "adapters that have changed in memory are still computed with",
+        "if digests != again.digests and self._held.get(other) is again:",
+        "if self._held.get(other) is None:",
+        "tests/unit/test_adapters_engine.py::test_each_version_has_the_trainers_digests_and_a_damaged_one_is_dropped",
+    ),
+    Defect(
+        "a model with many requests has all places of an engine",
+        "waiting = _in_turns(waiting, running)",
+        "waiting = [*waiting]",
+        "tests/unit/test_adapters_engine.py::test_versions_have_equal_shares_of_the_places_and_a_broken_one_is_told",
+    ),
+    Defect(
+        "what a lost trainer has taken along is recorded as if it had been done",
+        "if attempt == self.attempt:",
+        "if attempt <= self.attempt:",
+        "tests/unit/test_tinker_record.py::test_what_a_lost_trainer_has_taken_along_is_not_recorded",
+    ),
+    Defect(
+        "a frame of calls is believed as it is read",
+        "if not is_right or xxhash.xxh3_64_intdigest(message) != digest:",
+        "if not is_right:",
+        "tests/unit/test_tinker_record.py::test_no_bit_changes_unnoticed",
+    ),
+    Defect(
+        "a full record loses what is being trained",
+        "if each not in self._files and each != model), None)",
+        "if each != model), None)",
+        "tests/unit/test_tinker_record.py::test_the_record_of_a_model_that_is_trained_is_not_deleted",
+    ),
+    Defect(
+        "whoever may load a published state may delete it",
+        "_, folder = self.own(path, owner)",
+        "_, folder = self.find(path, owner)",
+        "tests/unit/test_tinker_checkpoints.py::test_what_is_published_is_found_by_others_and_changed_by_its_owner_alone",
+    ),
+    Defect(
+        "a link is for any file",
+        'expected = self._signature(f"{model_id}/{name}/{file}", expires)',
+        'expected = self._signature(f"{model_id}/{name}/a b.safetensors", expires)',
+        "tests/unit/test_tinker_checkpoints.py::test_a_link_is_for_one_file_of_one_state_of_one_server",
+    ),
 )
 
 

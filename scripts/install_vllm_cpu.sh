@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 NOT_NEEDED = {
     "torchaudio", "torchcodec", "torchvision",
     "anthropic", "blake3", "depyf", "ijson", "intel-openmp", "lark", "lm-format-enforcer", "mcp", "mistral-common",
-    "model-hosting-container-standards", "ninja", "numba", "opencv-python-headless", "outlines-core",
+    "model-hosting-container-standards", "ninja", "opencv-python-headless", "outlines-core",
     "prometheus-fastapi-instrumentator", "python-json-logger", "setproctitle", "setuptools", "six", "watchfiles",
 }
 KERNELS = {

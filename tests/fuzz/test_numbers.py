@@ -19,7 +19,7 @@ from tandem.common.wire import Codec, encode
 from tandem.config import build_config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
-from tandem.coordinator.algorithms.grpo import training_batch
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.processes.reply_checks import finite
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score

@@ -74,12 +74,32 @@ def test_numbers_are_those_of_cpus(backend: str, shape: str, tmp_path: Path, mon
     assert all(refit.digest and not refit.quarantined for refit in refits)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="2 trainers need a GPU each")
+def test_shared_experts_compute_what_those_of_cpus_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = {
+        "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
+        "policy": {"new_model": {"config": experts}, "dtensor_cfg": {"expert_parallel_size": 2}},
+        "cluster": {"trainers": 2},
+    }
+    monkeypatch.chdir(tmp_path)
+    there = run("gpu", config, monkeypatch, on_gpu=True)
+    here = run("cpu", config, monkeypatch, on_gpu=False)
+    for gpu, cpu in zip(there, here, strict=True):
+        for metric in ("loss", "grad_norm", "reward", "token_mult_prob_error"):
+            assert gpu[metric] == pytest.approx(cpu[metric], rel=TOLERANCE, abs=TOLERANCE), metric
+    assert all(refit.digest and not refit.quarantined for refit in refits_of("gpu"))
+
+
 @pytest.mark.skipif(IS_RUNNING, reason="a simulated GPU lacks the kernel of packed rows in bfloat16")
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_rows_in_bfloat16_are_as_on_cpus(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_in_bfloat16_are_as_on_cpus(
+    backend: str, is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if backend == "megatron":
         pytest.importorskip("megatron.core")
-    config = {
+    config: dict[str, Any] = {
         "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
         "policy": {
             "new_model": {"config": {"head_dim": 64, "num_key_value_heads": 2}},
@@ -89,8 +109,9 @@ def test_packed_rows_in_bfloat16_are_as_on_cpus(backend: str, tmp_path: Path, mo
             **BACKENDS[backend],
         },
     }
+    compiled = {**config, "policy": {**config["policy"], "compile": is_compiled}}
     monkeypatch.chdir(tmp_path)
-    there = run("gpu", config, monkeypatch, on_gpu=True)
+    there = run("gpu", compiled, monkeypatch, on_gpu=True)
     here = run("cpu", config, monkeypatch, on_gpu=False)
     # Both sides begin with the same weights and samples; a step of bfloat16 rounds to other weights, and other samples.
     for metric in ("loss", "grad_norm", "reward"):

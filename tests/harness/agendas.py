@@ -76,7 +76,7 @@ class Checked(AskEverything):
             (tables.requests, Table.REQUESTS, {}),
             (tables.groups, Table.GROUPS, {"_steps": Table.READY, "_stored": Table.STORED, "_awaited": Table.STORED}),
             (tables.assignment, Table.WAITING, {}),
-            (tables.engines, Table.ENGINES, {"_leaving": Table.LEAVING, "invalidated": Table.INVALIDATED}),
+            (tables.engines, Table.ENGINES, {"draining": Table.LEAVING, "invalidated": Table.INVALIDATED}),
             (tables.joining, Table.JOINING, {}),
             (weights, Table.WEIGHTS, {}),
             (weights.verification, Table.WEIGHTS, {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
@@ -66,6 +66,8 @@ class Tap:
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
         self.bytes_ = bytearray()
         """Of both directions, as they came."""
+        self.change: Callable[[bytes], bytes] = bytes
+        """What is passed on in the place of what came."""
         self._ends: list[socket.socket] = []
         self._kept_open: set[socket.socket] = set()
         """Ends on the side of the other port that do not hear when the connection behind them breaks."""
@@ -110,7 +112,7 @@ class Tap:
         with contextlib.suppress(OSError):
             while came := source.recv(1 << 16):
                 self.bytes_ += came
-                to.sendall(came)
+                to.sendall(self.change(came))
         if to not in self._kept_open:
             with contextlib.suppress(OSError):
                 to.shutdown(socket.SHUT_WR)

@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 from tests.harness.descriptors import limited
 
 WAIT_S = 30.0
+END_S = 120.0
+"""Longest time of a server's end: the interpreter of one that has imported torch takes a second of a core for it, for
+which it waits on a machine with much else to do."""
 Address = tuple[str, int]
 
 ENGINE = """
@@ -45,7 +48,7 @@ exporter.close()
 """
 PAGE = """
 from tandem.observe.page.program import serve
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
 
 with Journal.create(Path("run"), b"{}", "grpo"):
     ends_with_input()
@@ -57,7 +60,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.engine_servers import EngineServersFile
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.proxy import serve_run
 
@@ -120,9 +123,9 @@ def web_server(kind: str, limit: int = 1024) -> Iterator[Server]:
         try:
             assert process.stdout is not None
             parts = urlsplit(process.stdout.readline().strip())
-            assert parts.hostname is not None, process.communicate("", timeout=WAIT_S)[1]
+            assert parts.hostname is not None, process.communicate("", timeout=END_S)[1]
             yield Server(process, (parts.hostname, parts.port or 0))
-            _, errors = process.communicate("", timeout=WAIT_S)
+            _, errors = process.communicate("", timeout=END_S)
             assert process.returncode == 0, errors
             assert "Traceback" not in errors, errors
         finally:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: Debian's package is called chromium")

@@ -16,7 +16,9 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.observe.run_folder.journal import Journal, StepRecord, read_journal
+from tandem.observe.run_folder.calls import CallRecord, record_calls
+from tandem.observe.run_folder.journal import StepRecord, read_journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_record import write_shard
 from tests.harness.runs.running import Command, coordinator, steps_of, write_config
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
@@ -81,6 +83,9 @@ def make_hostile(run: Path, copy: Path) -> None:
         hostile = type(table).from_pylist(rows, schema=table.schema)
         write_shard(shard.parent, journal.run_id, 1, "rollout-0", hostile)
         journal.record_event(HOSTILE, HOSTILE)
+        call = {"kind": "sample", "key": "me", "num_sequences": 2, "num_tokens": 30, "seconds": 0.5, "ended_at": 1e9}
+        outcomes = (("model-1", "done"), (HOSTILE, HOSTILE), ("model-1", "done"))
+        record_calls(journal, [CallRecord(**call, model=model, outcome=outcome) for model, outcome in outcomes])
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +331,24 @@ def test_every_panel_has_data_and_fits_a_phone(ended: Shown, chromium: Any) -> N
                 page.wait_for_selector(has_data[panel])
                 widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
                 assert widths[0] <= widths[1], (panel, options)
+
+
+def test_calls_are_shown_of_runs_that_clients_drive_and_of_no_other(shown: Shown, chromium: Any) -> None:
+    with visit(chromium, f"{shown.url}#curves?run=0&runs=0") as page:
+        page.wait_for_selector("[data-metric=reward] canvas")
+        assert not page.is_visible("#tabs a[data-tab=calls]")
+    with visit(chromium, f"{shown.url}#curves?run=2&runs=2") as page:
+        page.click("#tabs a[data-tab=calls]")
+        page.wait_for_selector("[data-table=models] tbody tr")
+        rows = page.locator("[data-table=models] tbody tr").all()
+        cells = [row.locator("td").all_inner_texts()[:7] for row in rows]
+        assert cells == [
+            ["model-1", "me", "2", "4", "60", "1.00 s", "0"],
+            [HOSTILE, "me", "1", "2", "30", "500 ms", "1"],
+        ]
+        outcomes = page.locator("[data-table=calls] tbody td:last-child").all_inner_texts()
+        assert outcomes == ["done", HOSTILE, "done"]
+        assert page.evaluate("window.ran") is None
 
 
 def test_the_timeline_shows_lanes_and_the_flame_of_a_step(ended: Shown, chromium: Any) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tandem.common.messages import ImageRef, SampleScored
 from tandem.observe.report.report import write_report
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.batch import Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker

@@ -38,7 +38,8 @@ from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Draining, Event, Joined, Lost
 from tandem.samples.batch import Batch

@@ -28,8 +28,9 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
+from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.known_processes import KnownProcesses, ProcessesSnapshot
-from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied

@@ -31,7 +31,7 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.wire import Codec, Frames, Hub, Link, Peer, check_version, encode
-from tandem.launch.service import run_service
+from tandem.launch.run_service import run_service
 from tests.harness.members import MEMBER, MEMBER_KEYS, link_to, open_hub
 
 HELLO = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)

@@ -11,6 +11,7 @@ step's phases.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import types
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from tandem.config import Config, load_config
 from tandem.refit.layout import Box
 from tandem.samples.batch import Batch
-from tandem.trainer.backends import dtensor, make_backend
+from tandem.trainer.backends import dtensor, experts, make_backend
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron import preparing
@@ -65,6 +66,8 @@ class Shapes(FakeTensorMode):
             return func(*args, **kwargs)
         if is_fake and func is aten.masked_select.default:
             return args[0].new_empty(num_routed(args[1]))
+        if is_fake and func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which CPUs compute
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if func is aten.index.Tensor:
             args = args[0], [part for index in args[1] for part in _places(index)]
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -76,6 +79,7 @@ _ANSWERED = {
     torch.ops.aten.equal.default,
     torch.ops.aten.masked_select.default,
     torch.ops.aten.index.Tensor,
+    torch.ops.aten._grouped_mm.default,
 }
 """Operators whose results, or their sizes, depend on values."""
 
@@ -258,6 +262,20 @@ def follow_experts() -> None:
     token_dispatcher.gather_from_sequence_parallel_region = gathered
 
 
+def follow_shared_experts() -> None:
+    """Send as many copies to each expert, on this rank and on every other."""
+
+    def counts(experts_S: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> Any:
+        size = group.size()
+        each = -(-len(experts_S) // (size * num_experts))
+        ends = [min(len(experts_S), rank * num_experts * each) for rank in range(size + 1)]
+        sent = [end - start for start, end in itertools.pairwise(ends)]
+        received_E = torch.full((size * num_experts,), each, device=experts_S.device)
+        return received_E, [sent, [sent[group.rank()]] * size]
+
+    experts._counts = counts
+
+
 def tell_phases(meter: Meter, is_megatron: bool) -> None:
     """Note in which phase of a step memory is taken."""
 
@@ -300,6 +318,8 @@ def main(plan: str, rank: str, *overrides: str) -> None:
         preparing.prepare()
         follow_megatron()
         follow_experts()
+    else:
+        follow_shared_experts()
     tell_phases(meter, is_megatron)
 
     def begins(*_: Any) -> None:

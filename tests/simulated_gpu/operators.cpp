@@ -167,6 +167,18 @@ std::uint64_t next_seed(at::Generator generator) {
 
 bool is_random(const c10::OperatorHandle& op) { return op.hasTag(at::Tag::nondeterministic_seeded); }
 
+// A histogram of integers, which CPUs make of numbers with a point alone.
+bool counts_integers(const c10::OperatorHandle& op, const IValue& values) {
+  return op.operator_name().name == "aten::histc" && at::isIntegralType(values.toTensor().scalar_type(), false);
+}
+
+void count_integers(const c10::OperatorHandle& op, Stack& arguments) {
+  at::ScalarType type = arguments[0].toTensor().scalar_type();
+  arguments[0] = arguments[0].toTensor().to(at::kDouble);
+  op.callBoxed(arguments);
+  arguments[0] = arguments[0].toTensor().to(type);
+}
+
 void run_seeded(const c10::OperatorHandle& op, Stack& arguments, const Call& call) {
   at::Generator gpu = call.generator() ? *call.generator()
                                        : at::cuda::detail::getDefaultCUDAGenerator(call.device()->index());
@@ -336,7 +348,8 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (declared[index].name() == "pin_memory") arguments[index] = IValue();
   }
   c10::OptionalDeviceGuard guard(call.device());
-  if (simulated_gpu_is_late()) {
+  bool counts = num_arguments > 0 && arguments[0].isTensor() && counts_integers(op, arguments[0]);
+  if (simulated_gpu_is_late() && !counts) {
     std::vector<IValue> given;
     for (const IValue& value : torch::jit::last(*stack, num_arguments)) given.push_back(value);
     if (auto made = queue(op, given, call, arguments)) {
@@ -351,6 +364,8 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     try {
       if (is_random(op) && call.device()) {
         run_seeded(op, arguments, call);
+      } else if (counts) {
+        count_integers(op, arguments);
       } else {
         op.callBoxed(arguments);
       }

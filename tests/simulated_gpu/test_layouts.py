@@ -27,7 +27,7 @@ from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import Digests, compare
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
-from tandem.refit.transports.process_group import Meeting
+from tandem.refit.transports.meeting import Meeting
 from tandem.refit.weight_client import Weights, device_name, host_name
 from tandem.trainer.backends import make_backend
 from tests.harness.processes.stream_processes import views

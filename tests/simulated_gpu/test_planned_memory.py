@@ -30,6 +30,7 @@ PLANS = [
     "llama-8b-lora.yaml",
     "llama-70b-tp8pp2-to-tp8.yaml",
     "qwen3-30b-ep8-to-tp4.yaml",
+    "qwen3-30b-fsdp16ep8-to-tp4.yaml",
     "deepseek-v3-ep64pp8-to-tp64.yaml",
     "deepseek-v3-pp16ep16-to-tp32dp8.yaml",
 ]

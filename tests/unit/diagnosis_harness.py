@@ -12,7 +12,8 @@ from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.diagnosis import CHECKS
 from tandem.observe.diagnosis.evidence import Evidence, SampleRow
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.run_folder.journal import Journal, RefitRecord, RunRecord, StepRecord
+from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 
 WELL = {
     "reward": 0.4,

@@ -185,3 +185,22 @@ def write_byte_tokenizer(folder: Path) -> list[str]:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return [tokenizer.decode([index]) for index in range(VOCABULARY)]
+
+
+def logprobs_without(
+    model: Any, prompt_ids: tuple[int, ...], tokens: list[int], forbidden: tuple[tuple[int, ...], ...]
+) -> list[float]:
+    """Log-probabilities of a response whose tokens were drawn from all but those that end a forbidden sequence."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*prompt_ids, *tokens]])).logits[0, len(prompt_ids) - 1 : -1].float()
+    for place in range(len(tokens)):
+        for *before, last in forbidden:
+            if len(before) <= place and tokens[place - len(before) : place] == before:
+                logits_TV[place, last] = -torch.inf
+    logprobs_TV = logits_TV.log_softmax(dim=-1)
+    return [logprobs_TV[place, token].item() for place, token in enumerate(tokens)]
+
+
+def sequences_in(tokens: list[int], length: int) -> set[tuple[int, ...]]:
+    """Return the sequences of this many tokens that a response contains."""
+    return {tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)}

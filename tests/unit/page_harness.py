@@ -12,7 +12,8 @@ from samples_harness import recorded, sample_of, scored
 from starlette.testclient import TestClient
 
 from tandem.observe.page.server import make_app
-from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_files import FOLDER
 from tandem.samples.sample_record import RecordedSample, table_of, write_shard
 

@@ -14,7 +14,8 @@ from tandem.common.errors import DamagedCheckpoint
 from tandem.config import Config, build_config, config_to_json, fingerprint
 from tandem.coordinator.preparing.resuming import Resuming, Start
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples import manifest, sample_files, sample_record
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.trainers.damage import digests_in

@@ -24,8 +24,8 @@ from tandem.common.wire import Codec, encode
 from tandem.config import build_config
 from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.api.rewards import reward_functions, total
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.agents.episodes import read_reward

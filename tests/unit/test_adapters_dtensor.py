@@ -47,6 +47,7 @@ from tandem.refit.adapters.dtensor import TENSOR_PLAN, DTensor, local_box
 from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.layout import CudaMemory, Storage, Tensor, contiguous_strides
+from tandem.trainer.backends.experts import share_out
 
 
 @contextmanager
@@ -116,6 +117,12 @@ MESHES = {
     "FSDP of fused experts": (GPT_OSS, DTensor(shard=3)),
     "FSDP × TP of fused layers": (PHI3, DTensor(shard=2, tensor=2)),
     "HSDP": (LLAMA, DTensor(replicate=2, shard=2)),
+    "EP": (QWEN3_MOE, DTensor(shard=2, expert=2)),
+    "FSDP × EP": (QWEN3_MOE, DTensor(shard=4, expert=2)),
+    "FSDP × EP, uneven": (QWEN3_MOE, DTensor(shard=6, expert=2)),
+    "FSDP × EP, beside latent attention": (DEEPSEEK, DTensor(shard=4, expert=4)),
+    "FSDP × EP × TP": (QWEN3_MOE, DTensor(shard=4, expert=2, tensor=2)),
+    "HSDP × EP of fused experts": (GPT_OSS, DTensor(replicate=2, shard=4, expert=2)),
     "TP": (QWEN2, DTensor(tensor=4)),
     "FSDP × TP": (LLAMA, DTensor(shard=2, tensor=2)),
     "FSDP × TP, uneven": (LLAMA | {"intermediate_size": 30}, DTensor(shard=3, tensor=2)),
@@ -134,10 +141,18 @@ def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
         with process_of(rank, sizes.num_ranks):
             names = ("replicate", "shard", "tensor")
             mesh = init_device_mesh("cpu", (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=names)
-            real = copy.deepcopy(loaded)
+            over = ("replicate", "shard") if sizes.replicate > 1 else ("shard",)
+            real, of_experts = copy.deepcopy(loaded), []
+            if sizes.expert > 1:
+                axes = ("replicate", "shard", "expert", "tensor")
+                shape = (sizes.replicate, sizes.shard // sizes.expert, sizes.expert, sizes.tensor)
+                divided = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+                of_experts = share_out(real, divided["expert", "tensor"])
             if sizes.tensor > 1:
                 tensor_parallel(real, mesh["tensor"])
-            fully_shard(real, mesh=mesh["replicate", "shard"] if sizes.replicate > 1 else mesh["shard"])
+            for module in of_experts:
+                fully_shard(module, mesh=divided[over])
+            fully_shard(real, mesh=mesh[over])
             assert_holds(layout, weights, parameters_of(real))
 
 
@@ -209,5 +224,7 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
     model = from_config(LLAMA)
     with pytest.raises(RefitError, match=r"input_layernorm.weight has no dimension 1"):
         DTensor(tensor=2, plan={"input_layernorm.weight": 1}).layout(model, 0, "here")
+    with pytest.raises(RefitError, match="ranks share experts only where a layer has all of them in one parameter"):
+        DTensor(shard=2, expert=2, fuses_experts=False).layout(from_config(QWEN3_MOE), 0, "here")
     with pytest.raises(RefitError, match="no rank 4 among 4"):
         DTensor(shard=4).layout(model, 4, "here")

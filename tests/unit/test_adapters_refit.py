@@ -45,6 +45,12 @@ PAIRS = {
     "Megatron, experts transposed, to vLLM": (QWEN3_MOE, Megatron(tp=2, dp=2, ep=2, experts="legacy"), Vllm(tp=4)),
     "FSDP to vLLM TP": (QWEN2, DTensor(shard=4), Vllm(tp=2)),
     "FSDP of fused experts to vLLM TP beyond the key heads": (QWEN3_MOE, DTensor(shard=3), Vllm(tp=8)),
+    "FSDP × EP to vLLM TP": (QWEN3_MOE, DTensor(shard=4, expert=2), Vllm(tp=2)),
+    "HSDP × EP to vLLM EP": (
+        GLM4_MOE,
+        DTensor(replicate=2, shard=4, expert=2),
+        Vllm(tp=2, dp=2, expert_parallel=True),
+    ),
     "FSDP × TP to transformers": (LLAMA, DTensor(shard=3, tensor=2), HuggingFace()),
     "Megatron TP to vLLM TP, fused in the checkpoint": (PHI3, Megatron(tp=2, pp=2), Vllm(tp=4)),
     "FSDP × TP to vLLM TP, fused in the checkpoint": (PHI3, DTensor(shard=3, tensor=2), Vllm(tp=4)),

@@ -20,8 +20,8 @@ from tandem.common.messages import SampleScored
 from tandem.config import Config, build_config
 from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
-from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch

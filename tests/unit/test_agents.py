@@ -471,7 +471,7 @@ reward(1)
 
 def test_the_record_has_every_branch_and_gives_them_back(tmp_path: Path) -> None:
     from tandem.common.messages import RecordedGroup, SamplesFinished
-    from tandem.samples.sample_record import read_step
+    from tandem.samples.recorded_shards import read_step
 
     folder = tmp_path / "samples"
     with rollout_of(tmp_path, TREE, samples_folder=folder) as rollout:

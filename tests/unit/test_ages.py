@@ -17,7 +17,8 @@ from simulation_harness import Simulated, Simulation
 
 from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
-from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.refit.forecast.ages import Rates, most_times_as_fast, predict
 from tandem.refit.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
 

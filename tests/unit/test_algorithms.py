@@ -20,7 +20,13 @@ from tandem.samples.batch import SAMPLES, TABLE
 
 ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
-WRITERS = ("launch/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
+WRITERS = (
+    "launch/starting/",
+    "coordinator/evaluation/evaluate.py",
+    "commands/init.py",
+    "config/nemo_eval.py",
+    "coordinator/tinker/driving.py",
+)
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
 SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm", "Distillation", "OffPolicyDistillation"}
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tandem.config import build_config
 from tandem.config.schema import Policy
-from tandem.samples.assignment import EMPTY_ROW, Assignment, assign_by_tokens, global_batches
+from tandem.samples.assignment import EMPTY_ROW, Assignment, assign_by_tokens, batches_of_samples
 from tandem.samples.batch import Batch
-from tandem.trainer.micro_batches import Groups, Replicas, Shard
+from tandem.trainer.backend import Replicas
+from tandem.trainer.batching.shard import Shard
+from tandem.trainer.micro_batches import Groups
 
 MODES = ("sequences", "dynamic", "packed")
 
@@ -71,7 +73,7 @@ def test_all_ranks_have_as_many_micro_batches_and_together_everything_once(
     policy = policy_of(mode, make_sequence_length_divisible_by=divisible_by)
     half = len(pairs) // 2 * 2
     ranks = ranks_of(policy, lengths, num_ranks, unit=unit, batch_size=half or 1000)
-    batches = global_batches(len(lengths), half or 1000)
+    batches = batches_of_samples(np.zeros(len(lengths)), half or 1000)
     for batch in batches:
         groups = [rank.training(batch) for rank in ranks]
         assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"

@@ -11,6 +11,7 @@ from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import Config, build_config, load_config
 from tandem.config.foreign import HOW_TO_IGNORE
 from tandem.config.installed.vllm_arguments import engine_arguments
+from tandem.config.model_names import change_model_names, is_used
 
 SMALL = """
 grpo: {}
@@ -409,8 +410,8 @@ VLLM_CFG = "policy.generation.vllm_cfg"
             f"{VLLM_CFG}.expert_parallel_size (2: neither 1 nor tensor_parallel_size, which is 4)",
         ),
         (
-            [VLLM, "policy.generation.vllm_kwargs={speculative_config: {method: eagle3}}"],
-            "policy.generation.vllm_kwargs.speculative_config",
+            [VLLM, "policy.generation.vllm_kwargs={speculative_config: {method: deepseek_mtp}}"],
+            "policy.generation.vllm_kwargs.speculative_config (deepseek_mtp)",
         ),
     ],
 )
@@ -509,6 +510,57 @@ def test_arguments_that_tandem_sets(overrides: list[str], expected: str) -> None
     assert error_of("small.yaml", VLLM, *overrides).startswith(f"command line: policy.generation.{expected}")
 
 
+SPECULATES = "policy.generation.vllm_kwargs.speculative_config"
+NGRAM = "method: ngram, num_speculative_tokens: 3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "others", "expected"),
+    [
+        ("{num_speculative_tokens: 3}", [], ".method: missing; these are: ngram, draft_model, eagle3"),
+        ("{method: ngram}", [], ".num_speculative_tokens: missing: how many tokens are drafted at once"),
+        ("{method: ngram, num_speculative_tokens: 0}", [], ".num_speculative_tokens: 0 is not an integer at least 1"),
+        ("{method: draft_model, num_speculative_tokens: 3}", [], ".model: missing; a draft model is a folder or"),
+        (f"{{{NGRAM}, prompt_lookup_maxx: 3}}", [], ".prompt_lookup_maxx: Tandem passes no such setting; did you mean"),
+        ("[1]", [], ": must be a mapping"),
+        (f"{{{NGRAM}}}", [f"{VLLM_CFG}.precision=fp8"], f": cannot be combined with {VLLM_CFG}.precision: fp8"),
+        (
+            f"{{{NGRAM}}}",
+            [f"{VLLM_CFG}.pipeline_parallel_size=2"],
+            f": cannot be combined with {VLLM_CFG}.pipeline_parallel_size",
+        ),
+        (
+            f"{{{NGRAM}, draft_tensor_parallel_size: 2}}",
+            [],
+            ".draft_tensor_parallel_size: 2, but vLLM shares a draft as the policy: tensor_parallel_size is 1",
+        ),
+    ],
+)
+def test_settings_of_speculative_decoding(settings: str, others: list[str], expected: str) -> None:
+    found = error_of("small.yaml", VLLM, *others, f"policy.generation.vllm_kwargs={{speculative_config: {settings}}}")
+    assert f"{SPECULATES}{expected}" in found
+
+
+def test_the_draft_model_is_named_and_found_as_other_models_are() -> None:
+    given = "{method: draft_model, model: org/draft, num_speculative_tokens: 3}"
+    overrides = [VLLM, f"policy.generation.vllm_kwargs={{max_num_seqs: 8, speculative_config: {given}}}"]
+    config = load_config("small.yaml", overrides)
+    names: dict[str, str] = {}
+
+    def change(key: str, name: str, _: object) -> str:
+        names[key] = name
+        return f"/cache/{name}"
+
+    changed = change_model_names(config, change)
+    assert names[f"{SPECULATES}.model"] == "org/draft"
+    assert is_used(config, f"{SPECULATES}.model")
+    assert not is_used(load_config("small.yaml"), f"{SPECULATES}.model")
+    settings = changed.policy.generation.vllm_kwargs["speculative_config"]
+    assert settings == {"method": "draft_model", "model": "/cache/org/draft", "num_speculative_tokens": 3}
+    assert config.policy.generation.vllm_kwargs["speculative_config"]["model"] == "org/draft"
+    assert changed.policy.generation.vllm_kwargs["max_num_seqs"] == 8
+
+
 def test_an_engine_is_async_by_either_key() -> None:
     for key in ("policy.generation.async_engine", "policy.generation.vllm_cfg.async_engine"):
         timeout = "policy.generation.generation_timeout=3"
@@ -534,6 +586,11 @@ def test_a_mapping_is_blamed_by_the_name_it_was_given() -> None:
 
 DTENSOR = "policy.dtensor_cfg"
 TP2 = [f"{DTENSOR}.tensor_parallel_size=2", "cluster.trainers=2"]
+EP2 = [f"{DTENSOR}.expert_parallel_size=2", "cluster.trainers=2"]
+EXPERTS = (
+    "{config: {model_type: qwen3_moe, num_attention_heads: 6, num_key_value_heads: 3, num_experts: %d}, "
+    "characters: abc}"
+)
 MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 3}, characters: abc}"
 
 
@@ -578,6 +635,23 @@ MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 
         (
             [f"{DTENSOR}.context_parallel_size=3", "cluster.trainers=4"],
             f"cluster.trainers: 4 is not a multiple of 3, the product of {DTENSOR}.context_parallel_size (3)",
+        ),
+        (
+            [*EP2, f"policy.new_model={MODEL % 'llama'}"],
+            f"{DTENSOR}.expert_parallel_size: 2, but the model has no experts",
+        ),
+        (
+            [*EP2, f"policy.new_model={EXPERTS % 3}"],
+            f"{DTENSOR}.expert_parallel_size: 2 does not divide 3 experts",
+        ),
+        (
+            [*EP2, f"policy.new_model={EXPERTS % 4}", f"{DTENSOR}.dp_replicate_size=2"],
+            f"{DTENSOR}.expert_parallel_size: 2 * dp_replicate_size (2) does not divide 2, the data-parallel and "
+            "context ranks",
+        ),
+        (
+            [*TP2, f"{DTENSOR}.dp_replicate_size=2"],
+            f"{DTENSOR}.dp_replicate_size: 2 does not divide 1, the data-parallel and context ranks",
         ),
         (
             [*TP2, f"{DTENSOR}.custom_parallel_plan=plan"],

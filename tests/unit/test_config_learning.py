@@ -300,6 +300,27 @@ def test_engines_generate_beside_training_on_devices_of_their_own() -> None:
     )
 
 
+def test_ppo_is_asynchronous_by_a_section_of_its_own() -> None:
+    ppo = {"async_ppo": ASYNCHRONOUS["async_grpo"]}
+    known = to_plain(configure(CORRECTION, {}, **APART)) | {"algorithm": "ppo"}
+    known = {key: value for key, value in known.items() if key not in ("grpo", "value")}
+    config = build_config(known | {"ppo": ppo})
+    assert (config.max_trajectory_age_steps, config.updates_in_flight) == (4, False)
+    assert notices(config) == []
+    assert not build_config(known | {"ppo": {"async_ppo": {"enabled": False}}}).max_trajectory_age_steps
+    assert notices(build_config(known | {"ppo": {"async_ppo": None}})) == []
+    in_vain = {
+        "warmup_generation_lead_steps": 2,
+        "max_generation_failures": 3,
+        "drop_incomplete_targets_on_restore": True,
+    }
+    said = notices(build_config(known | {"ppo": {"async_ppo": ppo["async_ppo"] | in_vain}}))
+    assert sorted(line.partition(" ")[0] for line in said) == sorted(f"ppo.async_ppo.{key}" for key in in_vain)
+    colocated = {**known["policy"], "generation": known["policy"]["generation"] | {"colocated": {"enabled": True}}}
+    with pytest.raises(ConfigError, match=r"ppo\.async_ppo\.enabled: true needs policy\.generation\.colocated"):
+        build_config(known | {"ppo": ppo, "policy": colocated})
+
+
 def test_the_estimator_takes_what_the_section_says() -> None:
     config = configure(grpo={"normalize_rewards": False, "adv_estimator": {"use_leave_one_out_baseline": False}})
     assert config.grpo.adv_estimator.normalize_rewards is False

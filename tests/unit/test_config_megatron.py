@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tandem.common.distribution import install_command
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
 from tandem.config.conform import conform
 from tandem.config.installed import megatron_arguments
+from tandem.config.low_precision import products_of
 
 SMALL = """
 grpo: {}
@@ -60,11 +61,15 @@ def keep(folder: Path, config: dict[str, Any]) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
 
 
-def settings_of() -> Any:
+def settings_module() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from tandem.trainer.backends.megatron.settings import settings_of
-    return settings_of
+        from tandem.trainer.backends.megatron import settings
+    return settings
+
+
+def settings_of() -> Any:
+    return settings_module().settings_of
 
 
 def classes() -> dict[str, type]:
@@ -177,14 +182,24 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
-@pytest.mark.parametrize(("name", "value"), [("fp8", "hybrid"), ("fp4", "e2m1")])
-def test_float8_is_not_left_out_in_silence(name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "fp8: hybrid"),
+        ({"fp4": "e2m1"}, "fp4: e2m1"),
+        ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled: true"),
+        ({"fp4_cfg": {"enabled": True}}, "fp4_cfg.enabled: true"),
+    ],
+)
+def test_float8_is_not_left_out_in_silence(given: dict[str, Any], said: str) -> None:
+    overrides = [f"{KEY}.{name}={json.dumps(value)}" for name, value in given.items()]
     with pytest.raises(ConfigError) as caught:
-        load_config("small.yaml", [f"{KEY}.{name}={value}"])
-    assert str(caught.value) == (
-        f"command line: {KEY}.{name}: {value} needs Transformer Engine, which is not installed here"
+        load_config("small.yaml", overrides)
+    assert str(caught.value).removeprefix("command line: ") == (
+        f"{KEY}.{said} needs Transformer Engine, which is not installed here"
     )
-    assert loaded(f"{KEY}.{name}={value}").policy.megatron_cfg.forwarded == {name: value}
+    forwarded = {name: value for name, value in given.items() if not isinstance(value, dict)}
+    assert loaded(*overrides).policy.megatron_cfg.forwarded == forwarded
 
 
 def test_an_attention_that_transformer_engine_has_not_is_refused_with_it(
@@ -217,6 +232,12 @@ TENSOR = f"{KEY}.tensor_model_parallel_size"
 EXPERT = f"{KEY}.expert_model_parallel_size"
 SCHEDULER = f"{KEY}.scheduler"
 SGD = ["policy.optimizer={name: torch.optim.SGD}"]
+FP8, FP4 = f"{KEY}.fp8_cfg.enabled=true", f"{KEY}.fp4_cfg.enabled=true"
+FIVE_AT_THE_END = ("first_last_layers_bf16=true", "num_layers_at_end_in_bf16=5")
+DELAYED = (
+    "delayed takes scales from earlier passes in training, of which a pass that scores has none: choose blockwise, "
+    "tensorwise or mxfp8"
+)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +307,43 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
             f"{KEY}.distributed_data_parallel_config.use_custom_fsdp: true is not supported: "
             f"{KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
         ),
+        ([FP8, f"{KEY}.fp8=hybrid"], f"{KEY}.fp8: hybrid, but {KEY}.fp8_cfg is enabled: set it there"),
+        ([FP8, f"{KEY}.fp8_recipe=mxfp8"], f"{KEY}.fp8_recipe: mxfp8, but {KEY}.fp8_cfg is enabled: set it there"),
+        ([FP4, f"{KEY}.fp4=e2m1"], f"{KEY}.fp4: e2m1, but {KEY}.fp4_cfg is enabled: set it there"),
+        ([FP8, FP4], f"{KEY}.fp4_cfg.enabled: true, but {KEY}.fp8_cfg.enabled is true"),
+        ([FP8, f"{KEY}.fp4=e2m1"], f"{KEY}.fp4: e2m1, but {KEY}.fp8_cfg.enabled is true"),
+        ([f"{KEY}.fp8_cfg={{enabled: true, fp8_recipe: delayed}}"], f"{KEY}.fp8_cfg.fp8_recipe: {DELAYED}"),
+        ([f"{KEY}.fp8=hybrid"], f"{KEY}.fp8_recipe: {DELAYED}"),
+        (
+            [f"{KEY}.fp8_cfg={{enabled: true, fp8_recipe: custom}}"],
+            f"{KEY}.fp8_quantizer_factory: required where {KEY}.fp8_cfg.fp8_recipe is custom",
+        ),
+        (
+            [f"{KEY}.fp4=e2m1", f"{KEY}.fp4_recipe=custom"],
+            f"{KEY}.fp4_quantizer_factory: required where {KEY}.fp4_recipe is custom",
+        ),
+        (
+            [FP4, "policy.precision=float32"],
+            f"{KEY}.fp4_cfg.enabled: true needs policy.precision bfloat16, not float32",
+        ),
+        (
+            [FP8, f"{KEY}.distributed_data_parallel_config.fp8_param_gather=true"],
+            f"{KEY}.distributed_data_parallel_config.fp8_param_gather: true is for weights in float8, which is not "
+            "supported",
+        ),
+        (
+            [FP8, f"{KEY}.optimizer.fp8_recipe=mxfp8"],
+            f"{KEY}.optimizer.fp8_recipe: 'mxfp8' is for weights in float8, which is not supported",
+        ),
+        (
+            [f"{KEY}.moe_router_padding_for_quantization=true"],
+            f"{KEY}.moe_router_padding_for_quantization: true, but neither {KEY}.fp8_cfg nor {KEY}.fp4_cfg is enabled",
+        ),
+        (
+            [f"{KEY}.fp8_cfg.fp8_recipe=rowwise"],
+            f"{KEY}.fp8_cfg.fp8_recipe: 'rowwise' is not one of blockwise, custom, delayed, mxfp8, tensorwise; "
+            "did you mean 'blockwise'?",
+        ),
     ],
 )
 def test_rules(overrides: list[str], expected: str) -> None:
@@ -332,6 +390,11 @@ def test_rules(overrides: list[str], expected: str) -> None:
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage make the ends different",
         ),
         ({}, ["cluster.trainers=2", f"{EXPERT}=2"], f"{EXPERT}: 2, but the model has no experts"),
+        (
+            {},
+            ["cluster.trainers=4", f"{PIPELINE}=4", FP8, *(f"{KEY}.{key}" for key in FIVE_AT_THE_END)],
+            f"{KEY}.num_layers_at_end_in_bf16: 5 is not between 0 and 3, the layers of a pipeline stage",
+        ),
         ({"num_experts": 8}, ["cluster.trainers=3", f"{EXPERT}=3"], f"{EXPERT}: 3 does not divide 8 experts"),
         (
             {"num_experts": 8},
@@ -360,6 +423,9 @@ def test_what_cannot_be_shared_out(here: Path, config: dict[str, Any], overrides
             ],
         ),
         ({"num_experts": 8}, ["cluster.trainers=4", f"{EXPERT}=4", f"{TENSOR}=2", f"{KEY}.sequence_parallel=true"]),
+        ({}, ["cluster.trainers=4", f"{PIPELINE}=4", FP4, *(f"{KEY}.{key}" for key in FIVE_AT_THE_END)]),
+        ({}, [FP8, f"{KEY}.first_last_layers_bf16=true", f"{KEY}.num_layers_at_end_in_bf16=4"]),
+        ({}, [f"{KEY}.fp8_cfg.enabled=false", f"{KEY}.fp8=hybrid", f"{KEY}.fp8_recipe=mxfp8"]),
     ],
 )
 def test_what_can(here: Path, config: dict[str, Any], overrides: list[str]) -> None:
@@ -483,3 +549,132 @@ def test_what_is_forwarded_arrives() -> None:
     assert made.transformer.attention_backend.name == "unfused"
     assert made.transformer.moe_aux_loss_coeff == 1e-3
     assert str(made.optimizer.exp_avg_dtype) == "torch.float32"
+
+
+SECTIONS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    (
+        {"fp8_cfg": {"enabled": True}},
+        {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "fp4": None},
+        128,
+    ),
+    (
+        {"fp8_cfg": {"enabled": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}, "fp8_wgrad": False},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": False, "fp8_wgrad": False},
+        16,
+    ),
+    (
+        {"fp8_cfg": {"enabled": True, "fp8_recipe": "mxfp8"}, "first_last_layers_bf16": True},
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1},
+        32,
+    ),
+    (
+        {"fp4_cfg": {"enabled": True}},
+        {"fp8": None, "fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": False},
+        128,
+    ),
+    ({"fp4": "e2m1"}, {"fp8": None, "fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": False}, 128),
+    ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
+    (
+        {"fp8_cfg": {"enabled": True, "fp8_recipe": "custom"}, "fp8_quantizer_factory": "own.module.make"},
+        {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "own.module.make"},
+        128,
+    ),
+    ({}, {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None, "fp4_recipe": "nvfp4"}, 0),
+    (
+        {"fp8_cfg": {"enabled": False}, "fp4_cfg": {"enabled": False}},
+        {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None},
+        0,
+    ),
+]
+"""What a section says of products of fewer bits, what Megatron-Core gets of it, and the tokens that kernels take."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("given", "expected", "tokens"), SECTIONS)
+def test_products_of_fewer_bits_are_megatron_cores(
+    given: dict[str, Any], expected: dict[str, Any], tokens: int
+) -> None:
+    """Its own class takes them. No layer is made of them here, without Transformer Engine."""
+    settings = settings_module()
+    folder = MODELS / "Llama-3.1-8B"
+    model = json.loads((folder / "config.json").read_text())
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
+    overrides = [f"{KEY}.{key}={json.dumps(value)}" for key, value in {**sizes, **given}.items()]
+    config = loaded(f"policy.model_name={folder}", "cluster.trainers=4", "policy.train_micro_batch_size=1", *overrides)
+    said: list[str] = []
+    made = settings.transformer_of(config.policy, model, said)
+    assert {name: getattr(made, name) for name in expected} == expected
+    assert not said
+    products = products_of(config.policy.megatron_cfg)
+    shares = 4 * 2  # two chunks for each of two ranks, each split over two ranks
+    assert settings.row_divisor_of(products, made) == (tokens * shares if tokens else 1)
+    plain = loaded(
+        f"policy.model_name={folder}", "cluster.trainers=4", "policy.train_micro_batch_size=1", *overrides[:3]
+    )
+    without = settings.transformer_of(plain.policy, model, [])
+    values = {name: value for name, value in vars(made).items() if not callable(value)}  # which are made anew
+    differs = {name for name, value in values.items() if value != getattr(without, name)}
+    assert differs == {name for name, value in expected.items() if value != getattr(without, name)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
+@pytest.mark.parametrize(("name", "place"), [("policy", "policy"), ("reference", "policy")])
+def test_a_trainer_without_their_kernels_does_not_start(name: str, place: str) -> None:
+    config = loaded(FP8)
+    with pytest.raises(ModelError) as caught:
+        settings_module().settings_of(config, MODEL, 1, name)
+    assert str(caught.value) == (
+        f"{place}.megatron_cfg.fp8_cfg.enabled: true needs Transformer Engine, which is not installed here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "capability", "expected"),
+    [
+        ("fp8_cfg={enabled: true}", None, "fp8_cfg.enabled: true needs a GPU"),
+        (
+            "fp8_cfg={enabled: true, fp8_recipe: tensorwise}",
+            (8, 0),
+            "fp8_cfg.enabled: true needs a GPU of compute capability 8.9 for tensorwise; this one has 8.0",
+        ),
+        (
+            "fp8_cfg={enabled: true}",
+            (8, 9),
+            "fp8_cfg.enabled: true needs a GPU of compute capability 9.0 for blockwise; this one has 8.9",
+        ),
+        (
+            "fp8_cfg={enabled: true, fp8_recipe: mxfp8}",
+            (9, 0),
+            "fp8_cfg.enabled: true needs a GPU of compute capability 10.0 for mxfp8; this one has 9.0",
+        ),
+        (
+            "fp4=e2m1",
+            (9, 0),
+            "fp4: e2m1 needs a GPU of compute capability 10.0 for nvfp4; this one has 9.0",
+        ),
+        ("fp8_cfg={enabled: true}", (9, 0), None),
+        ("fp4_cfg={enabled: true}", (10, 0), None),
+    ],
+)
+def test_each_recipe_has_its_gpus(given: str, capability: tuple[int, int] | None, expected: str | None) -> None:
+    settings = settings_module()
+    (products,) = products_of(loaded(f"{KEY}.{given}").policy.megatron_cfg)
+    if expected is None:
+        settings.require_kernels("policy.megatron_cfg.", products, True, capability)
+        return
+    with pytest.raises(ModelError) as caught:
+        settings.require_kernels("policy.megatron_cfg.", products, True, capability)
+    assert str(caught.value) == f"policy.megatron_cfg.{expected}"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("fp8_cfg={enabled: true, fp8_param: true}", "fp8_cfg.fp8_param (true)"),
+        ("fp4_cfg={enabled: true, fp4_param: true}", "fp4_cfg.fp4_param (true)"),
+    ],
+)
+def test_weights_are_not_kept_in_fewer_bits(given: str, expected: str) -> None:
+    config = loaded(f"{KEY}.{given}")
+    assert unsupported.refusal(config) == f"not supported yet: {KEY}.{expected}"
+    assert unsupported.refusal(loaded(f"{KEY}.{given.replace('enabled: true', 'enabled: false')}")) is None

@@ -71,6 +71,21 @@ def test_values_have_the_names_that_they_have_here() -> None:
         assert build_config(small(policy=policy)).policy.generation.validation_top_k == expected
 
 
+def test_a_file_of_asynchronous_ppo_is_taken() -> None:
+    config = load_config("ppo_math_1B.yaml")
+    assert sorted(line.partition(" ")[0] for line in config.ignored) == [
+        "ppo.critic_ppo_epochs",
+        "ppo.warm_start_value_checkpoint",
+    ]
+    assert (config.max_trajectory_age_steps, config.updates_in_flight) == (2, True)
+    assert config.largest_logprob_error == 3
+    said = [line for line in notices(config) if "async_ppo" in line]
+    assert said == [
+        "ppo.async_ppo.warmup_generation_lead_steps (4) has no effect: engines are ahead by up to "
+        "max_trajectory_age_steps, whatever is trained"
+    ]
+
+
 def test_no_limit_and_nothing_asynchronous_may_be_written_out() -> None:
     config = build_config(small(grpo={"max_num_steps": -1, "async_grpo": None}))
     assert config == build_config(small())

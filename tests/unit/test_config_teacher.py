@@ -85,7 +85,6 @@ def test_a_list_of_teachers_is_distillation_over_recorded_text(tmp_path: Path) -
         ([{"model_name": "a", "weight": 0.5}, {"model_name": "b"}], {}, "teachers[0], teachers[1]"),
         ([{"model_name": "a", "weight": 0.5}], {}, "teacher.weight (0.5)"),
         ([{"model_name": "a", "gold_loss": True}], {}, "teacher.gold_loss (true)"),
-        ([{"model_name": "a"}], {"dynamic_loss_scaling": True}, "loss_fn.dynamic_loss_scaling (true)"),
         ([{"model_name": "a"}], {"temperature": 2.0}, "loss_fn.temperature (2.0)"),
         ([{"model_name": "a"}], {"xtoken_loss": True}, "loss_fn.xtoken_loss (true)"),
     ],
@@ -200,11 +199,6 @@ def test_a_teacher_with_another_vocabulary_or_fewer_tokens_than_are_asked_for_is
 @pytest.mark.parametrize(
     ("teacher", "sections", "said"),
     [
-        (
-            {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": 4}},
-            {},
-            "teacher.megatron_cfg.tensor_model_parallel_size (2), teacher.megatron_cfg.context_parallel_size (4)",
-        ),
         ({"projection_matrix_path": "map.pt"}, {}, "teacher.projection_matrix_path (map.pt)"),
         (
             {},

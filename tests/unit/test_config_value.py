@@ -91,6 +91,11 @@ def test_it_travels_and_is_written_whole() -> None:
             "it passes over it 2 times",
         ),
         (
+            {"ppo": {"seq_logprob_error_threshold": 2}, "cluster": {"processes_of": {"value": 1}}},
+            "ppo.seq_logprob_error_threshold: 2, but cluster.processes_of.value is 1: the policy's processes find the "
+            "sequences to exclude, and the value model's would not know them",
+        ),
+        (
             {"policy": POLICY | {"generation": {"temperature": 0}}},
             "policy.generation.temperature: 0 draws the same sample every time, and PPO learns from none",
         ),
@@ -114,12 +119,14 @@ def test_megatron_core_trains_both_models_or_none() -> None:
     assert value.enabled
     assert {key: getattr(value, key) for key in sizes} == sizes
     assert value.optimizer["lr"] == 1e-5
+    alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    own = ppo(policy, value={"megatron_cfg": LEARNS | alone}, cluster={"trainers": 4}).settings_of("value")
+    assert {key: getattr(own.megatron_cfg, key) for key in alone} == alone, "it may divide the ranks otherwise"
     for wrong, expected in (
         ({"megatron_cfg": {"enabled": False}}, "value.megatron_cfg.enabled: false, but policy.megatron_cfg.enabled is"),
         (
-            {"megatron_cfg": {**LEARNS, "pipeline_model_parallel_size": 1}},
-            "value.megatron_cfg.pipeline_model_parallel_size: 1, but policy.megatron_cfg.pipeline_model_parallel_size "
-            "is 2: they must be equal",
+            {"megatron_cfg": {**LEARNS, "tensor_model_parallel_size": 3}},
+            "cluster.trainers: 4 is not a multiple of 6, the product of value.megatron_cfg.tensor_model_parallel_size",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

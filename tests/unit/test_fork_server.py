@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import pytest
 
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.launch import fork_server as module
-from tandem.launch.fork_server import Child, ForkServer
+from tandem.launch.child import Child
+from tandem.launch.fork_server import ForkServer
 
 PATIENCE_S = 20.0
 SERVICE = """
@@ -217,6 +219,32 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
         forking.suspend()
         assert told(fork_server)["parent"] == os.getpid()
         assert not forking.is_running()
+
+
+def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children())
+    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+        (forking,) = set(psutil.Process().children()) - before
+        told(fork_server)
+        monkeypatch.setattr(module, "_FORK_S", 0.2)
+        forking.suspend()
+
+        def fork_late() -> None:
+            time.sleep(0.3)
+            forking.resume()
+            assert select.select([fork_server._orders], [], [], PATIENCE_S)[0]
+
+        with fork_server.meanwhile(fork_late):
+            child, log = born(fork_server, "wait")
+        while "waiting" not in log.read_text():
+            assert child.poll() is None
+            time.sleep(0.01)
+        assert not forking.is_running(), "it may be late again"
+        monkeypatch.setattr(module, "_FORK_S", PATIENCE_S)
+        assert told(fork_server)["parent"] == os.getpid()
+        assert log.read_text() == "waiting\n", "once"
+        child.kill()
+        child.wait(PATIENCE_S)
 
 
 def test_something_else_is_done_while_it_imports() -> None:

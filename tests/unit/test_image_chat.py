@@ -14,7 +14,7 @@ from tandem.samples.images.families import expansion, grid_of, read_settings
 from tandem.samples.images.markers import Marked, marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import described
-from tandem.samples.tokenizer import load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"

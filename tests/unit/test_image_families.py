@@ -26,7 +26,8 @@ from tandem.samples.images.families import (
     read_settings,
     undrawable_ids,
 )
-from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 from tests.harness.vision_models import FAMILIES, SPECIAL, image_processor, whole_processor, write_vision_files
 
 NUM_SIZES = 2000

@@ -12,7 +12,7 @@ from tandem.samples.images.markers import Marked, marked_in, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.texts import MarkedTexts, marked_texts
-from tandem.samples.tokenizer import load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, picture, write_vision_files
 
 PICTURES = [encoded(picture(*size, seed)) for seed, size in enumerate([(48, 40), (90, 40), (48, 40)])]

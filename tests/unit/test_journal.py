@@ -9,10 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.common.errors import RunFolderError
-from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord, read_journal
+from tandem.observe.run_folder.calls import CallRecord, calls_of, record_calls
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tests.harness.descriptors import descriptors_left
 
 
@@ -46,6 +49,28 @@ def test_what_is_committed_is_read_back() -> None:
         assert reader.refits()[0].share_of_bound == 0.5
         assert reader.config_json == b'{"a": 1}'
         assert [(member, text) for _, member, text in reader.events()] == [("trainer-0", "joined")]
+
+
+def test_calls_have_a_table_that_other_runs_do_not_have() -> None:
+    call = CallRecord(
+        ended_at=7.5,
+        kind="sample",
+        model="session-1:sample:0",
+        key="me",
+        num_sequences=2,
+        num_tokens=30,
+        seconds=0.25,
+        outcome="done",
+    )
+    with Journal.create(Path("run"), b"{}", "grpo") as journal:
+        journal.commit_step(record(1))
+        assert calls_of(journal) == []
+        record_calls(journal, [call, call])
+        record_calls(journal, [msgspec.structs.replace(call, outcome="no engine")])
+    with Journal.open(Path("run")) as reader:
+        assert [each.outcome for each in calls_of(reader)] == ["done", "done", "no engine"]
+        assert calls_of(reader)[0] == call
+        assert reader.last_step() == 1
 
 
 def test_a_step_that_is_done_over_again_is_superseded_not_lost() -> None:
@@ -86,7 +111,8 @@ def test_a_writer_that_is_killed_gives_the_folder_back_and_leaves_whole_steps() 
     code = """
 import os, signal
 from pathlib import Path
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 journal = Journal.create(Path("run"), b"{}", "grpo")
 for step in range(1, 10_000):
     journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0, "b": 2.0}, seconds={"total": 1.0}))
@@ -127,7 +153,7 @@ def test_a_step_is_written_once_there_are_descriptors_again(tmp_path: Path) -> N
 
 
 def test_a_journal_that_gets_no_descriptor_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.observe.run_folder.journal._SHORTAGE_S", 0.2)
+    monkeypatch.setattr("tandem.observe.run_folder.journal_writer._SHORTAGE_S", 0.2)
     with Journal.create(tmp_path, b"{}", "grpo") as journal:
         journal.reserve.close()
         with descriptors_left(0), pytest.raises(RunFolderError, match="unable to open database file"):

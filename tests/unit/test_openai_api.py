@@ -126,6 +126,27 @@ def test_alternatives_are_the_likeliest_tokens_of_hugging_faces_model(tiny: Tiny
             assert its[other.token] >= other.logprob or other.token == found.token
 
 
+def test_tokens_of_log_probabilities_are_named_by_their_ids(tiny: Tiny) -> None:
+    asked: dict[str, Any] = {"max_tokens": 5, "seed": 5}
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    plain = tiny.client.completions.create(model=NAME, prompt=CHAT_IDS, logprobs=3, extra_body=ids, **asked).choices[0]
+    chat = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, logprobs=True, top_logprobs=3, extra_body=ids, **asked
+    ).choices[0]
+    names = [f"token_id:{token}" for token in plain.token_ids]  # type: ignore[attr-defined]
+    assert plain.logprobs is not None
+    assert plain.logprobs.tokens == names
+    assert chat.logprobs is not None
+    content = chat.logprobs.content or []
+    assert [each.token for each in content] == names
+    with torch.no_grad():
+        logits_TV = tiny.model(torch.tensor([[*CHAT_IDS, *plain.token_ids]])).logits  # type: ignore[attr-defined]
+    for place, name in enumerate(names):
+        likeliest = [f"token_id:{token}" for token in logits_TV[0, len(CHAT_IDS) - 1 + place].topk(3).indices]
+        assert [other.token for other in content[place].top_logprobs] == likeliest
+        assert {*(plain.logprobs.top_logprobs or [])[place]} == {*likeliest, name}
+
+
 def test_a_greedy_token_has_no_alternative(tiny: Tiny) -> None:
     answer = tiny.client.chat.completions.create(
         model=NAME, messages=CHAT, logprobs=True, top_logprobs=4, temperature=0, max_tokens=3
@@ -485,6 +506,31 @@ def test_a_client_that_goes_away_frees_its_slot(tiny: Tiny, stream: bool, monkey
         driving.go_on()
     until(lambda: engine.num_unfinished == 0)
     assert num_steps == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_interrupted_has_every_token_once(
+    tiny: Tiny, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does something else after the third and the seventh token."""
+    driver = tiny.driving.driver
+    num_steps, work = 0, driver.work
+
+    def one_step() -> None:
+        nonlocal num_steps
+        work()
+        num_steps += 1
+        if num_steps in (3, 7):
+            driver.suspend()
+
+    with tiny.driving.held():
+        monkeypatch.setattr(driver, "work", one_step)
+    asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 20, "temperature": 0, "stream": stream}
+    made = tiny.client.chat.completions.create(**asked, extra_body={"return_token_ids": True, "ignore_eos": True})
+    answers = [*made] if stream else [made]
+    token_ids = [token for each in answers for one in each.choices for token in getattr(one, "token_ids", [])]
+    assert token_ids == tiny.greedy(CHAT_IDS, 20)
+    assert num_steps > 7
 
 
 @pytest.mark.parametrize("stream", [True, False])

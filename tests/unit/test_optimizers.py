@@ -17,7 +17,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def optimizer(name: str = "torch.optim.AdamW", **kwargs: Any) -> torch.optim.Optimizer:
-    return make_optimizer(Optimizer(name=name, kwargs={"lr": 0.1, **kwargs}), parameters())
+    return make_optimizer(Optimizer(name=name, kwargs={"lr": 0.1, **kwargs}), [parameters()])
 
 
 def entry(name: str, **kwargs: Any) -> SchedulerEntry:

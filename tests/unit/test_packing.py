@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
 from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
-from tandem.samples.assignment import EMPTY_ROW, assign, global_batches
+from tandem.samples.assignment import EMPTY_ROW, assign, batches_of_samples
 from tandem.samples.batch import Batch
-from tandem.trainer.micro_batches import Columns, micro_batches_of, pad, unpad_into
+from tandem.trainer.batching.padding import pad, unpad_into
+from tandem.trainer.batching.shard import micro_batches_of
+from tandem.trainer.micro_batches import Columns
 
 
 def columns_of(batch: Batch) -> Columns:
@@ -90,7 +92,7 @@ def test_scores_of_the_ragged_batch_are_padded_beside_their_tokens() -> None:
     [(8, 4, [range(4), range(4, 8)]), (5, 4, [range(4), range(4, 5)]), (3, 8, [range(3)])],
 )
 def test_global_batches_are_consecutive(num_sequences: int, size: int, expected: list[range]) -> None:
-    assert global_batches(num_sequences, size) == expected
+    assert batches_of_samples(np.zeros(num_sequences), size) == expected
 
 
 @settings(max_examples=200, deadline=None)

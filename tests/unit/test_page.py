@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.page.gpus import Gpus
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.ending import Outcome
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.run_folder.live import LIVE_NAME, Live
 
 SETTINGS = {

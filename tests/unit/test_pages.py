@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tandem.coordinator.scheduler.agenda import Mode
 from tandem.coordinator.scheduler.rules import order as rules
+from tandem.rollout.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -50,6 +52,16 @@ def test_files_that_are_named_are_there(page: str) -> None:
     files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
     named = set(re.findall(r"`([\w/.-]+\.py)`", prose(page))) - USERS_OWN
     assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_page_of_engines_has_every_method_and_names_nothing_else() -> None:
+    page = prose("docs/engines.md")
+    rows = re.findall(r"^\| (`[^|]*) \| ", page.partition("## Weights")[0], re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    members = {name for name in {**vars(Engine), **Engine.__annotations__} if not name.startswith("_")}
+    assert sorted(listed) == sorted(members)
+    for path in set(re.findall(r"`(tandem\.[\w.]+)`", page)):
+        assert pkgutil.resolve_name(path) is not None
 
 
 def test_the_rules_of_the_architecture_are_the_schedulers() -> None:

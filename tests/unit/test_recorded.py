@@ -20,10 +20,10 @@ from tandem.common.errors import SamplesError
 from tandem.config import Config
 from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
+from tandem.coordinator.algorithms.step_batch import batch_of_step
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples import sample_record
+from tandem.samples import recorded_shards
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
@@ -127,8 +127,8 @@ def test_one_step_is_read_ahead_and_no_more(
         is_read.release()
         return found
 
-    read_step = sample_record.read_step
-    monkeypatch.setattr(sample_record, "read_step", reading)
+    read_step = recorded_shards.read_step
+    monkeypatch.setattr(recorded_shards, "read_step", reading)
     algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
     assert is_read.acquire(timeout=10)
     assert [step for step, _ in read] == [1], "before anybody asks"

@@ -15,7 +15,7 @@ from plan_harness import PRIVATE, SHARED
 from tandem.common.errors import RefitError
 from tandem.common.messages import CommitVersion, Message, PlanTransfers, TransfersPlanned, VersionCommitted
 from tandem.config import build_config
-from tandem.refit import layout
+from tandem.refit import layout, program
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.huggingface import HuggingFace
@@ -114,6 +114,26 @@ def test_each_worker_has_a_program_and_every_link_is_its_own() -> None:
     assert set(planned.num_bytes) == {f"trainer-0>{part}" for part in PARTS}
     assert planned.transfer_groups == ()
     assert planned.senders == ()
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "network", "largest"),
+    [
+        (PRIVATE, "auto", 45.0, 1 / 16),
+        (PRIVATE, "auto", 0.1, 1.0),
+        (PRIVATE, "off", 0.1, 0.0),
+        (SHARED, "auto", 0.1, 0.0),
+    ],
+)
+def test_programs_send_differences_where_they_stream_and_it_pays(
+    address: Any, mode: str, network: float, largest: float
+) -> None:
+    """Not to engines that open the trainer's memory, nor by default; large ones on slow links only."""
+    service = Service(address)
+    service.service._differences = mode  # type: ignore[assignment]
+    service.service._rates = msgspec.structs.replace(service.service._rates, network=network)
+    programs = [program.decode(encoded) for encoded in service.plan().programs.values()]
+    assert {made.largest_difference for made in programs} == {largest}
 
 
 def test_an_engine_differs_if_any_of_its_workers_does() -> None:

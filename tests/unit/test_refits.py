@@ -12,7 +12,8 @@ from rich.console import Console
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.cli import main
 from tandem.observe.refits import print_refits
-from tandem.observe.run_folder.journal import Journal, RefitRecord
+from tandem.observe.run_folder.journal import RefitRecord
+from tandem.observe.run_folder.journal_writer import Journal
 
 COPIED = RefitRecord(
     version=0,

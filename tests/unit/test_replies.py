@@ -59,7 +59,8 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied

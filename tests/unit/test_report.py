@@ -23,7 +23,8 @@ from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.panels import panels_of
 from tandem.observe.report.report import format_report, write_report
 from tandem.observe.report.side_by_side import configuration_differences, labels, load_runs
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 
 SECONDS = {"total": 2.0, "generation": 0.5, "policy_training": 1.0, "refit": 0.25}
 OF_GRPO = {

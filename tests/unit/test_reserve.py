@@ -16,8 +16,9 @@ RECORDING = textwrap.dedent(
     """
     import contextlib, os, sys
     from pathlib import Path
-    from tandem.observe.run_folder import journal as module
-    from tandem.observe.run_folder.journal import Journal, StepRecord
+    from tandem.observe.run_folder import journal_writer as module
+    from tandem.observe.run_folder.journal import StepRecord
+    from tandem.observe.run_folder.journal_writer import Journal
 
     def wait(_):
         raise AssertionError("it waits for a descriptor")

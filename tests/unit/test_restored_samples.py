@@ -12,7 +12,8 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 from tandem.common.messages import Problem, PromptGroup
 from tandem.config import Config, build_config
 from tandem.coordinator.loop.restored_samples import RestoredSamples, limits_of
-from tandem.observe.run_folder.journal import Journal, RefitRecord
+from tandem.observe.run_folder.journal import RefitRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_files import unfinished_path
 from tandem.samples.sample_folder import RestoreLimits, SampleFolder
 from tandem.samples.sample_record import RecordedSample, UnfinishedFile, table_of, write_shard

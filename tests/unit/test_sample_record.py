@@ -19,6 +19,7 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, ImageRef, SampleScored
 from tandem.samples.batch import IMAGES, SAMPLES, Batch
 from tandem.samples.images.columns import image_columns
+from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
@@ -27,11 +28,7 @@ from tandem.samples.sample_record import (
     RecordedSample,
     UnfinishedFile,
     keys_of,
-    read_shard,
-    read_step,
     read_unfinished,
-    samples_of,
-    steps,
     table_of,
     write_shard,
 )

@@ -16,8 +16,9 @@ from samples_harness import RUN_ID, fetch
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
 from tandem.samples.batch import Batch
+from tandem.samples.recorded_shards import read_step, steps
 from tandem.samples.sample_files import STREAM, UNFINISHED, files
-from tandem.samples.sample_record import keys_of, read_step, read_unfinished, steps, table_of, write_shard
+from tandem.samples.sample_record import keys_of, read_unfinished, table_of, write_shard
 
 Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 

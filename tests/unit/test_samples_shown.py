@@ -19,7 +19,7 @@ from tandem.common.texts import visible
 from tandem.config import build_config, config_to_json
 from tandem.config.schema import NewModel
 from tandem.coordinator.cli import main
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.samples import SampleQuery, Sort, recorded_steps, search, select
 from tandem.observe.samples_text import chat_text, print_samples
 from tandem.samples.model_files import load_tokenizer, write_new_model

@@ -446,7 +446,7 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     cluster.join_all()
     while not orders_of(cluster, CommitVersion):
         cluster.answer_next()
-    while not is_comparing and cluster.plan.weights.is_verifying:
+    while not is_comparing and cluster.plan.weights.verification.is_going_on:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
@@ -611,6 +611,23 @@ def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_to
     assert {command.joining_engines for command in orders_of(cluster, Refit)[5:]} == {("rollout-0",)}
 
 
+def test_engines_without_a_verified_version_are_named_to_senders_of_differences() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, sends_differences=True))
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(Phase.GENERATING)
+    differ(cluster, "rollout-1", "q_proj differs")
+    cluster.run_until(Phase.TRAINING)
+    both = ("rollout-0", "rollout-1")
+    told = [(command.version, command.whole) for command in orders_of(cluster, Refit)]
+    assert told == [(0, both), (0, both), (1, ()), (1, ()), (1, ("rollout-1",))]
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.GENERATING)
+    later = {(command.version, command.whole) for command in orders_of(cluster, Refit)[len(told) :]}
+    assert later == {(2, ("rollout-0",))}, "the other one holds version 1"
+
+
 def differ(cluster: Cluster, engine: str, what: str) -> list[Action]:
     """Answer until the version is to be committed; answer that with an engine that differs; return the actions."""
     for _ in range(100):
@@ -756,8 +773,15 @@ def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> No
     assert all(record.quarantined == {} for record in records)
 
 
-def test_a_link_that_carried_something_else_than_planned_ends_the_run() -> None:
-    cluster = Cluster(GRPO)
+@pytest.mark.parametrize(
+    ("sends_differences", "num_bytes", "is_refused"),
+    [(False, 9, True), (False, 7, True), (True, 9, True), (True, 7, False)],
+)
+def test_a_link_that_carried_something_else_than_planned_ends_the_run(
+    sends_differences: bool, num_bytes: int, is_refused: bool
+) -> None:
+    """Differences may be fewer bytes than whole weights, and never more."""
+    cluster = Cluster(msgspec.structs.replace(GRPO, sends_differences=sends_differences))
     cluster.adjust = lambda reply: (
         msgspec.structs.replace(reply, num_bytes={"trainer-0>rollout-0": 8})
         if isinstance(reply, TransfersPlanned | Refitted)
@@ -765,14 +789,15 @@ def test_a_link_that_carried_something_else_than_planned_ends_the_run() -> None:
     )
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    counted = {"trainer-0>rollout-0": 9}
+    counted = {"trainer-0>rollout-0": num_bytes}
     cluster.adjust = lambda reply: (
         msgspec.structs.replace(reply, num_bytes=counted) if isinstance(reply, Refitted) else reply
     )
     cluster.run_until(Phase.FINISHED)
-    assert str(cluster.done[-1].error) == (  # type: ignore[union-attr]
-        "rollout-0 failed while refitting: 9 bytes were counted on trainer-0>rollout-0, where 8 were planned"
+    what = (
+        f"rollout-0 failed while refitting: {num_bytes} bytes were counted on trainer-0>rollout-0, where 8 were planned"
     )
+    assert str(cluster.done[-1].error) == (what if is_refused else "None")  # type: ignore[union-attr]
 
 
 def test_an_engine_lost_after_an_interrupt_is_not_replaced() -> None:

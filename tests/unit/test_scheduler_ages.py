@@ -37,6 +37,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
+from tandem.coordinator.scheduler.steps.progress import StepState
 
 LAST_STEP = 6
 
@@ -87,7 +88,7 @@ class Aged(Cluster):
                     continue
                 assert 0 <= action.step - 1 - version <= self.age, f"step {action.step}, version {version}"
                 self.ages.add(action.step - 1 - version)
-                self.generated_while_training |= self.plan.progress.is_training
+                self.generated_while_training |= self.plan.progress.state is StepState.TRAINING
             if isinstance(action, DispatchBatch) and action.purpose == "train":
                 self.check_trained_on(action.step)
             if isinstance(action, Dispatch):
@@ -100,7 +101,7 @@ class Aged(Cluster):
         match action.command:
             case Refit(version=version):
                 self.refitted_in_flight |= self.plan.groups.num_in_flight(action.process) > 0
-                self.refitted_while_training |= self.plan.progress.is_training
+                self.refitted_while_training |= self.plan.progress.state is StepState.TRAINING
                 if self.plan.spec.keeps_copy:
                     assert self.copied[-1] == version, "engines read the newest copy"
                     assert not any(isinstance(a, Dispatch) and isinstance(a.command, CopyWeights) for a in self.pending)
@@ -221,7 +222,7 @@ def begun(age: int = 1, *, in_flight: bool = False, balance: Balance | None = BA
     cluster.__dict__.update(Cluster(spec).__dict__)
     cluster.join_all()
     of_this_step = lambda action: no_generation(action) or action.step == 1  # noqa: E731
-    until(cluster, lambda: cluster.plan.progress.is_training, of_this_step)
+    until(cluster, lambda: cluster.plan.progress.state is StepState.TRAINING, of_this_step)
     assert cluster.plan.step == 1
     return cluster
 
@@ -263,7 +264,7 @@ def finishes(cluster: Cluster) -> None:
 def differ_while_training(cluster: Aged) -> list[Action]:
     """Have the weights of rollout-1 found wrong during the second step; return what follows from it."""
     late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
-    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
+    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.state is StepState.TRAINING, late)
     until(cluster, lambda: any(is_order(a, CommitVersion) for a in cluster.pending), no_step)
     (commit,) = [a for a in cluster.pending if is_order(a, CommitVersion)]
     cluster.pending.remove(commit)
@@ -279,7 +280,7 @@ def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flig
     differ_while_training(cluster)
     since = len(cluster.commands)
     until(cluster, lambda: not cluster.plan.requests.num_for(Phase.GENERATING), no_step)
-    assert cluster.plan.progress.is_training
+    assert cluster.plan.progress.state is StepState.TRAINING
     assert orders_to(cluster, "rollout-1", Refit, since) == [], "the weights that it needs are not there"
     until(cluster, lambda: bool(orders_to(cluster, "rollout-1", Refit, since)))
     assert orders_to(cluster, "rollout-1", Refit, since)[0].version == 2
@@ -360,7 +361,7 @@ def test_each_batch_that_is_asked_for_at_once_has_its_time(age: int) -> None:
 
 def test_validation_comes_before_what_later_steps_need() -> None:
     cluster = begun(2, validate_every=2, balance=Balance(width=1, timeout_s=None))
-    until(cluster, lambda: cluster.plan.progress.is_validating)
+    until(cluster, lambda: cluster.plan.progress.state is StepState.VALIDATING)
     since = len(cluster.commands)
     until(cluster, lambda: 2 in cluster.commits())
     asked = [a.purpose for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
@@ -384,7 +385,7 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
 def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
     cluster = begun()
     late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
-    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
+    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.state is StepState.TRAINING, late)
     interrupt(cluster)
     (verify,) = [a for a in cluster.pending if is_order(a, ReportDigests) and a.process == "rollout-1"]
     if what == "lost":
@@ -417,15 +418,15 @@ def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
     transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
-    planned = cluster.plan.tables.transfers._planned
+    planned = cluster.plan.tables.transfers.plan
     assert planned is not None
-    cluster.plan.tables.transfers._planned = msgspec.structs.replace(planned, transfer_groups=(transfer_group,))
+    cluster.plan.tables.transfers.plan = msgspec.structs.replace(planned, transfer_groups=(transfer_group,))
     since = len(cluster.commands)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     stands_still = lambda: not any(map(no_step, cluster.pending))  # noqa: E731
     until(cluster, stands_still, no_step)
-    assert cluster.plan.progress.is_training
+    assert cluster.plan.progress.state is StepState.TRAINING
     assert orders_to(cluster, "rollout-1", ConnectTransferGroup, since) == []
     until(cluster, lambda: len(orders_to(cluster, "rollout-1", ConnectTransferGroup, since)) == 1)
     finishes(cluster)

@@ -22,7 +22,7 @@ from tandem.coordinator.scheduler.events import (
     Say,
     Ticked,
 )
-from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment
+from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import RunSpec

@@ -155,6 +155,12 @@ class Harried(Cluster):
         super().__init__(spec, agenda=agenda)
         self.plan.tables.is_informative = is_informative
 
+    def give(self, event: object) -> list[Action]:
+        actions = super().give(event)
+        tables = self.plan.tables
+        assert tables.watch.phase is tables.phase, "the phase is noted when it changes"
+        return actions
+
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def tell(self, event: object) -> None:
@@ -477,7 +483,7 @@ class Harried(Cluster):
 
     def run(self) -> Finish:
         self.join_all()
-        self.present |= {*self.plan.tables.processes.all("rollout")}
+        self.present |= {*self.plan.tables.processes.of_kind["rollout"]}
         for _ in range(20_000):
             if self.plan.phase is Phase.FINISHED:
                 finish = self.done[-1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import WireError
 from tandem.config import build_config
 from tandem.coordinator.loop.batches import shards_of
-from tandem.samples.assignment import Assignment, data_parallel_ranks, global_batches
+from tandem.samples.assignment import Assignment, batches_of_samples, data_parallel_ranks
 from tandem.samples.batch import TABLE, TOKENS, Batch
 
 
@@ -65,7 +65,7 @@ def test_every_sequence_has_one_rank_and_shares_of_a_global_batch_are_even(
     rank_S = assignment.ranks(lengths_S, np.arange(len(lengths), dtype=np.int32) // 3)
     assert rank_S.min() >= 0
     assert rank_S.max() < num_ranks
-    for rows in global_batches(len(lengths), batch_size):
+    for rows in batches_of_samples(np.zeros(len(lengths)), batch_size):
         counts = np.bincount(rank_S[list(rows)], minlength=num_ranks)
         tokens = np.bincount(rank_S[list(rows)], lengths_S[list(rows)], minlength=num_ranks)
         if by_tokens:

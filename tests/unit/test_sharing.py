@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
 from tandem.samples.batch import Batch
-from tandem.trainer.micro_batches import micro_batches_of, pad, prompts_of
+from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import micro_batches_of
+from tandem.trainer.batching.shared_prompts import prompts_of
 
 CPU = torch.device("cpu")
 

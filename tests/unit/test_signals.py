@@ -238,3 +238,44 @@ sys.exit(7)
         os.close(ours)
         process.communicate(b"\n", timeout=PATIENCE_S)
     assert process.returncode == 7
+
+
+TWICE_AT_ONCE = """
+from tandem.common import signals
+from tandem.coordinator.loop.interrupts import Interrupts
+
+ask, rounds = os.pipe(), 10_000
+if (asking := os.fork()) == 0:
+    for number in range(rounds):
+        os.read(ask[0], 1)
+        os.kill(os.getppid(), signal.SIGTERM)
+        until = time.perf_counter() + number % 100 * 1e-6
+        while time.perf_counter() < until:
+            pass
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.SIGHUP)
+    os._exit(0)
+print("ready", flush=True)
+numbers = []
+for _ in range(rounds):
+    interrupts = Interrupts()
+    def hear(number):
+        interrupts.hear(number)
+        numbers.append(number)
+    numbers.clear()
+    with signals.heard(hear):
+        os.write(ask[1], b"?")
+        while signal.SIGHUP not in numbers:
+            pass
+    assert interrupts.take() is not None
+    if (again := interrupts.take()) is not None:
+        break
+os.kill(asking, signal.SIGKILL)
+os.waitpid(asking, 0)
+print("once each" if again is None else f"asked twice: {again}", flush=True)
+"""
+
+
+def test_signals_that_interrupt_the_handling_of_one_another_are_one_request() -> None:
+    with running(TWICE_AT_ONCE) as process:
+        assert said(process) == "once each"

@@ -14,7 +14,8 @@ from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.observe import timeline as recording
 from tandem.observe.page.reader import RunReader
-from tandem.observe.timeline import TIMELINE_NAME, flame, read_timeline, timeline
+from tandem.observe.timeline import TIMELINE_NAME, read_timeline
+from tandem.observe.timeline_view import flame, timeline
 
 MEMORY = MemoryUse(peak=1, held=1)
 SAMPLING = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
+import threading
 
 import msgspec
 import pytest
@@ -124,6 +127,25 @@ def test_private_memory_cannot_be_opened() -> None:
         cuda_ipc.open_storage(storage, "trainer-0", "rollout-0", torch.device("cpu"))
     with pytest.raises(RefitError, match="rollout-0 cannot open 'w' of trainer-0: it is private to that process"):
         shm.open_storage(storage, "trainer-0", "rollout-0")
+
+
+def test_memory_is_opened_as_soon_as_strangers_give_descriptors_back(source: torch.Tensor) -> None:
+    address, limits = shm.share(source), resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    # Above all that this process has open, so that at least 20 are free, and all of them are then taken.
+    most = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 20, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        threading.Timer(0.5, lambda: [os.close(held.pop()) for _ in range(2)]).start()
+        opened = shm.open_storage(Storage("w", 128, address), "trainer-0", "rollout-0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in held:
+            os.close(each)
+    assert torch.equal(opened.view(torch.float32), source.flatten())
 
 
 def test_gpu_memory_of_a_process_that_is_gone_is_not_opened() -> None:

@@ -20,13 +20,15 @@ from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.progress import Progress, ahead_line
-from tandem.coordinator.processes.registry import RegisteredProcess, Registry
+from tandem.coordinator.processes.admission import RegisteredProcess
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line
 from tandem.observe.report.report import format_report, write_report
-from tandem.observe.run_folder.journal import Journal, StepRecord
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tests.harness.runs.terminal import Terminal
 
 SETTINGS: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 import time
@@ -100,6 +101,19 @@ def test_headers_that_do_not_come_to_an_end_end_the_connection(said: bytes, monk
             while came := connection.recv(1 << 16):
                 heard += came
     assert heard.count(b"HTTP/1.1 ") == said.count(b"\r\n\r\n")
+
+
+def test_an_answer_over_a_kept_connection_is_sent_at_once() -> None:
+    with HttpServer(echo(), listen("127.0.0.1", 0)) as server:
+        parts = urlsplit(server.url)
+        asking = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=WAIT_S)
+        with contextlib.closing(asking):
+            asking.request("GET", "/")
+            assert asking.getresponse().read() == b""
+            (connection,) = server._server.server_state.connections
+            assert isinstance(connection, web.Protocol)
+            its = connection.transport.get_extra_info("socket")
+            assert its.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "Nagle's algorithm is off"
 
 
 def test_a_request_whose_headers_are_there_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,13 @@ class Scripted:
         self._number = itertools.count()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        seed: int,
+        images: tuple[ImageRef, ...] = (),
+        *,
+        is_streamed: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the next response."""
         self.prompts.append([*prompt_ids])

@@ -20,7 +20,8 @@ from tandem.samples.images.families import expanded, grid_of, num_tokens, read_s
 from tandem.samples.images.reading import decode, described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
-from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 from tests.harness.vision_models import picture, write_vision_model
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from agents_harness import PRELUDE, assert_recorded_as_seen, seen, tokens_of
 
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.agent_run_harness import branches_of, configure, model_after
 from tests.harness.runs.by_hand import in_folder
 from tests.harness.runs.running import coordinator, steps_of

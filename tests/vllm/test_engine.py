@@ -10,7 +10,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_harness import random_prompts, request, run_all, write_byte_tokenizer
+from engine_harness import (
+    logprobs_without,
+    random_prompts,
+    request,
+    run_all,
+    sequences_in,
+    write_byte_tokenizer,
+)
 
 from tandem.common.errors import DataError
 from tandem.rollout.engines.sampling import restrict
@@ -70,6 +77,19 @@ def test_tokens_depend_on_the_seed_and_not_on_what_runs_beside(filled: Filled) -
     beside = run_all(filled.engine, [*others[:7], request(0, PROMPT, seed=2**64 - 1), *others[7:]])
     assert beside[0].token_ids_T.tolist() == alone.token_ids_T.tolist()
     assert run_all(filled.engine, [request(0, PROMPT, seed=5)])[0].token_ids_T.tolist() != alone.token_ids_T.tolist()
+
+
+def test_forbidden_sequences_are_never_made_and_log_probabilities_are_of_what_remains(filled: Filled) -> None:
+    free = run_all(filled.engine, [request(0, PROMPT, max_new_tokens=24)])[0].token_ids_T.tolist()
+    forbidden = ((free[3],), (free[6], free[7]), (free[9], free[10], free[11]))
+    asked = [request(number, PROMPT, max_new_tokens=24, bad_token_ids=forbidden) for number in range(8)]
+    made = run_all(filled.engine, [*asked, request(8, PROMPT, seed=0, max_new_tokens=24)])
+    assert made[8].token_ids_T.tolist() == free, "it did not ask for that"
+    for one in asked:
+        tokens = made[one.request_id].token_ids_T.tolist()
+        assert not any(each in sequences_in(tokens, len(each)) for each in forbidden)
+        expected = logprobs_without(filled.model, PROMPT, tokens, forbidden)
+        assert made[one.request_id].logprobs_T.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_stop_tokens_and_lengths(filled: Filled) -> None:

@@ -10,10 +10,14 @@ import yaml
 from safetensors.torch import load_file
 
 from tandem.observe.run_folder.journal import read_journal
-from tests.harness.runs.by_hand import in_folder
+from tests.harness.runs import hosts_harness
+from tests.harness.runs.by_hand import in_folder, refits_of
+from tests.harness.runs.hosts_harness import on_two_hosts
 from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, NUM_STEPS, SEVENS, curve
+
+other_host = hosts_harness.other_host
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +104,38 @@ def test_a_run_generates_in_float8() -> None:
     # The engine's probabilities are those of the rounded weights: not the trainer's, but near.
     assert (np.abs(curve("run", "sampling_importance_ratio") - 1) > 1e-6).all()
     assert (curve("run", "token_mult_prob_error") < 1.05).all()
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_in_float8_makes_it_of_what_has_changed(other_host: tuple[str, ...], tmp_path: Path) -> None:
+    """It holds the same as if it were sent everything.
+
+    What it is sent and quantises is in the trainer's element type, float32. Nearly all of that changes, but most of it
+    in the lower half only, which is written as values and a bitmap: 9/16 of the bytes.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_key_value_heads": 2}
+    generation = merged(SEVENS["policy"]["generation"], {"backend": "vllm", "vllm_cfg": {"precision": "fp8"}})
+    policy = {
+        "precision": "bfloat16",
+        "new_model": {"config": sizes},
+        "generation": generation,
+        "optimizer": {"kwargs": {"lr": 1.0e-6}},
+    }
+    off = {"policy": policy, "cluster": SEVENS["cluster"], "checkpointing": {"enabled": False}}
+    auto = merged(off, {"refit": {"differences": "auto"}, "cluster": {"links": {"network": 0.1}}})
+    for name, config in (("off", off), ("auto", auto)):
+        (tmp_path / name).mkdir()
+        with in_folder(tmp_path / name), on_two_hosts(config, other_host) as (run, engines, _):
+            assert run.wait() == 0, run.output() + engines[0].output()
+            assert engines[0].wait() == 0
+    whole, differing = (refits_of(tmp_path / name / "run") for name in ("off", "auto"))
+    assert [refit.digest for refit in differing] == [refit.digest for refit in whole]
+    assert not any(refit.quarantined for refit in differing)
+    sizes_of = [[sum(refit.num_bytes.values()) for refit in refits] for refits in (whole, differing)]
+    assert sizes_of[0][0] == sizes_of[1][0]
+    assert all(0 < ours < 0.6 * theirs for ours, theirs in zip(sizes_of[1][1:], sizes_of[0][1:], strict=True)), sizes_of
+    ours, theirs = (curve(tmp_path / name / "run", "token_mult_prob_error").tolist() for name in ("auto", "off"))
+    assert ours == theirs
 
 
 def test_async_engines_make_the_samples_of_one_that_waits(learned: dict[str, Path]) -> None:

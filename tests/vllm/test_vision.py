@@ -116,7 +116,7 @@ def test_an_engine_of_text_executes_nothing_of_images(tmp_path: Path) -> None:
         "from engine_harness import request, run_all\n"
         "from tandem.config.schema.generation import VllmCfg\n"
         "from tandem.rollout.engines.kind import engine_kind\n"
-        "from tandem.samples.tokenizer import load_model_tokenizer\n"
+        "from tandem.samples.model_files import load_model_tokenizer\n"
         "settings = VllmCfg(precision='float32', max_model_len=128)\n"
         "folder = Path(sys.argv[1])\n"
         "made = engine_kind('vllm', load_model_tokenizer(folder), None)(\n"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.running import Command, coordinator, merged, process_of, write_config
 from tests.harness.vision_models import write_vision_model
 from tests.vllm.run_harness import curve

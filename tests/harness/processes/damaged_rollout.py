@@ -17,6 +17,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.weight_client import Weights
 from tandem.rollout import cli
 from tandem.rollout.engines.transformers import TransformersEngine
+from tests.harness.processes import stream_harms
 
 Tensors = dict[str, torch.Tensor]
 Harm = Callable[[Tensors, Tensors], None]
@@ -57,8 +58,9 @@ HARMS: dict[str, Harm] = {
     "stale": keep_a_stale_tensor,
     "flip": flip_one_bit,
 }
-TORN, DIES = "torn", "dies"
-"""The transfer fails when half of it is there; the process is gone when its peers begin to transfer."""
+TORN, DIES, PAYLOAD = "torn", "dies", "payload"
+"""The transfer fails when half of it is there; the process is gone when its peers begin to transfer; a bit of a
+difference is flipped on its way."""
 TORN_BECAUSE = "the cable was bitten through"
 
 _real_apply = TransformersEngine.apply
@@ -100,6 +102,8 @@ def _transfer(
     """Move a version for real, and lose half of it."""
     if _take_harm(version, DIES):
         os.kill(os.getpid(), signal.SIGKILL)
+    if _take_harm(version, PAYLOAD):
+        stream_harms.damage()
     before = {name: tensor.detach().clone() for name, tensor in weights.storages.items()}
     num_bytes = _real_transfer(weights, version, deadline_s, only, joining_engines)
     if _take_harm(version, TORN):

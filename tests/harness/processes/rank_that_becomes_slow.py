@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.trainer import cli
-from tandem.trainer.models import TokenScorer
+from tandem.trainer.scorers import TokenScorer
 
 SLOW_S = 0.3
 """Longer for each micro-batch."""

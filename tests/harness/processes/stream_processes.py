@@ -7,6 +7,7 @@ the folder and takes orders, one JSON line each, from a socket with that descrip
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -21,19 +22,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from tandem.common.curve import new_key_pair
 from tandem.common.errors import RefitError
+from tandem.common.keys import KeyPair
+from tandem.common.worker_shards import process_of
 from tandem.refit import layout, program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import Plan
 from tandem.refit.program import Merging
-from tandem.refit.transports import process_group
-from tandem.refit.transports.process_group import Group
+from tandem.refit.transports import process_group, tcp_group
+from tandem.refit.transports.process_group import Group, GroupKeys
+from tests.harness.processes.stream_harms import HARMS
 
 TIMEOUT_S = 60.0
+KEYS = "keys.json"
+"""File of the key pairs of all members, in their folder, if they connect over TCP."""
 FROZEN_VERSION = 1
 """Of all tensors that never change."""
 
@@ -92,6 +100,15 @@ def values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     return ((torch.arange(num, dtype=torch.int64) + first) % 9973).float().reshape(shape) / 64 - 70
 
 
+def partly(name: str, shape: tuple[int, ...], version: int, share: float) -> torch.Tensor:
+    """Return a tensor of a version that differs from the one before in about this share of its elements."""
+    made = values(name, shape, FROZEN_VERSION)
+    for number in range(FROZEN_VERSION + 1, version + 1):
+        generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + number)
+        made += number * (torch.rand(shape, generator=generator) < share)
+    return made
+
+
 def allocate(described: Layout) -> dict[str, torch.Tensor]:
     """Return the memory that a layout describes, as bytes of a pattern that no weight has."""
     return {s.name: torch.full((s.num_bytes,), 0xA5, dtype=torch.uint8) for s in described.storages}
@@ -111,12 +128,14 @@ def views(
         yield index, box, memory.as_strided(piece.box.shape, strides, piece.offset // dtype.itemsize)
 
 
-def write(described: Layout, storages: Mapping[str, torch.Tensor], version: int) -> None:
-    """Write a version to all pieces."""
+def write(described: Layout, storages: Mapping[str, torch.Tensor], version: int, share: float | None = None) -> None:
+    """Write a version to all pieces; with a share, one that differs from the one before only so much."""
     made: dict[int, torch.Tensor] = {}
     for index, box, view in views(described, storages):
         tensor = described.tensors[index]
-        if index not in made:
+        if index not in made and share is not None:
+            made = {index: partly(tensor.name, tensor.shape, version, share)}
+        elif index not in made:
             made = {index: values(tensor.name, tensor.shape, FROZEN_VERSION if tensor.is_frozen else version)}
         view.copy_(made[index][box])
 
@@ -127,12 +146,18 @@ def differing(
     version: int,
     source_dtype: str,
     merging: Merging | None = None,
+    share: float | None = None,
 ) -> list[str]:
-    """Return the tensors that differ anywhere from a version that came from elements of `source_dtype`."""
+    """Return the tensors that differ anywhere from a version that came from elements of `source_dtype`.
+
+    `share` is that of `write`.
+    """
     found = []
     for index, box, view in views(described, storages):
         tensor = described.tensors[index]
         whole = merged(tensor.name, tensor.shape, version, merging) if merging else None
+        if share is not None:
+            whole = partly(tensor.name, tensor.shape, version, share)
         whole = values(tensor.name, tensor.shape, version) if whole is None else whole
         meant = whole[box].to(getattr(torch, source_dtype)).to(view.dtype)
         if not torch.equal(view, meant):
@@ -153,11 +178,26 @@ def merged(name: str, shape: tuple[int, ...], version: int, merging: Merging) ->
     return weight + merging.scales[index] * (b @ a)
 
 
+def give_keys(folder: Path, num_processes: int = 4) -> None:
+    """Have the members of a folder connect over TCP, with a key pair for each process."""
+    names = [f"{kind}-{index}" for kind in ("trainer", "rollout") for index in range(num_processes)]
+    (folder / KEYS).write_bytes(msgspec.json.encode({name: new_key_pair() for name in names}))
+
+
+def keys_of(folder: Path, member: str) -> GroupKeys | None:
+    """Return the keys that a member has; None if it connects over gloo."""
+    if not (folder / KEYS).exists():
+        return None
+    pairs = msgspec.json.decode((folder / KEYS).read_bytes(), type=dict[str, KeyPair])
+    return GroupKeys(pairs[process_of(member)], {name: pair.public for name, pair in pairs.items()})
+
+
 class Member:
     """One end of everything: a trainer or an engine of raw memory, in whatever process."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        self.keys = keys_of(folder, name)
         self.layout = layout.decode((folder / f"{name}.layout").read_bytes())
         self.program = program.decode((folder / f"{name}.program").read_bytes())
         self.storages = allocate(self.layout)
@@ -171,8 +211,10 @@ class Member:
         for transfer_group in self.program.transfer_groups:
             if transfer_group.name in self.groups:
                 self.groups[transfer_group.name].close()
-            self.groups[transfer_group.name] = process_group.connect(
-                transfer_group, self.name, prefixed, torch.device("cpu"), timeout_s
+            self.groups[transfer_group.name] = (
+                tcp_group.connect(transfer_group, self.name, prefixed, self.keys, timeout_s)
+                if self.keys
+                else process_group.connect(transfer_group, self.name, prefixed, torch.device("cpu"), timeout_s)
             )
 
     def close(self) -> None:
@@ -190,13 +232,19 @@ class Member:
             elif do == "connect":
                 self.connect(**command)
             elif do == "write":
-                write(self.layout, self.storages, command["version"])
+                write(self.layout, self.storages, command["version"], command.get("share"))
+            elif do == "distrust":
+                self.bound.distrust(command["engines"])
+            elif do in HARMS:
+                HARMS[do](**command)
             elif do == "run":
                 counted = self.bound.run(command["deadline_s"], command.get("only"), command.get("joining_engines"))
                 return {"counted": counted, "seconds": time.monotonic() - started}
             elif do == "differing":
-                meant = command["version"], command["source_dtype"], self.program.merging
+                meant = command["version"], command["source_dtype"], self.program.merging, command.get("share")
                 return {"differing": differing(self.layout, self.storages, *meant)}
+            elif do == "memory":
+                return {name: hashlib.sha256(held.numpy()).hexdigest() for name, held in self.storages.items()}
         except RefitError as error:
             return {"error": str(error), "seconds": time.monotonic() - started}
         return {}
@@ -233,11 +281,12 @@ class Remote:
         self._wire.close()
 
 
-def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout]) -> None:
+def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout], *, largest_difference: float = 0.0) -> None:
     """Write what members need to know."""
     for name, described in layouts.items():
+        made = msgspec.structs.replace(plan.programs[name], largest_difference=largest_difference)
         (folder / f"{name}.layout").write_bytes(layout.encode(described))
-        (folder / f"{name}.program").write_bytes(program.encode(plan.programs[name]))
+        (folder / f"{name}.program").write_bytes(program.encode(made))
 
 
 @contextlib.contextmanager
@@ -246,7 +295,8 @@ def remotes(folder: Path, names: list[str], prefix: tuple[str, ...] = ()) -> Ite
     pairs = {name: socket.socketpair() for name in names}
     arguments = [f"{name}={theirs.fileno()}" for name, (_, theirs) in pairs.items()]
     process = subprocess.Popen(
-        [*prefix, sys.executable, __file__, str(folder), *arguments],
+        [*prefix, sys.executable, "-m", __name__, str(folder), *arguments],
+        cwd=Path(__file__).parents[3],
         pass_fds=[theirs.fileno() for _, theirs in pairs.values()],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

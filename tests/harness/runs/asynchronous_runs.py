@@ -13,7 +13,7 @@ import pytest
 from tests.harness.processes import held_processes
 from tests.harness.runs import consoles
 from tests.harness.runs.by_hand import refits_of
-from tests.harness.runs.running import Command, joins, steps_of
+from tests.harness.runs.running import TINY, Command, joins, merged, steps_of
 
 TALKS = """
 import time
@@ -52,6 +52,18 @@ TALKING: dict[str, Any] = {
 """Requests take long enough to meet new weights; trainer and rollouts are started by the test."""
 
 
+def as_ppo(config: dict[str, Any], num_epochs: int = 1) -> dict[str, Any]:
+    """Return the same asynchronous run for PPO, whose value model learns faster than the policy."""
+    section = merged(TINY["grpo"], config["grpo"])
+    asynchronous = section.pop("async_grpo")
+    return {
+        **{name: value for name, value in config.items() if name != "grpo"},
+        "algorithm": "ppo",
+        "ppo": section | {"async_ppo": asynchronous, "ppo_epochs": num_epochs},
+        "value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2.0e-2}}},
+    }
+
+
 @contextlib.contextmanager
 def held_run(*arguments: str | Path) -> Iterator[Command]:
     """Start a run whose trainer and two rollouts are of `held_processes`."""
@@ -77,7 +89,7 @@ def _started(*arguments: str | Path) -> Iterator[Command]:
             file.unlink()
 
 
-def check_steps(run: str | Path, age: int, num_steps: int = 8) -> None:
+def check_steps(run: str | Path, age: int, num_steps: int = 8, val_period: int = 3) -> None:
     """Assert that every step is there once, of samples that are young enough, and every version attested."""
     steps = steps_of(run)
     assert [step.step for step in steps] == list(range(1, num_steps + 1))
@@ -86,7 +98,7 @@ def check_steps(run: str | Path, age: int, num_steps: int = 8) -> None:
         assert 0 <= metrics["avg_trajectory_age"] <= metrics["max_trajectory_age"] <= min(age, step.step - 1)
         assert sum(metrics[f"token_share/age_{k}"] for k in range(age + 1)) == pytest.approx(1.0)
         assert metrics["groups_too_old"] == 0
-        assert ("val_accuracy" in metrics) == (step.step % 3 == 0 or step.step == num_steps)
+        assert ("val_accuracy" in metrics) == (step.step % val_period == 0 or step.step == num_steps)
     assert max(step.metrics["max_trajectory_age"] for step in steps) > 0
     refits = refits_of(run)
     assert {refit.version for refit in refits} == set(range(num_steps + 1))

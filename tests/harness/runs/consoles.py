@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tandem.launch.fork_server import Child, ForkServer, serve
+from tandem.launch.child import Child
+from tandem.launch.fork_server import ForkServer, serve
 from tandem.launch.launch import preload
 from tests.harness.runs import whole_pages
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.harness.processes import damaged_rollout
 from tests.harness.runs.running import BIN, Command, joins, merged, write_config
 
+ROOT = Path(__file__).parents[3]
 ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
 ELSEWHERE = "another-host"
 NUM_STEPS = 12
@@ -141,6 +143,8 @@ def on_two_hosts(
         run = stack.enter_context(Command(*command(here, "coordinator"), "up", write_config(config)))
         address = joins(run.wait_for(r"listens on (tcp://\S+)")[1])
         words = [*command(elsewhere, "rollout"), *address]
-        harmed = [[*elsewhere, sys.executable, damaged_rollout.__file__, each, *address] for each in damages]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        python = ["env", f"PYTHONPATH={path}", sys.executable, "-m"]
+        harmed = [[*elsewhere, *python, damaged_rollout.__name__, each, *address] for each in damages]
         starts = [*harmed, *[words] * (engines - len(harmed))]
         yield run, [stack.enter_context(Command(*start)) for start in starts], words

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.fork_server import Child
+from tandem.launch.child import Child
 from tests.harness.hub_server import HubServer, hub_server
 from tests.harness.runs import consoles
 from tests.harness.runs.running import BIN, TIMEOUT_S

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config import load_config
-from tandem.coordinator.algorithms.grpo import training_batch
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.run_folder.journal import StepRecord, read_journal
+from tandem.samples.recorded_shards import read_step, steps
 from tandem.samples.sample_files import FOLDER, SHARD
-from tandem.samples.sample_record import RecordedSample, read_step, steps
+from tandem.samples.sample_record import RecordedSample
 from tests.harness.runs.running import Command, steps_of, wait_until
 
 TWO: dict[str, Any] = {

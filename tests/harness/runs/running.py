@@ -25,11 +25,13 @@ import pytest
 import yaml
 
 from tandem.common.keys import key_file
-from tandem.launch.fork_server import Child
+from tandem.launch.child import Child
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
 
 TIMEOUT_S = 240.0
+_STALL_S = float(os.environ.get("TANDEM_TEST_STALL_S", "0"))
+"""Seconds that a test then takes to see what a command has printed, as on a machine that has stalled it."""
 BIN = Path(sys.executable).parent
 _TICK_S = 0.05
 _PROCESSES = "tests.harness.processes."
@@ -235,7 +237,7 @@ class Command:
         return self._log.read_text()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until it has printed something that matches."""
+        """Wait until it has printed something that matches. It may be further by then: see CONTRIBUTING.md."""
         found: list[re.Match[str]] = []
 
         def look() -> bool:
@@ -243,6 +245,7 @@ class Command:
             return bool(found)
 
         wait_until(look, lambda: f"{pattern!r} in:\n{self.output()}", died=lambda: self.process.poll() is not None)
+        time.sleep(_STALL_S)
         return found[0]
 
     def wait(self) -> int:
@@ -344,7 +347,8 @@ def deterministic(metrics: dict[str, float]) -> dict[str, float]:
 
 def weights_of(checkpoint: str | Path) -> dict[str, bytes]:
     """Return the policy's tensors in a checkpoint, to the bit."""
+    import torch
     from safetensors.torch import load_file
 
     tensors = load_file(Path(checkpoint) / "policy" / "model.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}

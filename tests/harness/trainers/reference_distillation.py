@@ -58,9 +58,13 @@ def distillation_loss(
     temperature: float = 1.0,
     teacher_of: Sequence[int] = (),
 ) -> torch.Tensor:
-    """The mean of the counted tokens; sequence i learns from the teacher `teacher_of[i]`, by default the first."""
+    """The mean of the counted tokens; sequence i learns from the teacher `teacher_of[i]`, by default the first.
+
+    With ``dynamic_loss_scaling`` the batch is one micro-batch.
+    """
     samples = sequences_of(batch)
-    total = torch.zeros(())
+    count = sum(int(each["mask"].sum()) for each in samples)
+    divergence, likelihood = torch.zeros(()), torch.zeros(())
     for row, sample in enumerate(samples):
         model = teachers[teacher_of[row] if teacher_of else 0]
         with torch.no_grad():
@@ -69,9 +73,10 @@ def distillation_loss(
         pair = compared(teacher, own, topk, bool(loss.get("zero_outside_topk")))
         distances = distance(*pair, loss["kl_type"], loss.get("mixed_kl_weight", 0.5))
         nll = -own.gather(1, sample["token_ids"][1:][sample["mask"]][:, None])[:, 0].log()
-        distances = loss.get("kl_loss_weight", 1.0) * distances + loss.get("ce_loss_scale", 0.0) * nll
-        total = total + distances.sum() / sum(int(each["mask"].sum()) for each in samples)
-    return total
+        divergence, likelihood = divergence + distances.sum() / count, likelihood + nll.sum() / count
+    if loss.get("dynamic_loss_scaling"):
+        return divergence * (likelihood / divergence).detach() + likelihood
+    return loss.get("kl_loss_weight", 1.0) * divergence + loss.get("ce_loss_scale", 0.0) * likelihood
 
 
 def plain_distillation(

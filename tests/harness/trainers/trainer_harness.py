@@ -36,9 +36,10 @@ from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.batching.padding import unpad_into
+from tandem.trainer.evaluating import evaluate
 from tandem.trainer.exchange import Exchange, meet, moved
 from tandem.trainer.files import box_files, policy_files
-from tandem.trainer.micro_batches import unpad_into
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -287,7 +288,7 @@ def evaluate_on(
 ) -> dict[str, float]:
     """Evaluate this rank's share of a whole batch."""
     shared = share_of(backend, batch, config, [*(parts or {}).values()], exchange)
-    return step.evaluate(backend, *shared, config, parts, exchange)
+    return evaluate(backend, *shared, config, parts, exchange)
 
 
 def digest_of(backend: Backend, dtype: str = "float32") -> int:

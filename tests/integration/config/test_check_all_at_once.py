@@ -86,6 +86,9 @@ DISTILLATION = {
 }
 
 
+DRAFT = {"method": "draft_model", "model": "models/draft", "num_speculative_tokens": 3}
+
+
 @pytest.mark.parametrize(
     ("over", "key"),
     [
@@ -99,8 +102,12 @@ DISTILLATION = {
             {"policy": {"draft": {"enabled": True, "model_name": "models/draft"}}},
             "policy.draft.model_name: 'models/draft'",
         ),
+        (
+            {"policy": {"generation": {"backend": "vllm", "vllm_kwargs": {"speculative_config": DRAFT}}}},
+            "policy.generation.vllm_kwargs.speculative_config.model: 'models/draft'",
+        ),
     ],
-    ids=["value", "teacher", "reward model", "draft"],
+    ids=["value", "teacher", "reward model", "draft", "draft of vLLM"],
 )
 def test_a_model_of_every_place_is_looked_for_beside_a_wrong_key(
     hub: HubServer, over: dict[str, Any], key: str

@@ -9,7 +9,7 @@ from tandem.config import config_from_json
 from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.images.markers import marked_in
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.hub_server import HubServer
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, files_of, geometry_rows, refcoco_rows, write_coco
 from tests.harness.runs.of_hub import coordinator_of_hub

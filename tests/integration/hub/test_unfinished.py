@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.fork_server import Child
+from tandem.launch.child import Child
 from tests.harness.hub_server import HubServer, files_in
 from tests.harness.runs.of_hub import program_of_hub, start_program
 from tests.harness.runs.running import TIMEOUT_S, TINY, wait_until

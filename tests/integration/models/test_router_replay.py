@@ -55,8 +55,9 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, {**PACKED, **dtensor(context_parallel_size=2)}),
         (2, {"share_prompts": False, **dtensor(tensor_parallel_size=2)}),
         (2, {"share_prompts": False, **dtensor(tensor_parallel_size=2, sequence_parallel=True)}),
+        (2, {"share_prompts": True, "train_micro_batch_size": 4, **dtensor(expert_parallel_size=2)}),
     ],
-    ids=["recomputed", "prompts", "packed", "context", "tensor", "sequence"],
+    ids=["recomputed", "prompts", "packed", "context", "tensor", "sequence", "experts"],
 )
 def test_steps_match_a_plain_loop_that_masks_the_router(
     moe: Path, num_trainers: int, policy: Mapping[str, Any], tmp_path: Path

@@ -19,7 +19,7 @@ from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import Batch
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.micro_batches import pad
+from tandem.trainer.batching.padding import pad
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
@@ -128,7 +128,8 @@ def test_sharing_goes_with_recomputation_and_bfloat16(key: str, tmp_path: Path) 
 
 
 def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Path) -> None:
-    from tandem.trainer.models import TokenScorer, has_linear_head
+    from tandem.trainer.models import has_linear_head
+    from tandem.trainer.scorers import TokenScorer
 
     folder = make_model(tmp_path / "model")
     batch = make_groups(4, 2)

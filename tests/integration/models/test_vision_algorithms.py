@@ -21,7 +21,7 @@ from tandem.samples.images.reading import decode
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
 from tandem.samples.model_files import load_tokenizer
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.pictured_data import PICTURES, clevr_rows, write_set
 from tests.harness.runs.running import coordinator, merged, steps_of, write_config
 from tests.harness.vision_models import vision_config, vision_tokenizer, write_vision_files, write_vision_model

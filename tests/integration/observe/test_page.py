@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.page.reader import RunReader
-from tandem.observe.timeline import Frame, Lane, LaneSpan, TimelineView, flame, timeline
+from tandem.observe.timeline_view import Frame, Lane, LaneSpan, TimelineView, flame, timeline
 from tests.harness.runs.running import (
     TIMEOUT_S,
     Command,

@@ -41,6 +41,7 @@ TYPED_BY = {
     "quickstart.md": "test_quickstart.py",
     "refit.md": "test_docs.py",
     "replay.md": "test_docs.py",
+    "tinker.md": "test_tinker.py",
 }
 """Pages whose commands other tests type."""
 OTHERS = {"migrating.md"}

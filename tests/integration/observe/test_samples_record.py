@@ -11,10 +11,19 @@ import pytest
 
 from tandem.config import load_config
 from tandem.samples.model_files import load_tokenizer
+from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import files
-from tandem.samples.sample_record import steps
 from tests.harness.runs.record_harness import TWO, assert_recorded
-from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.harness.runs.running import (
+    Command,
+    coordinator,
+    merged,
+    process_of,
+    processes_of,
+    steps_of,
+    wait_until,
+    write_config,
+)
 
 JUDGE = """
 from tandem.rollout.environments import Score
@@ -130,10 +139,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing_and_is_said() -> None:
 
 
 def test_a_killed_rollout_takes_no_sample_with_it_that_was_trained_on() -> None:
-    config = write_config(merged(TWO, {"grpo": {"max_num_steps": 8}}))
+    config = write_config(merged(TWO, {"grpo": {"max_num_steps": 40}}))
     with Command("coordinator", "up", config) as run:
-        for step in (1, 3, 5):
-            run.wait_for(f"step {step}/8")
+        for step in (1, 8, 16):
+            run.wait_for(f"step {step}/40")
+            wait_until(lambda: len(processes_of(run, "rollout")) == 2, lambda: "two engines")
             process_of(run, "rollout", step % 2).send_signal(signal.SIGKILL)
         assert run.wait() == 0, run.output()
     assert "missing in the record" not in run.output()

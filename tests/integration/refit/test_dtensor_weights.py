@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests import task as digest
+from tandem.refit.forecast.sides import training
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -105,11 +107,30 @@ def test_other_processes_read_the_weights_in_place(
     run_ranks(world_size, read_each_other, config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "world_size", "sizes"),
+    [
+        ("qwen3_moe", 2, {"expert_parallel_size": 2}),
+        ("glm4_moe", 6, {"expert_parallel_size": 2}),  # four experts over three ranks
+        ("gpt_oss", 4, {"expert_parallel_size": 2, "dp_replicate_size": 2}),
+        ("qwen3_moe", 4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("qwen3", 4, {"dp_replicate_size": 2}),
+    ],
+)
+def test_experts_and_replicas_are_read_in_place(
+    architecture: str, world_size: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    config = make_config(
+        make_model(tmp_path / "model", architecture), trainers=math.prod(sizes.values()), dtensor_cfg=sizes
+    )
+    run_ranks(world_size, read_each_other, config, tmp_path)
+
+
 def read_each_other(rank: int, config: Config, folder: Path) -> None:
     backend = DTensorBackend(config, checkpoint=None)
     layouts = exchange_layouts(backend)
     assert_predicted(layouts, config)
-    num_replicas = config.policy.dtensor_cfg.tensor_parallel_size
+    num_replicas = config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.dp_replicate_size
     for number in range(3 if num_replicas == 1 else 2):  # where ranks share tensors, each batch takes them long
         if number:
             train_on(backend, make_batch(seed=number), config)
@@ -127,9 +148,10 @@ def read_each_other(rank: int, config: Config, folder: Path) -> None:
 
 def assert_predicted(layouts: Sequence[Layout], config: Config) -> None:
     """The planner's adapter lays the ranks out as they are."""
-    tensor = config.policy.dtensor_cfg.tensor_parallel_size
-    model = from_checkpoint(Path(config.policy.model_name))
-    predicted = DTensor(shard=len(layouts) // tensor, tensor=tensor).layouts(model, Hosts("here", has_gpus=False))
+    model, sizes = from_checkpoint(Path(config.policy.model_name)), training(config)
+    assert isinstance(sizes, DTensor)
+    sizes = msgspec.structs.replace(sizes, shard=len(layouts) // (sizes.replicate * sizes.tensor))
+    predicted = sizes.layouts(model, Hosts("here", has_gpus=False))
     for live, expected in zip(layouts, predicted, strict=True):
         assert pieces_of(live) == pieces_of(expected)
 

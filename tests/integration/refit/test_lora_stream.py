@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import TCPStore
 
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
+from tests.harness import rendezvous as meeting
 from tests.harness.processes.stream_processes import Member, Remote, fsdp, remotes, save, tensor_parallel
+from tests.harness.rendezvous import Rendezvous
 
 WEIGHTS = {"up.weight": (40, 10), "down.weight": (10, 40), "norm": (10,)}
 ADAPTERS = {"up.lora_A.weight": (2, 10), "up.lora_B.weight": (40, 2), "down.lora_A.weight": (2, 40)}
 ADAPTERS |= {"down.lora_B.weight": (10, 2)}
 
 
+rendezvous = meeting.rendezvous
+
+
 @pytest.fixture
-def port() -> Iterator[int]:
-    store: TCPStore | None = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
-    assert store is not None
-    yield store.port
-    store = None
-    gc.collect()
+def port(rendezvous: Rendezvous) -> int:
+    return rendezvous.port
 
 
 def trainer(rank: int) -> Layout:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
-from tests.harness.processes.stream_processes import Remote, fsdp, planned, remotes, save, tensor_parallel
+from tests.harness.processes.stream_processes import Remote, fsdp, give_keys, planned, remotes, save, tensor_parallel
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.hosts_harness import ADDRESSES, ip
 from tests.harness.runs.running import Awake
@@ -88,3 +88,20 @@ def test_a_host_that_is_cut_off_is_named_when_the_deadline_passes(hosts: dict[st
         assert "rollout-0 failed while receiving" in told["rollout-0"]
         assert "from trainer-0" in told["rollout-0"]
         assert all(error.endswith("the deadline passed") for error in told.values())
+
+
+def test_a_host_that_is_cut_off_is_noticed_long_before_the_deadline_over_tcp(
+    hosts: dict[str, str], tmp_path: Path
+) -> None:
+    give_keys(tmp_path)
+    sources, engines = {"trainer-0": fsdp(0, 1, SHAPES)}, {"rollout-0": tensor_parallel(0, 1, SHAPES)}
+    with scene(tmp_path, hosts, sources, engines) as (members, made):
+        run(members, made, 1)
+        ip("-n", hosts["engines"], "link", "set", "cable", "down")
+        awake = Awake()
+        for member in members.values():
+            member.tell("run", deadline_s=50.0)
+        told = {name: member.reply()["error"] for name, member in members.items()}
+        assert awake.seconds() < 20
+        assert "rollout-0 has closed its connection" in told["trainer-0"]
+        assert "trainer-0 has closed its connection" in told["rollout-0"]

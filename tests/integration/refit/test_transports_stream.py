@@ -2,56 +2,47 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group
+from tests.harness import rendezvous as meeting
 from tests.harness.processes.stream_processes import (
     Member,
     Remote,
     Shapes,
     differing,
     fsdp,
+    give_keys,
     planned,
     remotes,
     save,
     tensor_parallel,
 )
+from tests.harness.rendezvous import Rendezvous
 from tests.harness.runs.running import Awake
 
 SMALL: Shapes = {"q": (24, 10), "k": (8, 10), "up": (40, 10), "down": (10, 40), "norm": (10,), "experts": (4, 6, 10)}
 LARGE: Shapes = {"embed": (3000, 1500), "down": (1000, 3000), "norm": (1500,)}  # 18 and 12 MB in float32
 
-
-class Rendezvous:
-    """Where members find each other."""
-
-    def __init__(self) -> None:
-        self.store: TCPStore | None = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-        self.port: int = self.store.port
+rendezvous = meeting.rendezvous
 
 
-@pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
-    made = Rendezvous()
-    yield made
-    made.store = None  # which pytest would keep, and with it a listening socket
-    gc.collect()
+@pytest.fixture(autouse=True, params=["group", "tcp"])
+def over(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Have members connect over gloo, and over TCP."""
+    if request.param == "tcp":
+        give_keys(tmp_path)
 
 
 class Scene:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.agent_run_harness import AGENT, LR, branches_of, configure, model_after
 from tests.harness.runs.running import (
     Command,

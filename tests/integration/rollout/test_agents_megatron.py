@@ -11,7 +11,7 @@ import transformers
 
 from tandem.config.schema import NewModel
 from tandem.samples.model_files import write_new_model
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.agent_run_harness import branches_of, configure, model_after
 from tests.harness.runs.running import TINY, coordinator, steps_of
 from tests.harness.trainers.reference import logprobs_of

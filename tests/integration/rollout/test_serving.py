@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.samples.tokenizer import load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.runs.at_terminal import Terminal
 from tests.harness.runs.by_hand import undisturbed_run
 from tests.harness.runs.running import BIN, TIMEOUT_S, Command, all_gone, wait_until

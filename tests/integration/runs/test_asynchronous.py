@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness.processes.held_processes import lines_of
-from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, TALKING, check_steps, held_run
+from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, TALKING, as_ppo, check_steps, held_run
 from tests.harness.runs.by_hand import in_folder
 from tests.harness.runs.running import (
     merged,
@@ -31,11 +31,13 @@ IN_FLIGHT: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def in_flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def in_flight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with engines that take weights while they generate, and all that can be on."""
-    folder = tmp_path_factory.mktemp("in_flight")
-    with in_folder(folder), held_run(write_config(merged(merged(ASYNCHRONOUS, IN_FLIGHT), TALKING))) as run:
+    folder, config = tmp_path_factory.mktemp("in_flight"), merged(merged(ASYNCHRONOUS, IN_FLIGHT), TALKING)
+    if request.param == "ppo":
+        config = as_ppo(config)
+    with in_folder(folder), held_run(write_config(config)) as run:
         assert run.wait() == 0, run.output()
     return folder
 

@@ -9,9 +9,9 @@ import pytest
 from tandem.common.messages import Purpose, SampleScored
 from tandem.config import load_config
 from tandem.observe.run_folder.journal import read_journal
+from tandem.samples.recorded_shards import read_step
 from tandem.samples.sample_files import FOLDER
-from tandem.samples.sample_record import read_step
-from tests.harness.runs.running import coordinator, steps_of, write_config
+from tests.harness.runs.running import coordinator, merged, steps_of, write_config
 
 HEADING = "ignored:"
 NOT_KNOWN = "is not known to this release: no effect"
@@ -48,6 +48,12 @@ def test_unknown_keys_are_ignored_on_request_and_a_resumed_run_says_the_same() -
     assert slip.stderr == (
         "error: command line: grpo.num_prompt_per_step: unknown key; did you mean 'num_prompts_per_step'?\n"
     )
+    unfit = coordinator("check", "--newer", config, "data.train_data_path=nowhere.jsonl")
+    for failed in (slip, unfit):
+        heading, *lines = failed.stdout.splitlines()
+        assert (heading, sorted(lines)) == (HEADING, ignored), "what would be ignored, whatever else is wrong"
+    assert unfit.returncode in (1, 2)
+    assert "nowhere.jsonl" in unfit.stderr
     done = coordinator("up", config, "--newer")
     assert done.returncode == 0, done.stderr + done.stdout
     told = [f"note:{line[1:]}" for line in ignored]
@@ -92,7 +98,7 @@ def test_a_run_ends_when_validation_is_good_enough_and_stays_ended() -> None:
     done = coordinator("up", config, "--unfinished-code", "75")
     assert done.returncode == 0, done.stderr + done.stdout
     steps = steps_of()
-    assert [record.step for record in steps] == [1, 2, 3, 4]
+    assert [record.step for record in steps] == [1, 2, 3, 4], "nothing is trained after that"
     assert [record.step for record in steps if "val_accuracy" in record.metrics] == [4], "not before val_start_at"
     reached = steps[-1].metrics["val_accuracy"]
     assert f"grpo.stop_at_validation_metric: step 4 has val_accuracy {reached:g}, at least 0.05" in done.stdout
@@ -106,6 +112,36 @@ def test_a_run_ends_when_validation_is_good_enough_and_stays_ended() -> None:
     assert on.returncode == 0, on.stderr + on.stdout
     assert len(steps_of()) == 5
     assert "val_accuracy" in steps_of()[-1].metrics, "the last step is validated"
+
+
+def test_a_run_before_this_one_that_validates_well_enough_has_finished() -> None:
+    Path("judging.py").write_text(JUDGE)
+    stops = {"stop_at_validation_metric": "accuracy", "stop_at_validation_threshold": 0.05}
+    over = {"env": {"mine": {"class": "judging.Judge"}}, "grpo": {"max_num_steps": 1000, "val_period": 2, **stops}}
+    write_config({**over, "logger": {"log_dir": "before"}}, "before.yaml")
+    later = {
+        "prerequisite": "before.yaml",
+        "policy": {"model_name": "before/checkpoints/step_2/policy", "new_model": None},
+        "grpo": {"max_num_steps": 1, "val_period": 0, **dict.fromkeys(stops)},
+        "checkpointing": {"metric_name": "reward"},
+        "logger": {"log_dir": "after"},
+    }
+    config = write_config(merged(over, later))
+    done = coordinator("up", config)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [record.step for record in steps_of("before")] == [1, 2]
+    assert [record.step for record in steps_of("after")] == [1], "which follows at once"
+    with read_journal(Path("before")) as journal:
+        assert [text for _, _, text in journal.events() if text.startswith("the run ")][-1] == "the run finished"
+    again = coordinator("up", config, "--restart")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "done before (2 steps in before), its checkpoint is used again" in again.stdout
+    checked = coordinator("check", config)
+    assert checked.returncode == 0, checked.stderr
+    assert "prerequisite" not in checked.stderr
+    other = coordinator("up", config, "--restart", "policy.model_name=before/checkpoints/step_8/policy")
+    assert other.returncode == 1
+    assert "step_8/policy' does not exist; its last checkpoint is before/checkpoints/step_2" in other.stderr
 
 
 def test_several_validation_samples_of_a_problem_are_passed_by_any() -> None:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, as_ppo, check_steps
+from tests.harness.runs.by_hand import MEGATRON_TP2, refits_of
 from tests.harness.runs.running import (
     PPO,
     coordinator,
@@ -78,6 +81,36 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole: Path, tmp_path
     tensors = tensors_of(Path("run/checkpoints/step_4"))
     assert tensors == tensors_of(whole / "run/checkpoints/step_4")
     assert {name.partition("/")[0] for name in tensors} == {"policy", "optimizer", "value", "value_optimizer"}
+
+
+def test_asynchronous_ppo_learns_from_samples_of_older_weights() -> None:
+    """A digit is worth something wherever it stands; six of them are the most that a response can have."""
+    over = {"grpo": {"max_num_steps": 40, "val_period": 10}, "policy": {"optimizer": {"kwargs": {"lr": 5.0e-3}}}}
+    ended = coordinator("up", write_config(as_ppo(merged(ASYNCHRONOUS, over), num_epochs=2)))
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
+    check_steps("run", age=1, num_steps=40, val_period=10)
+    steps = steps_of("run")
+    first, last = ([step.metrics["reward"] for step in part] for part in (steps[:5], steps[-5:]))
+    assert np.mean(last) > np.mean(first) + 0.08, (first, last)
+    assert np.mean([step.metrics["avg_trajectory_age"] for step in steps]) > 0.5
+    for step in steps:
+        assert step.metrics["value/grad_norm"] > 0
+        assert step.metrics["sampling_importance_ratio"] == pytest.approx(1.0, abs=0.2)
+    assert steps[-1].metrics["value/loss"] < steps[0].metrics["value/loss"] / 10
+
+
+def test_a_run_whose_models_divide_the_ranks_of_megatron_core_differently(tmp_path: Path) -> None:
+    learns = {"optimizer": {"lr": 2.0e-3}}
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    config = ppo_config(merged(MEGATRON_TP2, {"value": {"optimizer": None, "megatron_cfg": learns | sizes}}))
+    assert coordinator("up", config, "ppo.max_num_steps=2").returncode == 0
+    ended = coordinator("up", config, "--resume")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
+    first, *others = steps_of("run")
+    assert [step.step for step in (first, *others)] == [1, 2, 3, 4]
+    assert all(step.metrics["value/grad_norm"] > 0 for step in (first, *others))
+    assert all(step.metrics["grad_norm"] > 0 for step in others)
+    assert all(refit.digest for refit in refits_of())
 
 
 def test_the_example_runs() -> None:

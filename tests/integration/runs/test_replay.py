@@ -81,6 +81,21 @@ def run(recorded: Path) -> str:
     return "run"
 
 
+@pytest.fixture(scope="module")
+def recorded_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with a run of so many steps that a replay of it does not end before it is hit."""
+    folder = tmp_path_factory.mktemp("recorded_long")
+    undisturbed_run(folder, merged(EVERYTHING, {"grpo": {"max_num_steps": 60, "val_period": 0}}))
+    return folder
+
+
+@pytest.fixture
+def long_run(recorded_long: Path) -> str:
+    """Copy that folder to the working directory; return the run's."""
+    shutil.copytree(recorded_long, ".", dirs_exist_ok=True, symlinks=True)
+    return "run"
+
+
 def state_of(checkpoint: str | Path) -> dict[str, bytes]:
     """Return all tensors of a checkpoint, the optimizer's too, to the bit."""
     files = sorted(Path(checkpoint, "optimizer").glob("*.safetensors"))
@@ -177,33 +192,35 @@ def test_other_options_are_an_experiment_with_a_folder_of_its_own(run: str) -> N
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, run: str) -> None:
-    with Command("coordinator", "replay", run, "checkpointing.save_period=1") as replay:
-        replay.wait_for(r"step 2/4")
+def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, long_run: str) -> None:
+    with Command("coordinator", "replay", long_run, "checkpointing.save_period=1") as replay:
+        replay.wait_for(r"step 2/60")
         replay.signal(how)
         assert replay.wait() == (130 if how is signal.SIGINT else -9)
         if how is signal.SIGINT:
             assert "interrupted; continue with: coordinator replay run-replay --resume" in replay.output()
     steps = steps_of("run-replay")
-    assert steps[-1].step < 4, "it was stopped in time"
+    assert steps[-1].step < 60, "it was stopped in time"
     resumed = coordinator("replay", "run-replay", "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "weights are equal to the bit to those of step 4 of run" in resumed.stdout
+    assert "weights are equal to the bit to those of step 60 of run" in resumed.stdout
     assert_equal("run-replay")
 
 
 def test_a_run_that_was_killed_and_resumed_is_replayed_to_the_bit() -> None:
-    config = write_config(merged(ASYNCHRONOUS, {"grpo": {"max_num_steps": 6}}))
+    config = write_config(merged(ASYNCHRONOUS, {"grpo": {"max_num_steps": 24}}))
     with Command("coordinator", "up", config) as original:
-        original.wait_for(r"step 3/6")
+        original.wait_for(r"step 3/24")
+        wait_until(lambda: Path("run/checkpoints/latest").exists(), lambda: "a checkpoint")
         original.signal(signal.SIGKILL)
         original.wait()
+    saved = int(Path("run/checkpoints/latest").resolve().name.removeprefix("step_"))
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resuming at step 3" in resumed.stdout
+    assert f"resuming at step {saved + 1} " in resumed.stdout
     replayed = coordinator("replay", "run")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    assert "weights are equal to the bit to those of step 6 of run" in replayed.stdout
+    assert "weights are equal to the bit to those of step 24 of run" in replayed.stdout
     assert_equal("run-replay")
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from tandem.common.errors import ConfigError
 from tandem.config import build_config
+from tandem.samples.recorded_shards import read_step
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
-from tandem.samples.sample_record import read_step
 from tests.harness.runs.record_harness import kill_after, record_of
 from tests.harness.runs.running import coordinator, merged, steps_of, weights_of, write_config
 

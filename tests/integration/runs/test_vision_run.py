@@ -11,19 +11,32 @@ import pytest
 from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.sample_record import read_step
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.by_hand import assert_same_results
 from tests.harness.runs.running import Command, coordinator, deterministic, process_of, steps_of, write_config
 from tests.harness.runs.shapes import SHAPES, write_shapes
+
+TWO_OF_EACH = ("cluster.trainers=2", "cluster.rollouts=2")
+LONGER = (*TWO_OF_EACH, "grpo.max_num_steps=20", "checkpointing.save_period=10")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of four steps of two trainers and two engines, which tests only read."""
-    folder = tmp_path_factory.mktemp("sees")
+    return run_in(tmp_path_factory.mktemp("sees"), *TWO_OF_EACH)
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of such a run of so many steps that others of that length do not end before they are hit."""
+    return run_in(tmp_path_factory.mktemp("longer"), *LONGER)
+
+
+def run_in(folder: Path, *settings: str) -> Path:
+    """Run that in a folder; return the folder of the run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        ended = coordinator("up", write_shapes(), "cluster.trainers=2", "cluster.rollouts=2")
+        ended = coordinator("up", write_shapes(), *settings)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "run"
 
@@ -82,28 +95,27 @@ def test_checkpoints_are_evaluated_on_pictures(whole: Path, monkeypatch: pytest.
             assert ImageFolder(next(Path("scores/runs").iterdir()) / "images").has(marked.digest)
 
 
-def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(whole: Path) -> None:
-    two_of_each = ("cluster.trainers=2", "cluster.rollouts=2")
-    with Command("coordinator", "up", write_shapes(), *two_of_each) as run:
-        run.wait_for("step 1/4")
+def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(longer: Path) -> None:
+    with Command("coordinator", "up", write_shapes(), *LONGER) as run:
+        run.wait_for("step 1/20")
         process_of(run, "rollout").kill()
-        run.wait_for("step 2/4")
+        run.wait_for("step 3/20")
         process_of(run, "trainer", 1).kill()
         assert run.wait() == 0, run.output()
-    assert_same_results("run", whole)
+    assert_same_results("run", longer)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(whole: Path) -> None:
-    two_of_each = ("cluster.trainers=2", "cluster.rollouts=2")
+def test_a_resumed_run_equals_an_uninterrupted_one(longer: Path) -> None:
+    """It is killed between two checkpoints."""
     config = write_shapes()
-    with Command("coordinator", "up", config, *two_of_each) as run:
-        run.wait_for("step 3/4")
+    with Command("coordinator", "up", config, *LONGER) as run:
+        run.wait_for("step 11/20")
         run.process.kill()
         run.wait()
-    ended = coordinator("up", config, "--resume", *two_of_each)
+    ended = coordinator("up", config, "--resume", *LONGER)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "had been generated, and are not generated again" in ended.stdout
-    assert_same_results("run", whole)
+    assert_same_results("run", longer)
 
 
 def test_a_replay_learns_from_the_same_pictures_to_the_bit(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness import leaks
 from tests.harness.processes.held_processes import at_file, hold_file
-from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, TALKING, check_steps, held_run
+from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, TALKING, as_ppo, check_steps, held_run
 from tests.harness.runs.by_hand import MEGATRON_TP2
 from tests.harness.runs.running import (
     BIN,
@@ -31,11 +31,15 @@ from tests.harness.runs.running import (
 )
 
 
-@pytest.mark.parametrize("over", [{}, MEGATRON_TP2], ids=["dtensor", "megatron"])
-def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("over", "algorithm"), [({}, "grpo"), (MEGATRON_TP2, "grpo"), ({}, "ppo")], ids=["dtensor", "megatron", "ppo"]
+)
+def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: dict[str, Any], algorithm: str) -> None:
     """Engines finish what they have before they take weights; the environment scores at once."""
     before = leaks.segments()
     config = merged(merged(ASYNCHRONOUS, over), {"grpo": {"max_num_steps": 40}, "checkpointing": {"save_period": 5}})
+    if algorithm == "ppo":
+        config = as_ppo(config)
     with Command("coordinator", "up", write_config(config)) as run:
         for step in (2, 5):
             run.wait_for(f"step {step}/40")
@@ -49,9 +53,11 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: 
     assert leaks.segments_left(before) == set()
 
 
-def test_kill_9_of_who_may_not_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint() -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_kill_9_of_who_may_not_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint(algorithm: str) -> None:
     before, over = leaks.segments(), {"grpo": {"max_num_steps": 1000}, "checkpointing": {"save_period": 2}}
-    config = write_config(merged(merged(ASYNCHRONOUS, over), {"cluster": {"max_replacements": 0}}))
+    settings = merged(merged(ASYNCHRONOUS, over), {"cluster": {"max_replacements": 0}})
+    config = write_config(as_ppo(settings) if algorithm == "ppo" else settings)
     done = 0
     for kind in ("trainer", "refit", "coordinator"):
         with Command("coordinator", "up", config, *(["--resume"] if done else [])) as run:
@@ -71,7 +77,7 @@ def test_kill_9_of_who_may_not_be_replaced_ends_the_run_and_it_goes_on_from_its_
         assert leaks.segments_left(before) == set()
         done = steps_of()[-1].step
         assert [step.step for step in steps_of()] == list(range(1, done + 1))
-    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
+    resumed = coordinator("up", config, "--resume", f"{algorithm}.max_num_steps={done + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert [step.step for step in steps_of()] == list(range(1, done + 2))
 

@@ -55,14 +55,14 @@ def program(name: str) -> str:
 
 @pytest.mark.parametrize("who", ["a process group", "timeout"])
 def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_there(who: str, undisturbed: Path) -> None:
-    before, config = leaks.segments(), write_config(TWELVE)
+    before, config = leaks.segments(), write_config(FORTY)
     words = ["coordinator", "up", config]
     with (
         setsid(*words)
         if who == "a process group"
         else Command(program("timeout"), "--preserve-status", "600", BIN / words[0], *words[1:]) as run
     ):
-        run.wait_for("step 3/12")
+        run.wait_for("step 3/40")
         everyone = [psutil.Process(run.process.pid), *run.children()]
         services = [each for kind in ("trainer", "rollout", "refit") for each in processes_of(run, kind)]
         assert len(services) == 4
@@ -74,7 +74,7 @@ def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_the
         assert run.wait() == 130, run.output()
         assert all_gone(everyone, 5.0) == []
     done = steps_of()[-1].step
-    assert done < 12
+    assert done < 40
     assert f"interrupted; continue with: coordinator up {config} --resume" in run.output()
     assert Path(f"run/checkpoints/step_{done}").exists(), run.output()
     assert leaks.segments_left(before) == set()
@@ -210,9 +210,9 @@ def test_kill_9_of_a_service_that_may_not_be_replaced_ends_the_run_with_its_name
         assert all_gone([c for c in children if c != victim], 5.0) == []
 
 
-TWELVE = {
-    "grpo": {"max_num_steps": 12, "val_period": 6},
-    "checkpointing": {"save_period": 12},
+FORTY = {
+    "grpo": {"max_num_steps": 40, "val_period": 20},
+    "checkpointing": {"save_period": 40},
     "cluster": {"rollouts": 2},
 }
 
@@ -220,18 +220,18 @@ TWELVE = {
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of two engines that nothing happens to."""
-    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), TWELVE)
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), FORTY)
 
 
 @pytest.mark.parametrize("alias", ["auto", "never"])
 def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(alias: str, undisturbed: Path) -> None:
-    with Command("coordinator", "up", write_config(TWELVE | {"refit": {"alias": alias}})) as run:
-        run.wait_for("step 2/12")
+    with Command("coordinator", "up", write_config(FORTY | {"refit": {"alias": alias}})) as run:
+        run.wait_for("step 2/40")
         process_of(run, "rollout").kill()
         run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
         assert run.wait() == 0, run.output()
     assert_same_results("run", undisturbed)
-    assert {refit.version for refit in refits_of()} == set(range(13))
+    assert {refit.version for refit in refits_of()} == set(range(41))
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
@@ -246,18 +246,18 @@ def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
 
 
 def test_an_engine_started_by_hand_is_replaced_by_hand() -> None:
-    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
+    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 40}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as first:
-            run.wait_for("step 2/8")
+            run.wait_for("step 2/40")
             first.signal(signal.SIGKILL)
             first.wait()
             run.wait_for("start another: rollout --coordinator")
             with Command("rollout", *joins(address)) as second:
                 assert run.wait() == 0, run.output()
                 assert second.wait() == 0
-    assert [s.step for s in steps_of()] == list(range(1, 9))
+    assert [s.step for s in steps_of()] == list(range(1, 41))
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
@@ -266,22 +266,23 @@ def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
         run.wait_for("step 5/1000")
         run.signal(signal.SIGKILL)
         run.wait()
-    resumed = coordinator("up", config, "--resume", "grpo.max_num_steps=7")
+    last = steps_of()[-1].step + 2
+    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={last}")
     assert resumed.returncode == 0, resumed.stderr
     steps = steps_of()
-    assert [s.step for s in steps] == list(range(1, 8))
+    assert [s.step for s in steps] == list(range(1, last + 1))
     assert all(math.isfinite(s.metrics["loss"]) for s in steps)
 
 
 def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
-    with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 8}})) as run:
-        run.wait_for("step 2/8")
+    with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 40}})) as run:
+        run.wait_for("step 2/40")
         victim = process_of(run, "rollout")
         victim.send_signal(signal.SIGSTOP)
         run.wait_for(r"rollout-0 is lost: no heartbeat for \d+ s")
         assert run.wait() == 0, run.output()
         assert not psutil.pid_exists(victim.pid)
-    assert [s.step for s in steps_of()] == list(range(1, 9))
+    assert [s.step for s in steps_of()] == list(range(1, 41))
 
 
 def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from tandem.observe.run_folder.live import LiveEngine, read_live
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
+from tests.harness.runs.held_runs import ENVIRONMENT, HELD, engines, go_on, hold, version_of
 from tests.harness.runs.running import (
     TIMEOUT_S,
     Command,
@@ -30,34 +30,9 @@ from tests.harness.runs.running import (
 NUM_STEPS = 24
 HELD_S = 8.0
 """How soon an engine has something that waits, if it has anything."""
-HELD = """
-import contextlib
-import os
-import time
-from pathlib import Path
-from tandem.rollout.environments import Score
-
-class Held:
-    '''Scores nothing while the folder `hold` is there, and notes in it which engine waits; digits are worth something.
-
-    The folder `seen` keeps which engines have scored at all.
-    '''
-
-    runs_in = "threads"
-
-    def score(self, problem, response):
-        Path("seen").mkdir(exist_ok=True)
-        Path("seen", str(os.getpid())).touch()
-        while Path("hold").exists():
-            with contextlib.suppress(FileNotFoundError):
-                Path("hold", str(os.getpid())).touch()
-            time.sleep(0.02)
-        share = sum(character.isdigit() for character in response) / (len(response) + 1)
-        return Score(reward=share, correct=share > 0.5)
-"""
 CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
-    "env": {"held": {"class": "held.Held", "timeout_s": 600.0}},
+    **ENVIRONMENT,
     "checkpointing": {"save_period": 4},
 }
 ASYNCHRONOUS: dict[str, Any] = {
@@ -75,31 +50,9 @@ class Engine(Protocol):
     def pid(self) -> int: ...
 
 
-def engines() -> dict[str, LiveEngine]:
-    """Return the engines of the run, by name."""
-    live = read_live(Path("run"))
-    return {} if live is None else {engine.name: engine for engine in live.engines}
-
-
-def version_of(*names: str) -> int:
-    """Return the version that the first of these engines that is shown holds; -1 while none is."""
-    shown = engines()
-    return next((shown[name].version for name in names if name in shown), -1)
-
-
 def generates(name: str) -> bool:
     """Tell whether an engine has groups in flight."""
     return name in engines() and engines()[name].in_flight > 0
-
-
-def hold() -> None:
-    """Have everything wait that is generated from now on."""
-    Path("hold").mkdir()
-
-
-def go_on() -> None:
-    """Have it go on."""
-    Path("hold").rename(f"held-{time.monotonic_ns()}")
 
 
 def is_held(engine: Engine) -> bool:

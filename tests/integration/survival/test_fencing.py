@@ -38,7 +38,7 @@ RUN: dict[str, Any] = merged(
             "heartbeat_timeout_s": TIMEOUT_S,
             "max_replacements": 9,
         },
-        "grpo": {"max_num_steps": 8, "val_period": 8},
+        "grpo": {"max_num_steps": 20, "val_period": 20},
         "checkpointing": {"save_period": 4},
     },
 )

@@ -75,5 +75,6 @@ def test_idle_connections_to_every_port_change_nothing(tmp_path: Path) -> None:
                 assert f"step {STEPS}/" not in run.output(), "it still has steps to go"
                 assert run.wait() == 0, run.output()
         assert "given up" not in run.output()
+        assert " is lost" not in run.output(), "no process is"
         assert steps_of()[-1].step == STEPS
         assert_same_results("run", tmp_path / "alone" / "run", same_batches=True)

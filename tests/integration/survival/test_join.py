@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.common.keys import write_run_keys
-from tandem.coordinator.processes.registry import new_run_keys
+from tandem.coordinator.processes.admission import new_run_keys
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.harness.runs.hosts_harness import TWO_NODES
 from tests.harness.runs.running import (
@@ -26,7 +26,7 @@ from tests.harness.runs.running import (
     write_config,
 )
 
-NUM_STEPS = 6
+NUM_STEPS = 18
 CONFIG: dict[str, Any] = {
     "cluster": {"trainers": 2, "rollouts": 2},
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},

@@ -102,8 +102,13 @@ def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbe
     assert leaks.segments_left(before) == set()
 
 
-def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_is_gone(undisturbed: Path) -> None:
-    config = write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
+def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_is_gone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # Enough steps that engines that take their time to start still find a run that goes on.
+    longer = merged(merged(RUN, LAUNCHED), {"grpo": {"max_num_steps": 40}, "checkpointing": {"save_period": 20}})
+    undisturbed = undisturbed_run(tmp_path_factory.mktemp("longer"), longer)
+    config = write_config(merged(longer, {"cluster": SILENT}))
     with Command("coordinator", "up", config, "--supervise") as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as added, Command("rollout", *joins(address)) as lost:
@@ -148,11 +153,12 @@ def test_a_coordinator_that_is_replaced_counts_with_all_others_that_are() -> Non
 
 
 def test_services_end_when_no_coordinator_comes() -> None:
-    config = write_config({"cluster": {"launch": {"trainers": 1, "refit": True}, "orphan_timeout_s": 3.0} | SILENT})
+    launched = {"launch": {"trainers": 1, "refit": True}, "orphan_timeout_s": 3.0}
+    config = write_config({"cluster": launched | SILENT, "grpo": {"max_num_steps": 1000}})
     with Command("coordinator", "up", config) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as rollout:
-            run.wait_for("step 1/3")
+            run.wait_for("step 1/1000")
             services = run.children()
             run.signal(signal.SIGKILL)
             assert rollout.wait() == 70

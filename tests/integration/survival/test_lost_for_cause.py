@@ -69,7 +69,7 @@ class Liar:
         return Score(reward=share, correct=share > 0.5)
 """
 RUN: dict[str, Any] = {
-    "grpo": {"max_num_steps": 4, "val_period": 0},
+    "grpo": {"max_num_steps": 16, "val_period": 0},
     "checkpointing": {"metric_name": "reward", "save_period": 2},
     "env": {"liar": {"class": "liar.Liar"}},
     "cluster": {"rollouts": 2, "max_replacements": 9},
@@ -127,7 +127,7 @@ def test_a_rollout_that_lies_where_none_is_replaced_is_named(lies: Path) -> None
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])
 def test_a_process_that_has_no_descriptors_left_is_replaced(kind: str, undisturbed: Path) -> None:
     with Command("coordinator", "up", write_config(RUN)) as run:
-        run.wait_for("step 1/4")
+        run.wait_for("step 1/16")
         Path("hold").mkdir()
         victim = process_of(run, kind)
         # A few less than it has, in case it closes some; with none at all libzmq can wait for nothing, and aborts.
@@ -141,7 +141,7 @@ def test_a_process_that_has_no_descriptors_left_is_replaced(kind: str, undisturb
 
 def test_a_supervised_coordinator_that_fails_by_itself_is_followed_by_another(undisturbed: Path) -> None:
     with Command("coordinator", "up", write_config(RUN), "--supervise") as run:
-        run.wait_for("step 1/4")
+        run.wait_for("step 1/16")
         Path("hold").mkdir()
         (coordinator_,) = titled(run.children(), f"{sys.executable} -m tandem.coordinator.cli")
         coordinator_.rlimit(psutil.RLIMIT_NOFILE, (coordinator_.num_fds() - 8, 4096))
@@ -182,7 +182,7 @@ def test_an_engine_whose_helpers_are_killed_again_and_again_is_replaced(lies: Pa
     Path("fragile.py").write_text(FRAGILE)
     fragile = {"env": {"liar": {"class": "fragile.Fragile", "num_workers": 1}}}
     with Command("coordinator", "up", write_config(merged(RUN, fragile))) as run:
-        run.wait_for("step 1/4")
+        run.wait_for("step 1/16")
         Path("hold").mkdir()
         for number in range(3):
             (lies / f"killed-{number}").touch()
@@ -191,7 +191,7 @@ def test_an_engine_whose_helpers_are_killed_again_and_again_is_replaced(lies: Pa
         assert run.wait() == 0, run.output()
         said = run.output()
     lost = (
-        r"rollout-[01] is lost: it failed while [a-z]+( step \d)?: env\.liar: making the environment failed: .*SIGKILL"
+        r"rollout-[01] is lost: it failed while [a-z]+( step \d+)?: env\.liar: making the environment failed: .*SIGKILL"
     )
     assert len(re.findall(lost, said)) == 1, said
     assert not [*lies.iterdir()]

@@ -64,7 +64,7 @@ def config_for_resume(model: Path, train_micro_batch_size: int = 2, **dtensor_cf
         train_global_batch_size=8,
         train_micro_batch_size=train_micro_batch_size,
         scheduler=SCHEDULER,
-        trainers=math.prod(dtensor_cfg.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context")),
+        trainers=math.prod(size for key, size in dtensor_cfg.items() if key.endswith("_size")),
         dtensor_cfg=dtensor_cfg,
     )
 
@@ -101,6 +101,8 @@ def test_any_number_of_ranks_restores_every_bit(
 
 TP2 = {"tensor_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_parallel_size": 2}
+HSDP = {"dp_replicate_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,9 @@ CP2 = {"context_parallel_size": 2}
         (4, TP2, 1, {}, "qwen3"),
         (3, {}, 4, TP2 | {"sequence_parallel": True}, "qwen3_moe"),
         (4, TP2 | CP2, 6, TP2, "qwen2"),
+        (2, EP2, 1, {}, "qwen3_moe"),
+        (3, {}, 4, EP2 | HSDP, "qwen3_moe"),
+        (6, EP2, 4, TP2 | EP2, "glm4_moe"),
     ],
 )
 def test_other_parallel_sizes_restore_every_bit(

@@ -45,6 +45,8 @@ ONE_RANK = {"enabled": True, "optimizer": megatron_harness.OPTIMIZER}
 MEGATRON_TP2 = {**ONE_RANK, **megatron_harness.TP2}
 PP2 = {**megatron_harness.PP2, "num_layers_in_first_pipeline_stage": 1}
 """Of a model of three layers."""
+SCALED = {"kl_type": "mixed", "dynamic_loss_scaling": True, "ce_loss_scale": 0.3, "kl_loss_weight": 7.0}
+"""The two weights have no effect."""
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one rank, mixed": (1, {"kl_type": "mixed", "mixed_kl_weight": 0.3}, {}, {}),
     "one rank, forward over all tokens": (1, {"kl_type": "forward", "zero_outside_topk": True}, {}, {}),
@@ -56,6 +58,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         2,
         {"kl_type": "mixed", "zero_outside_topk": True},
         {"dtensor_cfg": {"context_parallel_size": 2}},
+        {},
+    ),
+    "one rank, the divergence scaled to the likelihood": (1, SCALED, {"train_micro_batch_size": 8}, {}),
+    "context parallel, the same": (
+        2,
+        SCALED,
+        {"train_micro_batch_size": 8, "dtensor_cfg": {"context_parallel_size": 2}},
         {},
     ),
 }

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tandem.samples.batch import Batch
-from tandem.trainer.micro_batches import pad
-from tandem.trainer.models import TokenScorer, has_linear_head
+from tandem.trainer.batching.padding import pad
+from tandem.trainer.models import has_linear_head
+from tandem.trainer.scorers import TokenScorer
 from tests.harness.runs.running import coordinator, steps_of, write_config
 from tests.unit.engine_harness import make_engine, make_model, random_prompts, reference_logprobs, request, run_all
 

@@ -45,11 +45,12 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 BATCHES = [make_groups(2, 2, 2, 2, seed=seed) for seed in range(3)]
 LORA = {"enabled": True, "dim": 4, "alpha": 16}
+SP2 = {"tensor_parallel_size": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank, recomputed": (1, {"activation_checkpointing": True}, {"train_micro_batch_size": 8}),
     "FSDP2": (2, {}, {}),
     "TP2, packed": (2, {"tensor_parallel_size": 2}, {"sequence_packing": {"enabled": True}}),
-    "TP2 with sequence parallelism": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+    "TP2 with sequence parallelism": (2, SP2, {}),
     "CP2": (2, {"context_parallel_size": 2}, {"sequence_packing": {"enabled": True}}),
     "FSDP2 with TP2": (4, {"tensor_parallel_size": 2}, {}),
 }
@@ -207,14 +208,14 @@ def experts_rank(rank: int, config: Config, folder: Path) -> Any:
     return [each["grad_norm"] for each in metrics], adapted, evaluate_on(reloaded, batch, config)["loss"]
 
 
+@pytest.mark.parametrize("sizes", [SP2, {"expert_parallel_size": 2}], ids=["TP2 + SP", "EP2"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
 def test_a_mixture_of_experts_has_adapters_beside_its_experts(
-    architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    architecture: str, sizes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In attention, and in dense layers and shared experts."""
     folder = make_model(tmp_path / "model", architecture)
-    dtensor = {"tensor_parallel_size": 2, "sequence_parallel": True, "lora_cfg": LORA}
-    config = make_config(folder, algorithm="sft", dtensor_cfg=dtensor, trainers=2)
+    config = make_config(folder, algorithm="sft", dtensor_cfg={**sizes, "lora_cfg": LORA}, trainers=2)
     ranks = run_ranks(2, experts_rank, config, tmp_path / "step_3")
     for norms, adapted, _ in ranks:
         assert all(norm > 0 for norm in norms)

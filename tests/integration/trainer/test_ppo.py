@@ -21,7 +21,7 @@ from tandem.samples.batch import Batch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.offload import Offloaded
+from tandem.trainer.backends.offload import Offloaded
 from tandem.trainer.shards import local_of
 from tests.harness.trainers.megatron_harness import CP2, PP2, SP, TP2
 from tests.harness.trainers.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
@@ -86,6 +86,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"dtensor_cfg": {"sequence_parallel": True}},
     ),
     "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}, {}),
+    "two whole replicas, tensor-parallel values": (
+        2,
+        {"dtensor_cfg": {"dp_replicate_size": 2}},
+        {"dtensor_cfg": {"tensor_parallel_size": 2, "dp_replicate_size": 1}},
+    ),
     "two ranks, tensor-parallel values": (2, {}, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "two tensor-parallel ranks, packed values of their own": (
         2,
@@ -103,6 +108,27 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         2,
         {"megatron_cfg": MEGATRON | TP2},
         {"megatron_cfg": LEARNS | SP},
+    ),
+    "Megatron-Core, two tensor-parallel ranks, two of values": (
+        2,
+        {"megatron_cfg": MEGATRON | TP2},
+        {"megatron_cfg": LEARNS | {"tensor_model_parallel_size": 1}, **PACKED},
+    ),
+    "Megatron-Core, four ranks, values in two stages of two replicas": (
+        4,
+        {"megatron_cfg": MEGATRON | TP2},
+        {"megatron_cfg": LEARNS | PP2 | {"tensor_model_parallel_size": 1}},
+    ),
+    "Megatron-Core, two ranks, tensor-parallel values": (2, {"megatron_cfg": MEGATRON}, {"megatron_cfg": LEARNS | TP2}),
+    "Megatron-Core, two stages, values cut along sequences": (
+        2,
+        {"megatron_cfg": MEGATRON | PP2},
+        {"megatron_cfg": LEARNS | TP2 | SP | {"pipeline_model_parallel_size": 1}},
+    ),
+    "Megatron-Core, two context-parallel ranks, values in two stages": (
+        2,
+        {"megatron_cfg": MEGATRON | CP2},
+        {"megatron_cfg": LEARNS | PP2 | {"context_parallel_size": 1}},
     ),
     "Megatron-Core, two context-parallel ranks": (2, {"megatron_cfg": MEGATRON | CP2}, {"megatron_cfg": LEARNS}),
 }
@@ -264,8 +290,9 @@ def test_a_value_model_that_was_in_host_memory_between_steps_is_the_same(model: 
     assert moved == plainly
 
 
-def test_models_that_megatron_core_trains_are_resumed_to_the_bit(model: Path, tmp_path: Path) -> None:
-    config = ppo_config(model, *CASES["Megatron-Core, two stages, packed values"][1:], 2)
+@pytest.mark.parametrize("case", ["two stages, packed values", "two tensor-parallel ranks, two of values"])
+def test_models_that_megatron_core_trains_are_resumed_to_the_bit(case: str, model: Path, tmp_path: Path) -> None:
+    config = ppo_config(model, *CASES[f"Megatron-Core, {case}"][1:], 2)
     whole = run_ranks(2, train_steps, config, BATCHES, tmp_path)[0]
     kept = tensors_of(tmp_path / "step_3")
     assert {path.parts[0] for path, _ in kept} == {"policy", "optimizer", "value", "value_optimizer"}
@@ -275,19 +302,64 @@ def test_models_that_megatron_core_trains_are_resumed_to_the_bit(model: Path, tm
     assert tensors_of(tmp_path / "step_3") == kept
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("two ranks, tensor-parallel values", "two tensor-parallel ranks, packed values of their own"),
+        (
+            "Megatron-Core, two ranks, tensor-parallel values",
+            "Megatron-Core, two context-parallel ranks, values in two stages",
+        ),
+    ],
+    ids=["DTensor", "Megatron-Core"],
+)
 def test_a_resumed_run_may_divide_the_ranks_otherwise_for_each_model(
-    model: Path, plain: PlainPpo, tmp_path: Path
+    first: str, then: str, model: Path, plain: PlainPpo, tmp_path: Path
 ) -> None:
-    tensor_parallel = {"dtensor_cfg": {"tensor_parallel_size": 2}}
-    first, then = (
-        ppo_config(model, policy, value, 2)
-        for policy, value in (({}, tensor_parallel), (tensor_parallel, {"dtensor_cfg": {"tensor_parallel_size": 1}}))
-    )
-    run_ranks(2, train_steps, first, BATCHES[:2], tmp_path)
-    run_ranks(2, train_steps, then, BATCHES[2:], tmp_path, 3)
+    former, later = (ppo_config(model, *CASES[case][1:], 2) for case in (first, then))
+    run_ranks(2, train_steps, former, BATCHES[:2], tmp_path)
+    run_ranks(2, train_steps, later, BATCHES[2:], tmp_path, 3)
     saved = tmp_path / "step_3"
     assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(saved / "policy"), plain.policy)
     assert_same_weights(transformers.AutoModelForTokenClassification.from_pretrained(saved / "value"), plain.value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "two ranks",
+        "two ranks, tensor-parallel values",
+        "Megatron-Core, two tensor-parallel ranks, two of values",
+    ],
+)
+def test_sequences_that_generation_saw_differently_teach_neither_model(case: str, model: Path, tmp_path: Path) -> None:
+    num_ranks, policy, value = CASES[case]
+    config = ppo_config(model, policy, value, num_ranks)
+    both = msgspec.structs.replace(config.ppo, policy_training_start_step=0)
+    strict = msgspec.structs.replace(both, seq_logprob_error_threshold=8.0)
+    batch, wrong_S = BATCHES[0], np.isin(np.arange(8), [1, 6])
+    wrong_T = np.repeat(wrong_S, batch.lengths_S) & batch.loss_mask_T
+    batch = batch.replace(generation_logprobs_T=batch.generation_logprobs_T - np.where(wrong_T, np.float32(4), 0))
+    without = batch.replace(loss_mask_T=batch.loss_mask_T & ~wrong_T)
+    found = []
+    for name, section, given in (("all", strict, batch), ("fewer", both, without)):
+        settings = msgspec.structs.replace(config, ppo=section)
+        found.append(run_ranks(num_ranks, train_steps, settings, [given], tmp_path / name)[0][0])
+    metrics, expected = found
+    assert metrics["num_masked_seqs_by_logprob_error"] == 2
+    assert metrics["num_valid_samples"] == 6
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    tensors, others = (
+        {
+            path.relative_to(tmp_path / name / "step_1"): load_file(path)
+            for path in (tmp_path / name).rglob("model.saf*")
+        }
+        for name in ("all", "fewer")
+    )
+    assert {path.parts[0] for path in tensors} == {"policy", "value"}
+    for path, weights in others.items():
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensors[path][name], tensor, rtol=0, atol=TOLERANCE)
 
 
 def tensors_of(checkpoint: Path) -> dict[tuple[Path, str], bytes]:

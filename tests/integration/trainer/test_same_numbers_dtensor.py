@@ -30,6 +30,10 @@ BATCHES = [make_batch(seed=seed) for seed in range(2)]
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 SP: dict[str, Any] = {"sequence_parallel": True}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_parallel_size": 2}
+EP4: dict[str, Any] = {"expert_parallel_size": 4}
+HSDP: dict[str, Any] = {"dp_replicate_size": 2}
+RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True}
 PACKED: dict[str, Any] = {"packed": True}
 """Rows of 48 tokens: two or three sequences."""
 
@@ -88,7 +92,22 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "packed, FSDP2": ("qwen3", 2, PACKED),
     "packed, TP2 + SP": ("qwen3_moe", 2, PACKED | TP2 | SP),
     "packed, CP2 + TP2": ("qwen2", 4, PACKED | CP2 | TP2),
-    "recomputed activations, TP2 + SP": ("qwen3", 2, TP2 | SP | {"activation_checkpointing": True}),
+    "recomputed activations, TP2 + SP": ("qwen3", 2, TP2 | SP | RECOMPUTED),
+    "EP2": ("qwen3_moe", 2, EP2),
+    "EP2 + FSDP2": ("qwen3_moe", 4, EP2),
+    "EP4": ("qwen3_moe", 4, EP4),
+    "EP2 in replicas": ("qwen3_moe", 4, EP2 | HSDP),
+    "EP2 + CP2": ("qwen3_moe", 4, EP2 | CP2),
+    "EP2 + TP2": ("qwen3_moe", 4, EP2 | TP2),
+    "EP2 + TP2 + SP": ("glm4_moe", 4, EP2 | TP2 | SP),
+    "EP2 + FSDP2 + TP2 + SP": ("qwen3_moe", 8, EP2 | TP2 | SP),
+    "EP2, packed, recomputed activations": ("qwen3_moe", 2, EP2 | PACKED | RECOMPUTED),
+    "EP2, CPU offload": ("qwen3_moe", 4, EP2 | {"cpu_offload": True}),
+    "EP2 glm4_moe": ("glm4_moe", 2, EP2),
+    "EP2 gpt_oss": ("gpt_oss", 4, EP2),
+    "HSDP": ("qwen3", 4, HSDP),
+    "HSDP + TP2": ("qwen2", 4, HSDP | TP2),
+    "HSDP + CP2": ("llama", 4, HSDP | CP2),
     "TP2 phi3": ("phi3", 2, TP2),
     "TP2 gpt_oss": ("gpt_oss", 2, TP2),
     **{f"TP2 + SP {name}": (name, 2, TP2 | SP) for name in FAMILIES},
@@ -150,10 +169,16 @@ def test_shared_prompts_change_no_number(settings: dict[str, Any], tmp_path: Pat
     assert_same_numbers(numbers_of(2, MAKE, config, batches, tmp_path / "saved"), expected, 1e-5)
 
 
-@pytest.mark.parametrize("settings", [TP2 | SP, CP2], ids=["TP2 + SP", "CP2"])
-def test_bfloat16_stays_close(settings: dict[str, Any], plain: Any, folder: Path, tmp_path: Path) -> None:
-    expected = plain("qwen3")
-    config = config_of(folder / "qwen3", 2, settings, precision="bfloat16")
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("qwen3", TP2 | SP), ("qwen3", CP2), ("qwen3_moe", EP2)],
+    ids=["TP2 + SP", "CP2", "EP2"],
+)
+def test_bfloat16_stays_close(
+    architecture: str, settings: dict[str, Any], plain: Any, folder: Path, tmp_path: Path
+) -> None:
+    expected = plain(architecture)
+    config = config_of(folder / architecture, 2, settings, precision="bfloat16")
     found = numbers_of(2, MAKE, config, BATCHES, tmp_path)
     assert abs(found.logprobs_T - expected.logprobs_T).max() < 0.1
     for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, expected.steps, strict=True):

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tandem.config import Config
+from tandem.trainer.backend import Backend
+from tandem.trainer.batching.padding import pad
 from tests.harness.trainers.megatron_harness import (
     BATCHES,
     CP2,
@@ -26,6 +30,8 @@ from tests.harness.trainers.reference import Numbers, assert_same_numbers, numbe
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-5
+ROW = 16 * 8
+"""Divisor of a row's tokens with which each of four ranks has a multiple of 16, in two chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +127,34 @@ def test_three_steps_by_tokens(
     folder, expected = plain(model)
     found = numbers_of(num_ranks, make, config_for(folder, num_ranks, megatron, **policy), BATCHES, tmp_path)
     assert_same_numbers(found, expected, TOLERANCE)
+
+
+ROUNDED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "padded": ("qwen3", 1, {}, {}),
+    "packed, TP2+SP": ("qwen3", 2, TP2 | SP, PACKED),
+    "PP2 with virtual stages": ("llama", 2, PP2 | VIRTUAL, {}),
+    "experts": ("qwen3_moe", 1, {}, {}),
+    "packed, TP2+SP+CP2": ("qwen3", 4, TP2 | SP | CP2, PACKED),
+}
+
+
+@pytest.mark.parametrize(("model", "num_ranks", "megatron", "policy"), ROUNDED.values(), ids=ROUNDED)
+def test_three_steps_of_rows_as_long_as_kernels_need(
+    model: str, num_ranks: int, megatron: dict[str, Any], policy: dict[str, Any], plain: Any, tmp_path: Path
+) -> None:
+    """Padding for kernels of fewer bits changes nothing; the kernels themselves are a GPU's."""
+    folder, expected = plain(model)
+    config = config_for(folder, num_ranks, megatron, **policy)
+    found = numbers_of(num_ranks, make_rounding, config, BATCHES, tmp_path)
+    assert_same_numbers(found, expected, TOLERANCE)
+
+
+def make_rounding(config: Config, checkpoint: Path | None = None) -> Backend:
+    """Make a backend whose rows are as long as with products in float8, in blocks of 16 tokens a rank."""
+    backend: Any = make(config, checkpoint)
+    for (name, _), held in backend._held.items():
+        held._pipeline.row_divisor = ROW
+        with backend._division_of(name).entered():
+            row = held._pipeline.rows([pad(BATCHES[0], [0], divisible_by=8, device=torch.device("cpu"))])[0]
+        assert sum(row.sequences.lengths) == ROW
+    return backend

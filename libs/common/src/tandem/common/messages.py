@@ -22,11 +22,12 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 21
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
 Purpose = Literal["train", "validate"]
+LossOfCall = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 DeviceType = Literal["cpu", "cuda"]
 
 MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
@@ -371,6 +372,77 @@ class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
     As in `DigestsReported`; empty unless requested."""
 
 
+# --- training by single calls, for a front end: coordinator to trainer and back --------------------------------------
+
+
+class AddGradient(Command, frozen=True, kw_only=True, tag=True):
+    """Score sequences that a front end gives, and add the gradient of their loss to that of the calls before.
+
+    The loss is a sum over tokens. Frames: ``lengths_S`` and ``rank_S`` (int32) of all sequences; of this rank's,
+    ``token_ids_T`` (int32), ``loss_mask_T`` (bool), and ``weights_T``, ``advantages_T`` and ``logprobs_T`` (float32).
+    Where other tokens are scored in the place of these, ``targets_T`` (int32) as well.
+    """
+
+    loss: LossOfCall
+    settings: Annotated[dict[Name, Finite], Meta(max_length=10)]
+    """Arguments of the loss, by the names of `tandem.trainer.calls.losses`."""
+    has_gradient: bool
+    """Whether to compute the gradient, rather than only the scores."""
+
+
+class GradientAdded(Message, frozen=True, kw_only=True, tag=True):
+    """Scores of an `AddGradient`."""
+
+    command_id: Count
+    loss: Finite
+    """Loss of all sequences on all ranks."""
+    logprobs: bytes
+    """Log-probability of each token of this rank's sequences, in little-endian float32; zero outside the loss mask."""
+
+
+class StepOptimizer(Command, frozen=True, kw_only=True, tag=True):
+    """Take one step of AdamW with the gradient of the calls before, and forget it."""
+
+    learning_rate: Annotated[float, Meta(ge=0.0, le=LARGEST)]
+    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)]
+    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)]
+    eps: Annotated[float, Meta(ge=0.0, le=LARGEST)]
+    weight_decay: Annotated[float, Meta(ge=0.0, le=LARGEST)]
+    max_grad_norm: Annotated[float, Meta(ge=0.0, le=LARGEST)]
+    """Norm that larger gradients are scaled down to; zero for none."""
+
+
+class OptimizerStepped(Message, frozen=True, kw_only=True, tag=True):
+    """Report that the optimizer has stepped."""
+
+    command_id: Count
+    grad_norm: Finite
+    """Norm of the gradient before it was scaled down."""
+
+
+class RestoreTraining(Command, frozen=True, kw_only=True, tag=True):
+    """Give the policy the weights of a checkpoint, and forget any gradient."""
+
+    folder: str
+    """Folder of the checkpoint; empty for the weights that the run began with."""
+    with_optimizer: bool
+    """Whether to restore the optimizer's state as well, rather than to begin without one."""
+
+
+class SwitchTraining(Command, frozen=True, kw_only=True, tag=True):
+    """Keep the policy's weights, optimizer and gradient, and train another set: one that is new is as the run began."""
+
+    number: Count
+    is_copy: bool
+    """Whether the set begins anew, with the weights of the present one."""
+
+
+class TrainingRestored(Message, frozen=True, kw_only=True, tag=True):
+    """Report that this rank holds the weights."""
+
+    command_id: Count
+
+
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
 
 
@@ -476,6 +548,8 @@ class SamplingParameters(Message, frozen=True, kw_only=True):
     max_new_tokens: Positive
     stop_token_ids: tuple[TokenId, ...]
     stop_strings: tuple[str, ...]
+    bad_token_ids: tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1)], ...] = ()
+    """Sequences of tokens that a response may not contain. Tokens are drawn from what remains."""
 
 
 class Generate(Command, frozen=True, kw_only=True, tag=True):
@@ -791,6 +865,8 @@ class ConnectTransferGroup(Command, frozen=True, kw_only=True, tag=True):
     """Number of times that the transfer group was connected before."""
     rendezvous_host: Name
     rendezvous_port: Port
+    public_keys: dict[str, Key] = {}
+    """Public keys of its processes, by name: their proof for each other if they connect over TCP."""
 
 
 class TransferGroupConnected(Message, frozen=True, kw_only=True, tag=True):
@@ -808,6 +884,8 @@ class Refit(Command, frozen=True, kw_only=True, tag=True):
     """Engines to bring to `version`; empty for all."""
     joining_engines: tuple[str, ...] = ()
     """Joining engines among them, which also get the tensors that never change, if trainers hold any."""
+    whole: tuple[str, ...] = ()
+    """Engines among them that hold no verified version; senders of differences send them whole weights."""
 
 
 class Refitted(Message, frozen=True, kw_only=True, tag=True):
@@ -917,8 +995,19 @@ PlaneCommand = InstallProgram | ConnectTransferGroup | Refit | ReportDigests
 """Commands of the weight plane, for trainers and engines alike."""
 PlaneReply = ProgramInstalled | TransferGroupConnected | Refitted | DigestsReported
 
+CallCommand = AddGradient | StepOptimizer | RestoreTraining | SwitchTraining
+CallReply = GradientAdded | OptimizerStepped | TrainingRestored
+
 TrainerCommand = (
-    OpenRendezvous | BuildTrainer | PlaneCommand | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint | CopyWeights
+    OpenRendezvous
+    | BuildTrainer
+    | PlaneCommand
+    | Train
+    | Evaluate
+    | SaveCheckpoint
+    | AwaitCheckpoint
+    | CopyWeights
+    | CallCommand
 )
 RolloutCommand = BuildEngine | PlaneCommand | Generate | RestoreSamples | RecordSamples | ReleaseSamples
 RefitCommand = PlanTransfers | CommitVersion
@@ -934,6 +1023,7 @@ TrainerReply = (
     | CheckpointCopied
     | CheckpointSaved
     | WeightsCopied
+    | CallReply
 )
 RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated | SamplesRecorded
 RefitReply = TransfersPlanned | VersionCommitted

@@ -7,13 +7,17 @@ import fcntl
 import ipaddress
 import os
 import socket
+import stat
 import struct
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from tandem.common.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 """Linux's ioctl for the address of an interface."""
+_SILENT_S = 3600
+"""How long the kernel keeps a silent connection to itself."""
 _ADDRESSES_6 = "/proc/net/if_inet6"
 
 
@@ -50,6 +54,26 @@ def keep_to_interface(address: str, *variables: str) -> None:
         os.environ.setdefault(variable, name)
 
 
+def listening() -> Iterator[socket.socket]:
+    """Yield copies of this process's sockets that listen for TCP, a library's own included; each is closed again."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                    if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield each
+
+
+def defer_silent(listeners: Iterable[socket.socket]) -> None:
+    """Have the kernel keep connections until they say something: peers speak first, and strangers may not.
+
+    A torch store and gloo take a descriptor for each connection, for ever, and end their process without a free one.
+    """
+    for listener in listeners:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+
+
 def _interface_of(address: str) -> str:
     """Return the name of the interface with this address; empty if it cannot be found."""
     names = [name for _, name in socket.if_nameindex()]
@@ -78,7 +102,7 @@ def _interface_of_6(address: str) -> str:
     return ""
 
 
-def url_of(listening: socket.socket) -> str:
-    """Return the HTTP URL of a listening socket."""
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -49,7 +49,9 @@ def attend(
     """
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16) and sinks_H is None
     if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
-        return _attend_on_gpu(query_LHD, key_MGD, value_MGD, segments, scale, window)
+        longest = max(num_queries for num_queries, _ in segments), max(num_keys for _, num_keys in segments)
+        ends_2S = boundaries(tuple(segments), query_LHD.device)
+        return attend_on_gpu(query_LHD, key_MGD, value_MGD, ends_2S, longest, scale, window)
     if query_LHD.is_cuda:  # the remaining kernels need as many key heads as query heads, or build all scores
         num_each = query_LHD.shape[1] // key_MGD.shape[1]
         key_MGD, value_MGD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
@@ -180,25 +182,35 @@ def _mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tens
     return like.new_full((num_queries, num_keys), -torch.inf).triu(1 + num_keys - num_queries)
 
 
-def _attend_on_gpu(
+def attend_on_gpu(
     query_LHD: torch.Tensor,
     key_MGD: torch.Tensor,
     value_MGD: torch.Tensor,
-    segments: Sequence[tuple[int, int]],
+    ends_2S: torch.Tensor,
+    longest: tuple[int, int],
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    """Return the attention output of bfloat16 or float16 tensors on a GPU, as `attend` does.
+
+    Args:
+        query_LHD: queries; keys and values as in `attend`.
+        key_MGD: keys.
+        value_MGD: values.
+        ends_2S: the segments' `boundaries`.
+        longest: no segment has more queries or keys than this.
+        scale: as in `attend`.
+        window: as in `attend`.
+    """
     from torch.nn.attention.varlen import varlen_attn  # only CUDA has a kernel for it
 
-    ends_2S = _ends(tuple(segments), query_LHD.device)
     attended_LHD = varlen_attn(
         query_LHD,
         key_MGD,
         value_MGD,
         ends_2S[0],
         ends_2S[1],
-        max(num_queries for num_queries, _ in segments),
-        max(num_keys for _, num_keys in segments),
+        *longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_LHD.shape[1] != key_MGD.shape[1],
@@ -208,7 +220,7 @@ def _attend_on_gpu(
 
 
 @functools.lru_cache(maxsize=4)  # every layer asks for the same row, and each copy waits for the GPU
-def _ends(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the boundaries of the segments, ``[2, S + 1]``: in the queries, and in the keys."""
+def boundaries(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Return where segments begin and end, ``[2, S + 1]``, int32: in the queries, and in the keys."""
     sizes_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
     return sizes_2S.contiguous().to(device)

@@ -372,6 +372,8 @@ _AS_THE_POLICY = (
     "dtensor_cfg.enabled",
     "dtensor_cfg.tensor_parallel_size",
     "dtensor_cfg.context_parallel_size",
+    "dtensor_cfg.expert_parallel_size",
+    "dtensor_cfg.dp_replicate_size",
     "megatron_cfg.enabled",
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",

@@ -20,6 +20,8 @@ _OF_MODEL = (
     "dtensor_cfg.activation_checkpointing",
     "dtensor_cfg.context_parallel_size",
     "dtensor_cfg.cpu_offload",
+    "dtensor_cfg.dp_replicate_size",
+    "dtensor_cfg.expert_parallel_size",
     "dtensor_cfg.sequence_parallel",
     "dtensor_cfg.tensor_parallel_size",
     "megatron_cfg.activation_checkpointing",

@@ -12,6 +12,7 @@ from tandem.common.errors import nearest
 from tandem.config.conform import conform, is_near_miss
 from tandem.config.installed.megatron_arguments import RESERVED, arguments, is_installed
 from tandem.config.installed.sources import package_folder
+from tandem.config.low_precision import products_of
 from tandem.config.problem import Invalid, Problems
 from tandem.config.schema import MODELS, Config, MegatronCfg, Model
 
@@ -47,10 +48,9 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
     if to_run and not is_installed():
         raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {install_command('megatron')}")
     if to_run and package_folder("transformer_engine") is None:
-        for name in ("fp8", "fp4"):  # Megatron-Core would silently train without it
-            if megatron.forwarded.get(name) is not None:
-                value = megatron.forwarded[name]
-                raise Invalid(f"{key}.{name}", f"{value} needs Transformer Engine, which is not installed here")
+        for products in products_of(megatron):  # Megatron-Core would silently train without it
+            what = f"{products.value} needs Transformer Engine, which is not installed here"
+            raise Invalid(f"{key}.{products.key}", what)
     elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
         raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
     defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.common.errors import ModelError
+from tandem.config.installed import speculation
 from tandem.config.models import hub
 from tandem.config.schema import Config
 from tandem.config.schema.policy import Tokenizer
@@ -20,6 +21,8 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 Change = Callable[[str, str, msgspec.Struct], str]
 """A function from the key of a model's name, the name, and its section to a new name."""
 
+_DRAFT = f"generation.vllm_kwargs.{speculation.KEY}.model"
+"""Key of the policy with the name of the model that drafts tokens for vLLM."""
 _TEACHERS = "teacher_model_by_agent_name"
 """Key with model names as values."""
 
@@ -48,6 +51,10 @@ def is_used(config: Config, key: str) -> bool:
     section, _, rest = key.partition(".")
     match section:
         case "policy":
+            if rest == _DRAFT:
+                generation = config.policy.generation
+                is_vllms = config.declaration.rolls_out and generation.backend == "vllm"
+                return is_vllms and speculation.draft_of(generation.vllm_kwargs) is not None
             return not rest.startswith("draft.") or config.policy.draft.enabled
         case "env":
             return rest.partition(".")[0] in config.reward_models
@@ -93,6 +100,15 @@ def _folder(name: str) -> str:
     return str(hub.folder_of(reference)) if reference is not None and reference.is_pinned else name
 
 
+def _with_draft(arguments: dict[str, Any], change: Change, section: msgspec.Struct) -> dict[str, Any]:
+    """Return vLLM's arguments with the name of the draft model changed."""
+    name = speculation.draft_of(arguments)
+    changed = None if name is None else change(f"policy.{_DRAFT}", name, section)
+    if changed == name:
+        return arguments
+    return {**arguments, speculation.KEY: {**arguments[speculation.KEY], "model": changed}}
+
+
 def _changed(section: Section, change: Change, key: str) -> Section:
     own = "name" if isinstance(section, Tokenizer) else "model_name"
     changes: dict[str, Any] = {}
@@ -104,6 +120,8 @@ def _changed(section: Section, change: Change, key: str) -> Section:
             changed = change(path, value, section)
         elif isinstance(value, msgspec.Struct):
             changed = _changed(value, change, path)
+        elif path == "policy.generation.vllm_kwargs":
+            changed = _with_draft(value, change, section)
         elif isinstance(value, dict):
             entries = {
                 name: _changed(each, change, f"{path}.{name}")

@@ -8,7 +8,7 @@ from tandem.config.problem import Invalid, shown
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS
 
-_UNSET = {"max_num_steps": -1, "async_grpo": None}
+_UNSET = {"max_num_steps": -1, "async_grpo": None, "async_ppo": None}
 """Values that leave a key of the algorithm's section at its default: no limit, nothing asynchronous."""
 
 

@@ -192,7 +192,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
     """Yield uncorrected asynchronous training, and options of asynchronous training that is off."""
     if not config.declaration.rolls_out:
         return
-    asynchronous, key = config.rollout_section.asynchronous, f"{config.algorithm}.async_grpo"
+    asynchronous, key = config.rollout_section.asynchronous, config.asynchronous_key
     if config.max_trajectory_age_steps:
         if not config.loss_fn.use_importance_sampling_correction:
             yield (
@@ -278,10 +278,17 @@ _MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
 _PLANNED = "the plan of the refit chooses how each piece travels"
 _OF_NEMO_GYM = "only NeMo Gym's rollouts have penalties"
 _ADVANTAGES = "advantages of samples are computed by the coordinator, those of tokens by trainers"
+_REPLACEMENTS = "cluster.max_replacements decides"
+_ALWAYS_AS_FAR = "engines are ahead by up to max_trajectory_age_steps, whatever is trained"
+_OF_ROLLOUT_LOG = "a resumed run generates what its rollout log lacks"
 _MOOT = (
     _Moot("grpo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
     _Moot("ppo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
-    _Moot("grpo.async_grpo.max_generation_failures", (0,), "cluster.max_replacements decides"),
+    _Moot("grpo.async_grpo.max_generation_failures", (0,), _REPLACEMENTS),
+    _Moot("ppo.async_ppo.max_generation_failures", (0,), _REPLACEMENTS),
+    _Moot("ppo.async_ppo.warmup_max_trajectory_age_steps", (None,), _ALWAYS_AS_FAR),
+    _Moot("ppo.async_ppo.warmup_generation_lead_steps", (None,), _ALWAYS_AS_FAR),
+    _Moot("ppo.async_ppo.drop_incomplete_targets_on_restore", (False,), _OF_ROLLOUT_LOG),
     _Moot("reward_penalties.penalize_duplicated_reasoning", (False,), _OF_NEMO_GYM),
     _Moot("reward_penalties.penalize_empty_final_answer", (False,), _OF_NEMO_GYM),
     _Moot("reward_penalties.penalize_unwanted_tokens", (False,), _OF_NEMO_GYM),
@@ -306,6 +313,7 @@ _MOOT = (
     _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it only changes the use of memory"),
     _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
     _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
+    _Moot("policy.megatron_cfg.mtp_num_layers", (None, 0), "layers that predict later tokens are not built or saved"),
     _Moot("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
     _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "step metrics do not cover experts"),
     _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.installed.vllm_arguments import NOT_BUILT
+from tandem.config.installed import speculation
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
 from tandem.config.schema import Config
@@ -56,15 +56,15 @@ def _trains_with(section: str, *, megatron: bool) -> Asks:
     return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
 
 
-_PARALLEL = (
-    "megatron_cfg.tensor_model_parallel_size",
-    "megatron_cfg.pipeline_model_parallel_size",
-    "megatron_cfg.context_parallel_size",
-    "megatron_cfg.virtual_pipeline_model_parallel_size",
-    "megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.expert_tensor_parallel_size",
-)
-"""Keys of a teacher on Megatron-Core that must equal the policy's if the same ranks hold both."""
+def _multiplies(section: str, name: str) -> Asks:
+    """Return a test whether a model is trained with Megatron-Core and products in float8 or float4."""
+
+    def asks(config: Config) -> bool:
+        model = getattr(config, section)
+        products = None if model is None else getattr(model.megatron_cfg, f"{name}_cfg")
+        return products is not None and products.enabled and model.megatron_cfg.enabled
+
+    return asks
 
 
 def _adapts(config: Config) -> bool:
@@ -89,21 +89,15 @@ _VLLM_CFG = "policy.generation.vllm_cfg"
 
 def _of_a_model(section: str) -> tuple[Row, ...]:
     """Return the rows for every model section."""
-    there, dtensor, megatron = (
-        _has(section),
-        _trains_with(section, megatron=False),
-        _trains_with(section, megatron=True),
-    )
+    there, megatron = _has(section), _trains_with(section, megatron=True)
     return (
         Row(f"{section}.draft.enabled", (False,), there),
         Row(f"{section}.quant_cfg", (None,), there),
-        Row(f"{section}.dequantize_base_checkpoint", (False,), there),
         Row(f"{section}.tokenizer.audio", (None, {}), there),
         Row(f"{section}.tokenizer.video", (None, {}), there),
-        Row(f"{section}.dtensor_cfg.expert_parallel_size", (1,), dtensor),
-        Row(f"{section}.dtensor_cfg.dp_replicate_size", (1,), dtensor),
-        Row(f"{section}.megatron_cfg.fp8_cfg.enabled", (None, False), megatron),
-        Row(f"{section}.megatron_cfg.mtp_num_layers", (None, 0), megatron),
+        Row(f"{section}.dequantize_base_checkpoint", (False,), megatron),
+        Row(f"{section}.megatron_cfg.fp8_cfg.fp8_param", (None, False), _multiplies(section, "fp8")),
+        Row(f"{section}.megatron_cfg.fp4_cfg.fp4_param", (None, False), _multiplies(section, "fp4")),
     )
 
 
@@ -128,14 +122,12 @@ NOT_SUPPORTED_YET = (
     Row("teacher.weight", (None, 1.0), _distils),
     Row("teacher.gold_loss", (None, False), _distils),
     Row("teacher.xtoken_loss", (None, False), _distils),
-    Row("loss_fn.dynamic_loss_scaling", (False,), _distils),
     Row("loss_fn.temperature", (1.0,), _distils),
     Row("loss_fn.gold_loss", (False,), _distils),
     Row("loss_fn.xtoken_loss", (False,), _distils),
     *_of_the_policy_alone("value"),
     *_of_the_policy_alone("teacher"),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
-    Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),
     Row("policy.generation.real_quant", (False,), _rolls_out),
     Row(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
@@ -184,12 +176,6 @@ def _of_teachers(config: Config) -> Iterator[str]:
     for index, teacher in enumerate(config.teachers or ()):
         path = teacher.projection_matrix_path
         yield f"teachers[{index}]" if path is None else f"teachers[{index}].projection_matrix_path ({path})"
-    if config.teacher is None or "teacher" in config.processes_of:
-        return
-    for key in _PARALLEL:
-        own, policys = (value_at(config, f"{section}.{key}") for section in ("teacher", "policy"))
-        if config.teacher.megatron_cfg.enabled and own != policys:
-            yield f"teacher.{key} ({own})"
 
 
 def _of_engines(config: Config) -> Iterator[str]:
@@ -202,9 +188,9 @@ def _of_engines(config: Config) -> Iterator[str]:
             f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
             f"which is {vllm.tensor_parallel_size})"
         )
-    for name in NOT_BUILT:
-        if config.policy.generation.vllm_kwargs.get(name) is not None:
-            yield f"policy.generation.vllm_kwargs.{name}"
+    method = speculation.unbuilt_method(config.policy.generation.vllm_kwargs)
+    if method is not None:
+        yield f"policy.generation.vllm_kwargs.{speculation.KEY} ({method})"
 
 
 def _not_built_here(config: Config) -> Iterator[str]:

@@ -29,11 +29,13 @@ from setproctitle import setproctitle
 from tandem.common import gc_tuning, signals
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.common.process_lifetime import die_with, reaper
+from tandem.launch.child import Child
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
-_FORK_S = 5.0
-"""Longest time of a fork once all is imported; a fork server that takes longer hangs, and is replaced."""
+_FORK_S = 30.0
+"""Longest time of a fork once all is imported; a fork server that takes longer hangs, and is replaced. A fork takes
+milliseconds, but on a machine with much else to do its three processes may each wait seconds for a core."""
 _POLL_S = 0.1
 _KILLED_S = 10.0
 """Longest time that the kernel takes to end a killed process."""
@@ -58,41 +60,6 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Process id of its parent: the owner of the fork server, or a process above that, which adopts orphans."""
     heeds_signals: bool
     """Whether SIGTERM or Ctrl-C ends it, from the start."""
-
-
-class Child:
-    """A forked process, with the interface of `subprocess.Popen` where needed."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        """Exit code; negative: the signal that ended it."""
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        """Wait until it ends; return the exit code. Raises `subprocess.TimeoutExpired`."""
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill it."""
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -165,11 +132,12 @@ class ForkServer:
         )
         code = 0
         for _ in range(_ATTEMPTS):
-            if (pid := self._ask_for(spawn_spec, out, errors or out, keys)) is not None:
+            pid = self._ask_for(spawn_spec, out, errors or out, keys)
+            if not self._has_answered:
+                code = self._end()  # a user may have killed or stopped it, which must not prevent starts
+                self._process, self._orders = self._begin()
+            if pid is not None:
                 return Child(pid)
-            code = self._end()  # a user may have killed or stopped it, which must not prevent starts
-            self._has_answered = False
-            self._process, self._orders = self._begin()
         raise ServiceLost(_NAME, f"starting {module}", f"it ended repeatedly, last with code {code}")
 
     def close(self) -> None:
@@ -177,7 +145,11 @@ class ForkServer:
         self._end()
 
     def _ask_for(self, spawn_spec: SpawnSpec, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
-        """Return the id of the new process; None if the fork server is gone or hangs."""
+        """Return the id of the new process; None if there is none, because the fork server is gone or hangs.
+
+        A server that is to be replaced has not answered.
+        """
+        was_there, self._has_answered = self._has_answered, False
         with (
             contextlib.suppress(OSError),
             reaper() if spawn_spec.parent == os.getpid() else contextlib.nullcontext(),
@@ -186,13 +158,15 @@ class ForkServer:
         ):
             descriptors = [file.fileno() for file in (order, out, errors, kept)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
-            if not self._answers_within(min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s):
-                if self._has_answered:
-                    return None
+            is_in_time = self._answers_within(min(_FORK_S, self._deadline_s) if was_there else self._deadline_s)
+            if not is_in_time and not was_there:
                 what = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", what)
+            if not is_in_time:
+                # A process that cannot answer any more ends; one that has just answered must not be started twice.
+                self._orders.shutdown(socket.SHUT_RD)
             if answer := self._orders.recv(32):
-                self._has_answered = True
+                self._has_answered = is_in_time
                 return int(answer)
         return None
 

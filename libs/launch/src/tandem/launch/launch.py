@@ -17,7 +17,8 @@ from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import ProcessKeys, encode
 from tandem.common.messages import Listener, ServiceKind
 from tandem.common.texts import last_lines
-from tandem.launch.fork_server import Child, ForkServer
+from tandem.launch.child import Child
+from tandem.launch.fork_server import ForkServer
 from tandem.launch.supervision import Supervision
 
 _KILLED_S = 10.0
@@ -186,7 +187,8 @@ class LocalProcesses:
 
     def died(self) -> list[Launched]:
         """Return the processes that ended since the last call, except draining ones."""
-        self._end_leaving(time.monotonic())
+        if self._leaving:
+            self._end_leaving(time.monotonic())
         dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
         for launched in dead:
             del self._running[launched.name]

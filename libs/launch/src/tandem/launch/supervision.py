@@ -25,7 +25,7 @@ from typing import TypeAlias
 import msgspec
 
 from tandem.config.schema import Cluster
-from tandem.launch.fork_server import Child
+from tandem.launch.child import Child
 
 _MOST_BYTES = 1 << 16
 _SIGNS = 20

@@ -144,7 +144,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
         precisions += ", policy.generation.vllm_cfg.precision"
     age = config.max_trajectory_age_steps
     high = HIGH_PROBABILITY_ERROR_OF_AGE if age else HIGH_PROBABILITY_ERROR
-    of_age = f"{config.algorithm}.async_grpo.max_trajectory_age_steps ({age}), the learning rate, "
+    of_age = f"{config.asynchronous_key}.max_trajectory_age_steps ({age}), the learning rate, "
     yield Condition(
         metric="token_mult_prob_error",
         holds=lambda metrics: not metrics["token_mult_prob_error"] <= high,

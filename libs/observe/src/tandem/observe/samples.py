@@ -21,16 +21,9 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
 from tandem.observe.run_folder.recorded import steps_in_words
 from tandem.samples.batch import Float32s
+from tandem.samples.recorded_shards import read_logprobs, read_rows, read_shard, samples_of, steps
 from tandem.samples.sample_files import FOLDER, SHARD, RecordFile, files
-from tandem.samples.sample_record import (
-    WITHOUT_ARRAYS,
-    RecordedSample,
-    read_logprobs,
-    read_rows,
-    read_shard,
-    samples_of,
-    steps,
-)
+from tandem.samples.sample_record import WITHOUT_ARRAYS, RecordedSample
 
 Sort = Literal["group", "reward", "advantage", "length"]
 

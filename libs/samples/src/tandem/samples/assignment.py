@@ -8,7 +8,6 @@ Shapes: ``S`` sequences of a batch, in ``U`` units of sequences that must stay t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Self
@@ -59,11 +58,11 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     def assign(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
         """Return the table with its sequences assigned, separately for each of the `parts` if there are any."""
-        ends = np.cumsum(parts or [len(table)])
-        ranks = [
-            self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows])
-            for rows in itertools.starmap(slice, itertools.pairwise([0, *ends]))
-        ]
+        ranks, first = [], 0
+        for count in parts or [len(table)]:
+            rows = slice(first, first + count)
+            ranks.append(self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows]))
+            first += count
         return table.replace(rank_S=np.concatenate(ranks))
 
     def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
@@ -84,18 +83,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return rank_S
 
 
-def global_batches(num_sequences: int, size: int) -> list[range]:
-    """Divide a rollout batch into the consecutive sequences of each optimizer step. The last may be smaller."""
-    return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
-
-
 def batches_of_samples(branch_S: Ints, size: int) -> list[range]:
-    """Do the same for samples with several sequences: `size` samples each, with all their sequences.
+    """Divide a rollout batch into the consecutive sequences of each optimizer step. The last may have fewer.
 
-    A sample begins where `branch_S` is 0.
+    Each has `size` samples, with all their sequences. A sample begins where `branch_S` is 0.
     """
-    starts = [*np.flatnonzero(branch_S == 0).tolist(), len(branch_S)]
-    return [range(starts[rows.start], starts[rows.stop]) for rows in global_batches(len(starts) - 1, size)]
+    starts = np.flatnonzero(branch_S == 0)[::size].tolist()
+    return list(map(range, starts, [*starts[1:], len(branch_S)]))
 
 
 def assign(
@@ -107,12 +101,13 @@ def assign(
     of the next. If the count is not divisible, `EMPTY_ROW` fills up. Sequences of equal `prompt_S` stay together as far
     as equal counts allow: they are assigned in pieces of one size.
     """
+    lengths = np.asarray(lengths_S, dtype=np.int64)
     share_size = -(-len(rows) // num_ranks)
     num_empty = num_ranks * share_size - len(rows)
-    runs = by_prompt(rows, lengths_S, prompt_S)
-    size = math.gcd(share_size, num_empty, *(len(run) for run in runs))
+    runs = by_prompt(rows, lengths, prompt_S)
+    size = math.gcd(share_size, num_empty, *map(len, runs))
     pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
-    pieces.sort(key=lambda piece: (-sum(int(lengths_S[row]) for row in piece), piece))
+    pieces.sort(key=lambda piece: (-int(lengths[piece].sum()), piece))
     pieces += [[EMPTY_ROW] * size] * (num_empty // size)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, first in enumerate(range(0, len(pieces), num_ranks)):
@@ -140,11 +135,15 @@ def assign_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_rank
 
 def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:
     """Group sequences by their prompt, the longest first, and order the groups by their longest."""
-    runs: dict[tuple[bool, int], list[int]] = {}
-    for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
-        shares = prompt_S is not None and prompt_S[row] != NO_PROMPT
-        runs.setdefault((shares, int(prompt_S[row]) if prompt_S is not None and shares else row), []).append(row)
-    return list(runs.values())
+    rows_U = np.array(rows, dtype=np.int64)
+    ordered = rows_U[np.lexsort((rows_U, -np.asarray(lengths_S, dtype=np.int64)[rows_U]))].tolist()
+    if prompt_S is None:
+        return [[row] for row in ordered]
+    runs: dict[int, list[int]] = {}
+    for row in ordered:
+        prompt = int(prompt_S[row])
+        runs.setdefault(~row if prompt == NO_PROMPT else prompt, []).append(row)
+    return [*runs.values()]
 
 
 def data_parallel_ranks(config: Config, model: Model = "policy") -> list[int]:

@@ -136,8 +136,7 @@ class Batch:
         There must be sequences, each of at least one token, and every array must have the length that follows.
 
         """
-        dtypes = {name: DECLARED[name].dtype for name in names}
-        _check_declared(frames, dtypes | {name: np.dtype(dtype) for name, dtype in (columns or {}).items()})
+        _check_declared(frames, names, columns or {})
         lengths_S = frames["lengths_S"]
         if not len(lengths_S) and not may_be_empty:
             raise WireError("lengths_S: of no sequence, must be at least 1")
@@ -150,7 +149,10 @@ class Batch:
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
         """Join batches that have the same arrays, in the order of their sequences."""
-        return Batch(**{name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns})
+        arrays = {}
+        for name in parts[0].columns:
+            arrays[name] = np.concatenate([part.columns[name] for part in parts])
+        return Batch(**arrays)
 
     def replace(self, **arrays: NDArray[Any]) -> Batch:
         """Return the batch with these arrays added or replaced."""
@@ -168,13 +170,13 @@ class Batch:
 
     def take(self, rows: slice | Sequence[int] | Int64s) -> Batch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
-        chosen: Mapping[str, slice | Int64s]
-        if isinstance(rows, slice):
-            chosen = {axis: self._range(axis, rows) for axis in self._axes_there()}
-        else:
-            rows = np.asarray(rows, dtype=np.int64)
-            chosen = {axis: self._places(axis, rows) for axis in self._axes_there()}
-        arrays = {name: array[chosen.get(_axes(name)[0], rows)] for name, array in self.columns.items()}
+        chosen: dict[str, slice | Int64s] = {"S": rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)}
+        arrays = {}
+        for name, array in self.columns.items():
+            axis = _axes(name)[0]
+            if axis not in chosen:
+                chosen[axis] = self._along(axis, chosen["S"])
+            arrays[name] = array[chosen[axis]]
         return Batch(**arrays).with_sources(self.sources, self.notes)
 
     def rows_of(self, rank: int) -> Int64s:
@@ -183,26 +185,18 @@ class Batch:
 
     def tokens_of(self, rows: Int64s) -> Int64s:
         """Return the positions of the tokens of some sequences."""
-        return self._places("T", rows)
+        return np.arange(self.lengths_S.sum(dtype=np.int64))[self._along("T", rows)]
 
-    def _axes_there(self) -> list[str]:
-        """Return the axes, other than that of sequences, that some array has."""
-        there = {_axes(name)[0] for name in self.columns}
-        return [axis for axis in LENGTHS if axis in there]
-
-    def _range(self, axis: str, rows: slice) -> slice:
-        """Return the places on an axis of consecutive sequences."""
-        first, last, _ = rows.indices(len(self))
-        lengths_S = self.columns[LENGTHS[axis]]
-        start, size = (int(lengths_S[each].sum()) for each in (slice(first), slice(first, last)))
-        return slice(start, start + size)
-
-    def _places(self, axis: str, rows: Int64s) -> Int64s:
-        """Return the places on an axis of some sequences."""
+    def _along(self, axis: str, rows: slice | Int64s) -> slice | Int64s:
+        """Return the places on an axis of some sequences, or of consecutive ones."""
         offsets = self.offsets(axis)
-        return np.concatenate(
-            [np.zeros(0, dtype=np.int64), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)]
-        )
+        if isinstance(rows, slice):
+            first, last, _ = rows.indices(len(self))
+            return slice(int(offsets[first]), int(offsets[max(first, last)]))
+        starts_R = offsets[rows]
+        sizes_R = offsets[rows + 1] - starts_R
+        firsts_R = np.cumsum(sizes_R) - sizes_R
+        return np.asarray(np.arange(sizes_R.sum()) + np.repeat(starts_R - firsts_R, sizes_R), dtype=np.int64)
 
     def offsets(self, axis: str = "T") -> Int64s:
         """Return the start of each sequence on an axis, and the end of the last: ``S + 1`` numbers."""
@@ -280,7 +274,7 @@ class Batch:
             values_S = self.columns[name]
             self._refuse(name, (values_S < 0) | (values_S > self.lengths_S), "must be from 0 to the sequence's length")
         self._refuse("rank_S", (self.rank_S < 0) | (self.rank_S >= num_ranks), f"must be from 0 to {num_ranks - 1}")
-        for name in ("advantages_S", "rewards_S", *(name for name in self.columns if name not in TABLE)):
+        for name in ("advantages_S", "rewards_S", *sorted(self.columns.keys() - TABLE)):
             self._refuse(name, ~np.isfinite(self.columns[name]), "must be finite")
         first, last = (0, len(self.sources) - 1) if self.sources else (-1, -1)
         self._refuse("source_S", (self.source_S < first) | (self.source_S > last), f"must be from {first} to {last}")
@@ -367,17 +361,18 @@ def _axes(name: str) -> str:
     return name.rpartition("_")[2]
 
 
-def _check_declared(frames: Mapping[str, NDArray[Any]], dtypes: Mapping[str, np.dtype[Any]]) -> None:
-    for name in [*dtypes, *frames]:
+def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], columns: Mapping[str, str]) -> None:
+    for name in [*names, *columns, *frames]:
         if name not in frames:
             raise WireError(f"{name}: is missing")
-        if name not in dtypes:
-            raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {', '.join(dtypes)}")
-        array = frames[name]
+        if name not in names and name not in columns:
+            known = ", ".join([*names, *columns])
+            raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {known}")
+        array, dtype = frames[name], np.dtype(columns[name]) if name in columns else DECLARED[name].dtype
         num_axes = len(_axes(name))
-        if array.dtype != dtypes[name] or array.ndim != num_axes:
+        if array.dtype != dtype or array.ndim != num_axes:
             of = "one dimension" if num_axes == 1 else f"{num_axes} dimensions"
-            raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtypes[name]} of {of}")
+            raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtype} of {of}")
         if array.dtype == np.bool_ and (array.view(np.uint8) > 1).any():
             raise WireError(f"{name}: holds bytes that are no booleans")
 

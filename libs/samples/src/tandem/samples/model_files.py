@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import uuid
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
+from tandem.common.regular_files import first_irregular
 from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
 from tandem.config.models.model_sizes import local_folder, read_json
 from tandem.config.models.vision_families import vision_family
-from tandem.config.schema import NewModel
-from tandem.samples.tokenizer import KEY, Tokenizer, load_configured_tokenizer
+from tandem.config.schema import Environment, NewModel
+from tandem.config.schema import Tokenizer as Settings
+from tandem.samples.tokenizer import KEY, Tokenizer
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
@@ -119,3 +122,64 @@ def _write_tokenizer(
     )
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)
+
+
+def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:
+    """Load the tokenizer described by a section at `key`, from another `folder` if its own does not exist yet.
+
+    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
+    read.
+    """
+    where = settings.name
+    try:
+        hugging_face = _read_tokenizer(folder or Path(where), where)
+    except ModelError as error:
+        raise ModelError(f"{key}.name: {error}") from error
+    if settings.chat_template not in (None, "default"):
+        hugging_face.chat_template = settings.chat_template
+    variables = settings.chat_template_kwargs or {}
+    tokenizer = Tokenizer(hugging_face, where, variables, key)
+    for name in variables:
+        known = tokenizer.template_variables
+        if name not in known:
+            hint = nearest(name, sorted(known))
+            raise ConfigError(
+                f"{key}.chat_template_kwargs.{name}: the chat template of {where} reads no such variable{hint}"
+            )
+    return tokenizer
+
+
+def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
+    """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, or `ConfigError` for its
+    template.
+
+    A chat template is required, since nothing else would separate the response from the prompt.
+    """
+    name = str(settings.model_name)
+    described = settings.tokenizer or Settings(name=name)
+    tokenizer = load_configured_tokenizer(f"{key}.tokenizer", described, local_folder(described.name))
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{key}.tokenizer: the tokenizer of {described.name!r} has no chat template; set chat_template"
+        )
+    return tokenizer
+
+
+def load_model_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer beside a model's weights. Raises `ModelError` if there is none."""
+    return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
+
+
+def _read_tokenizer(folder: Path, where: str) -> Any:
+    # AutoTokenizer would import torch; every tokenizer that Tandem supports has the one file that this class reads.
+    from transformers import PreTrainedTokenizerFast
+
+    failure = f"cannot load a tokenizer from {where!r}: "
+    files = itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*"))
+    strange = first_irregular(files)
+    if strange is not None:
+        raise ModelError(f"{failure}{strange}, not a file")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"{failure}{error}".split("\n")[0]) from error

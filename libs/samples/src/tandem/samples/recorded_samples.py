@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.messages import Purpose
-from tandem.samples import sample_record
+from tandem.samples import recorded_shards, sample_record
 from tandem.samples.sample_files import FOLDER
 
 
@@ -47,11 +47,11 @@ def read_samples(run_folder: Path, step: int | None, run_id: str, purpose: Purpo
     """Return the samples of a step, or of the newest recorded one. Raise `SamplesError` if they cannot be read."""
     folder = run_folder / FOLDER
     if step is None:
-        steps = sample_record.steps(folder, purpose)
+        steps = recorded_shards.steps(folder, purpose)
         if not steps:
             return []
         step = steps[-1]
-    return [_sample(recorded) for recorded in sample_record.read_step(folder, step, run_id, purpose)]
+    return [_sample(recorded) for recorded in recorded_shards.read_step(folder, step, run_id, purpose)]
 
 
 def _sample(recorded: sample_record.RecordedSample) -> Sample:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Literal
 
@@ -63,8 +64,9 @@ class SampleFolder:
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
         """Note that a step is fully recorded; delete its leftovers, and steps beyond the limit."""
-        shards = [shard_path(self.path, step, rollout, purpose) for rollout in rollouts]
-        self._files[step, purpose] = dict.fromkeys(shards, 0) | dict.fromkeys(shards[:1], num_bytes)
+        shards = self._files[step, purpose] = {}
+        for rollout in rollouts:
+            shards[shard_path(self.path, step, rollout, purpose)] = 0 if shards else num_bytes
         self._delete_leftovers({(step, purpose)})
         if purpose == "train":
             self._look_for_logprobs(step)
@@ -108,7 +110,7 @@ class SampleFolder:
 
     def aside(self) -> list[Path]:
         """Return the folders of files that were put aside, the newest first."""
-        return sorted((path for path in self.path.glob(f"{_ASIDE}*") if _number(path)), key=_number, reverse=True)
+        return sorted(filter(_number, self.path.glob(f"{_ASIDE}*")), key=_number, reverse=True)
 
     def _look(self) -> None:
         """List all existing files."""
@@ -132,15 +134,19 @@ class SampleFolder:
         """Look for new log-probabilities from trainers, for the latest steps up to this one."""
         self._awaited = [awaited for awaited in [*self._awaited, step] if step - _LATEST < awaited]
         for awaited in [*self._awaited]:
-            paths = [shard_path(self.path / LOGPROBS, awaited, trainer) for trainer in self._trainers]
-            found = {path: size for path in paths if (size := _size(path))}
-            self._files[awaited, "logprobs"] = found
-            if len(found) == len(paths):
+            found = self._files[awaited, "logprobs"] = {}
+            for trainer in self._trainers:
+                path = shard_path(self.path / LOGPROBS, awaited, trainer)
+                if size := _size(path):
+                    found[path] = size
+            if len(found) == len(self._trainers):
                 self._awaited.remove(awaited)
 
     def _delete_oldest(self, newest: int, most: float) -> None:
         """Delete the oldest steps until at most `most` bytes, or only the newest step, are left."""
-        total = sum(sum(of_step.values()) for of_step in self._files.values())
+        total = sum(chain.from_iterable(map(dict.values, self._files.values())))
+        if total <= most:
+            return
         for oldest in sorted({step for step, _ in self._files}):
             if total <= most or oldest >= newest:
                 return
@@ -156,8 +162,10 @@ class SampleFolder:
     def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
         """Delete all files of these steps except their shards."""
         folders = (self.path / UNFINISHED, *self.aside())
-        found = [file for folder in folders for purpose in PURPOSES for file in files(folder, purpose=purpose)]
-        for file in [*found, *half_written(self.path)]:
+        found = half_written(self.path)
+        for folder, purpose in product(folders, PURPOSES):
+            found += files(folder, purpose=purpose)
+        for file in found:
             if (file.step, file.purpose) in of:
                 _delete(file.path)
         for aside in self.aside():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
@@ -27,6 +28,7 @@ from tandem.common.wire import Answering, Frames, encode
 from tandem.samples.batch import Batch
 
 _MAX_REQUEST_BYTES = 2**24
+_TOKENS = attrgetter("token_ids_T")
 
 
 class SampleStore:
@@ -124,7 +126,7 @@ class SampleStore:
             raise SamplesError("the request has no keys")
         samples = self._taken(request.keys)
         self._await_record()
-        num_tokens = sum(len(arrays.token_ids_T) for arrays in samples)
+        num_tokens = sum(map(len, map(_TOKENS, samples)))
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
         return Batch.concatenate(samples)

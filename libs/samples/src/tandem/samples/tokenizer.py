@@ -5,22 +5,17 @@ Transformers is imported only where it is needed: that takes half a second, and 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import ImageRef
-from tandem.common.regular_files import first_irregular
-from tandem.config.models.model_sizes import local_folder
-from tandem.config.schema import Environment
-from tandem.config.schema import Tokenizer as Settings
 from tandem.samples.chat_templates import ChatTemplate, Messages
 
-__all__ = ["Messages", "Tokenizer", "load_configured_tokenizer", "load_model_tokenizer", "load_reward_model_tokenizer"]
+__all__ = ["Messages", "Tokenizer"]
 
 KEY = "policy.tokenizer"
 _TURN = "what the assistant said"
@@ -168,6 +163,19 @@ class Tokenizer:
             raise DataError(f"the tokenizer in {self.where} does not know the {what} {unknown!r}")
         return [int(token) for token in self._hugging_face(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Return the tokens of a word at the beginning of a text and, if one other token begins them, after a space.
+
+        These are what vLLM forbids of ``bad_words``. Raises `DataError` if the word has no token, or an unknown
+        character.
+        """
+        plain = tuple(self.encode(word.lstrip()))
+        if not plain:
+            raise DataError(f"the tokenizer in {self.where} makes no token of {word!r}")
+        spaced = () if self.unknown_characters(" ") else tuple(self.encode(f" {word.lstrip()}"))
+        is_another = len(spaced) == len(plain) and spaced[0] != plain[0]
+        return [plain, spaced] if is_another else [plain]
+
     @property
     def knows_every_character(self) -> bool:
         """Whether every character has a token, so that `unknown_characters` finds none."""
@@ -243,64 +251,3 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
     special = set(hugging_face.all_special_tokens)
     ordinary = frozenset(token for token in hugging_face.get_vocab() if token not in special)
     return ordinary if all(len(token) == 1 for token in ordinary) else None
-
-
-def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:
-    """Load the tokenizer described by a section at `key`, from another `folder` if its own does not exist yet.
-
-    Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
-    read.
-    """
-    where = settings.name
-    try:
-        hugging_face = _read_tokenizer(folder or Path(where), where)
-    except ModelError as error:
-        raise ModelError(f"{key}.name: {error}") from error
-    if settings.chat_template not in (None, "default"):
-        hugging_face.chat_template = settings.chat_template
-    variables = settings.chat_template_kwargs or {}
-    tokenizer = Tokenizer(hugging_face, where, variables, key)
-    for name in variables:
-        known = tokenizer.template_variables
-        if name not in known:
-            hint = nearest(name, sorted(known))
-            raise ConfigError(
-                f"{key}.chat_template_kwargs.{name}: the chat template of {where} reads no such variable{hint}"
-            )
-    return tokenizer
-
-
-def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
-    """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, or `ConfigError` for its
-    template.
-
-    A chat template is required, since nothing else would separate the response from the prompt.
-    """
-    name = str(settings.model_name)
-    described = settings.tokenizer or Settings(name=name)
-    tokenizer = load_configured_tokenizer(f"{key}.tokenizer", described, local_folder(described.name))
-    if not tokenizer.has_chat_template:
-        raise ConfigError(
-            f"{key}.tokenizer: the tokenizer of {described.name!r} has no chat template; set chat_template"
-        )
-    return tokenizer
-
-
-def load_model_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer beside a model's weights. Raises `ModelError` if there is none."""
-    return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
-
-
-def _read_tokenizer(folder: Path, where: str) -> Any:
-    # AutoTokenizer would import torch; every tokenizer that Tandem supports has the one file that this class reads.
-    from transformers import PreTrainedTokenizerFast
-
-    failure = f"cannot load a tokenizer from {where!r}: "
-    files = itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*"))
-    strange = first_irregular(files)
-    if strange is not None:
-        raise ModelError(f"{failure}{strange}, not a file")
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(f"{failure}{error}".split("\n")[0]) from error

@@ -25,7 +25,6 @@ from tandem.coordinator.commands import (
     merge,
     plan,
     refits,
-    replay,
     report,
     samples,
     serve,
@@ -34,6 +33,8 @@ from tandem.coordinator.commands import (
     view,
 )
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, NEWER, CarryOut
+from tandem.coordinator.replaying import replay
+from tandem.coordinator.tinker import tinker
 
 _COMMANDS = (
     init,
@@ -53,6 +54,7 @@ _COMMANDS = (
     merge,
     serve,
     chat,
+    tinker,
     slurm,
     kubernetes,
     completion,
@@ -77,6 +79,7 @@ EXAMPLES = {
     "merge": "coordinator merge results/arithmetic_lora merged",
     "serve": "coordinator serve results/arithmetic",
     "chat": "coordinator chat results/arithmetic",
+    "tinker": "coordinator tinker examples/tinker.yaml",
     "slurm": "coordinator slurm config.yaml cluster.num_nodes=4 --time 12:00:00 --submit",
     "kubernetes": "coordinator kubernetes config.yaml --image registry.example/tandem:cuda --claim workspace",
     "completion": "coordinator completion bash",

@@ -21,6 +21,7 @@ from tandem.refit.transfer import Transfer
 from tandem.refit.transports import registry
 from tandem.refit.transports.memory import Memory
 from tandem.refit.transports.process_group import Group, poll
+from tandem.refit.transports.stream import Stream
 from tandem.refit.transports.transport import BoundTransfers, End
 
 _Rounds = Sequence[Sequence[tuple[bool, BoundTransfers]]]
@@ -133,6 +134,14 @@ class BoundProgram:
             self._synchronise(deadline)
         return counted
 
+    def distrust(self, engines: Collection[str]) -> None:
+        """Send these engines whole weights next time, not what changed since those that they hold."""
+        from tandem.refit.transports.differences import DifferenceStreams  # most runs need none of it
+
+        for bound in (each for round_ in self._rounds for _, each in round_):
+            if isinstance(bound, DifferenceStreams):
+                bound.distrust(engines)
+
     def misquantised(self) -> tuple[str, ...]:
         """Quantise again, and return the tensors of which this process holds something else."""
         return tuple(name for quantiser in self._quantisers for name in quantiser.wrong())
@@ -166,5 +175,11 @@ def _bind_rounds(program: TransferProgram, end: End) -> list[list[tuple[bool, Bo
         grouped.setdefault(key, []).append(transfer)
     rounds: dict[int, list[tuple[bool, BoundTransfers]]] = {}
     for (number, changes, _, name), transfers in sorted(grouped.items(), key=lambda item: item[0]):
-        rounds.setdefault(number, []).append((not changes, registry.find(name).bind(transfers, end)))
+        transport = registry.find(name)
+        # Engines that pass weights on share a host, and would have to keep what they passed on.
+        if program.largest_difference and changes and number == 0 and transport.name == Stream.name:
+            from tandem.refit.transports.differences import DifferenceStream  # most runs need none of it
+
+            transport = DifferenceStream(program.largest_difference)
+        rounds.setdefault(number, []).append((not changes, transport.bind(transfers, end)))
     return list(rounds.values())

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToRefit
-from tandem.launch.service import run_service
+from tandem.launch.run_service import run_service
 from tandem.refit.service import RefitService
 
 

@@ -7,6 +7,7 @@ narrowest integer type that fits.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -39,7 +40,7 @@ class Table(msgspec.Struct, frozen=True, eq=False):
 
     def rows(self, chosen: Any) -> Self:
         """Return some rows: a slice, indices, or a mask."""
-        return type(self)(*(getattr(self, field)[chosen] for field in self.__struct_fields__))
+        return type(self)(*map(itemgetter(chosen), msgspec.structs.astuple(self)))
 
 
 def pad_dims(values_PD: Ints, num_dims: int, fill: int) -> Ints:

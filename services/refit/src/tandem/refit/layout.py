@@ -13,6 +13,7 @@ No torch here: the planner runs in processes without it, for models of any size.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -306,6 +307,14 @@ class LayoutBuilder:
         num_dims = max(values.shape[-1] for values in dims)
         start_PD, shape_PD, strides_PD = (np.broadcast_to(values, (num, num_dims)) for values in dims)
         self._families.append(Pieces(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD))
+
+    def copy(self) -> LayoutBuilder:
+        """Return a builder that has the same tensors, storages and pieces, and gets others."""
+        other = copy.copy(self)
+        for name in ("_tensors", "_storages", "_families", "_singles"):
+            held = getattr(self, name)
+            setattr(other, name, held if isinstance(held, tuple) else list(held))
+        return other
 
     def build(self) -> Layout:
         """Return the layout."""

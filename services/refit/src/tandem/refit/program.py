@@ -168,6 +168,9 @@ class TransferProgram(msgspec.Struct, frozen=True):
     merging: Merging | None = None
     received: Layout | None = None
     """Layout of what it receives and digests, if that differs from its own layout because of `merging`."""
+    largest_difference: float = 0.0
+    """Largest share of changed elements of which streams from trainers send only these, to engines that hold the
+    version before; 0 if they send everything."""
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, assert_never
 
+import msgspec
+
 from tandem.common.errors import RefitError
 from tandem.common.messages import (
     CommitVersion,
@@ -28,6 +30,8 @@ from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
 from tandem.refit.planning.flows import Link
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports.sizes import largest_difference
 
 T = TypeVar("T")
 
@@ -39,6 +43,7 @@ class RefitService:
         self._context = context
         self._verify = context.config.refit.verify
         self._rates = context.config.cluster.links
+        self._differences = context.config.refit.differences
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
@@ -76,7 +81,7 @@ class RefitService:
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         reply = TransfersPlanned(
             command_id=command.command_id,
-            programs={member: program.encode(made) for member, made in plan.programs.items()},
+            programs={member: program.encode(made) for member, made in self._programs(plan).items()},
             senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
             transfer_groups=tuple(
                 PlannedTransferGroup(
@@ -91,6 +96,17 @@ class RefitService:
             num_bytes_frozen=_by_link(plan.frozen_links),
         )
         self._context.reply(command.command_id, reply)
+
+    def _programs(self, plan: planner.Plan) -> Mapping[str, TransferProgram]:
+        """Return the programs, told to send differences where the configuration wants that."""
+        programs = plan.programs
+        if self._differences == "off" or any(made.merging is not None for made in programs.values()):
+            return programs  # adapters are small, and all of them changes
+        largest = largest_difference(self._rates.network)
+        return {
+            member: msgspec.structs.replace(made, largest_difference=largest) if made.transfer_groups else made
+            for member, made in programs.items()
+        }
 
     def _commit(self, command: CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""

@@ -13,11 +13,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, assert_never
+from typing import Literal, Protocol, assert_never
 
 import msgspec
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
@@ -34,16 +33,18 @@ from tandem.common.messages import (
 )
 from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
-from tandem.refit import program
+from tandem.refit import joining, program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison
 from tandem.refit.digests.slices import DigestList
 from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.digests.version import FrozenDigests, VersionDigest
+from tandem.refit.joining import Joining
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram, Verification
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import cuda_ipc, process_group, registry
+from tandem.refit.transports.meeting import Meeting
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
@@ -116,7 +117,7 @@ class Holder(Protocol):
         """Bind the program of each worker, replacing the previous one. Raises `RefitError`."""
         ...
 
-    def connect(self, transfer_group: TransferGroup, meeting: process_group.Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Connect a transfer group for each worker in it, replacing an earlier connection. Raises `RefitError`."""
         ...
 
@@ -192,7 +193,7 @@ class Weights:
         self._program = program
         return self._bound
 
-    def connect(self, transfer_group: TransferGroup, meeting: process_group.Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
         """Connect a transfer group if the program uses it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
@@ -201,10 +202,7 @@ class Weights:
         if former := self._groups.pop(transfer_group.name, None):
             former.close()
         device = next((tensor.device for tensor in self.storages.values()), torch.device("cpu"))
-        store = meeting.store(timeout_s)
-        self._groups[transfer_group.name] = process_group.connect(
-            transfer_group, self._program.member, store, device, timeout_s
-        )
+        self._groups[transfer_group.name] = meeting.connect(transfer_group, self._program.member, device, timeout_s)
 
     def apply(
         self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
@@ -216,12 +214,22 @@ class Weights:
             self._frozen_digests = None
         return self._bound.run(deadline_s, only or None, joining_engines)
 
-    def digest_task(self, sampling: Sampling | None) -> DigestTask | VersionDigest:
-        """Return a task for the slices that the program assigns to this process."""
+    def distrust(self, engines: Collection[str]) -> None:
+        """Send these engines whole weights next time."""
+        if self._bound is not None:
+            self._bound.distrust(engines)
+
+    def digest_task(
+        self, sampling: Sampling | None, copies: Mapping[str, torch.Tensor] | None = None
+    ) -> DigestTask | VersionDigest:
+        """Return a task for the slices that the program assigns to this process.
+
+        `copies` are read in the place of staging memory of these names.
+        """
         if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
         verification, merger = self._program.verification, self._bound.merger
-        task = self._task(verification, sampling, self._digest_list)
+        task = self._task(verification, sampling, self._digest_list, copies)
         self._digest_list = task.digest_list
         if not len(verification.frozen_rows) and merger is None:
             return task
@@ -235,13 +243,19 @@ class Weights:
         merges_s = task.seconds_for(merger.num_bytes) if merger else 0.0
         return VersionDigest(task, self._frozen_digests, merges, merges_s)
 
-    def _task(self, verification: Verification, sampling: Sampling | None, known: DigestList | None) -> DigestTask:
+    def _task(
+        self,
+        verification: Verification,
+        sampling: Sampling | None,
+        known: DigestList | None,
+        copies: Mapping[str, torch.Tensor] | None = None,
+    ) -> DigestTask:
         """Return a task for some rows of the weights that are held or received."""
         assert self._program is not None, "a program is installed"
         assert self._bound is not None, "a program is installed"
         return DigestTask(
             self._program.received or self.layout,
-            {**(self._live or self.storages), **self._bound.staging},
+            {**(self._live or self.storages), **self._bound.staging, **(copies or {})},
             verification,
             sampling=sampling,
             quantisations=self._program.quantisations,
@@ -265,16 +279,6 @@ class Weights:
         self._bound = self._program = self._digest_list = self._frozen_digests = None
 
 
-class _Joining(NamedTuple):
-    """A transfer group that waits for some of its processes."""
-
-    command: ConnectTransferGroup
-    transfer_group: TransferGroup
-    meeting: process_group.Meeting
-    store: Store
-    deadline: float
-
-
 class WeightClient:
     """The weight plane's command handler in one process."""
 
@@ -282,7 +286,7 @@ class WeightClient:
         self._context = context
         self._holder = holder
         self._verify: Verify = context.config.refit.verify
-        self._joining: dict[str, _Joining] = {}
+        self._joining: dict[str, Joining] = {}
         self._command: ReportDigests | None = None
         self._digest: Digesting | None = None
         self._quantises = False
@@ -314,8 +318,8 @@ class WeightClient:
 
         `seconds` limits the time taken from other work. None: there is no other work, so it may wait.
         """
-        for joining in [*self._joining.values()]:
-            self._go_on_joining(joining)
+        for group in [*self._joining.values()]:
+            self._go_on_joining(group)
         command, digest = self._command, self._digest
         if command is None or digest is None:
             return bool(self._joining)
@@ -366,29 +370,20 @@ class WeightClient:
         self._context.reply(command.command_id, reply)
 
     def _connect(self, command: ConnectTransferGroup) -> None:
-        transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
-        prefix = f"refit/{command.transfer_group}/{command.epoch}"
-        meeting = process_group.Meeting(command.rendezvous_host, command.rendezvous_port, prefix)
-        store = meeting.store(command.deadline_s)
-        for shard in command.members:
-            if process_of(shard) == self._context.name:
-                process_group.announce(transfer_group, shard, store)
         # A process that it waits for may be dead and need replacing, so this must not block anything else.
-        self._joining[command.transfer_group] = _Joining(
-            command, transfer_group, meeting, store, time.monotonic() + command.deadline_s
-        )
+        self._joining[command.transfer_group] = joining.begin(command, self._context)
 
-    def _go_on_joining(self, joining: _Joining) -> None:
+    def _go_on_joining(self, group: Joining) -> None:
         """Connect a transfer group if all its processes are there."""
-        command = joining.command
+        command = group.command
         try:
-            left_s = joining.deadline - time.monotonic()
-            if left_s > 0 and process_group.absent(joining.transfer_group, joining.store):
+            left_s = group.deadline - time.monotonic()
+            if left_s > 0 and process_group.absent(group.transfer_group, group.store):
                 time.sleep(_POLL_S)
                 return
             del self._joining[command.transfer_group]
             with self._context.phase(f"connecting transfer group {command.transfer_group}"):
-                self._holder.connect(joining.transfer_group, joining.meeting, max(left_s, _POLL_S))
+                self._holder.connect(group.transfer_group, group.meeting, max(left_s, _POLL_S))
             self._context.reply(
                 command.command_id,
                 TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
@@ -402,6 +397,8 @@ class WeightClient:
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
+        if command.whole and isinstance(self._holder, Weights):  # only trainers send differences
+            self._holder.distrust(command.whole)
         started = time.perf_counter()
         num_bytes = self._holder.apply(command.version, command.deadline_s, command.only, command.joining_engines)
         reply = Refitted(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
+_CONTENT = itemgetter("content")
 _Part = tuple[Int32s, Bools, Float32s, Int32s]
 """Token ids, loss mask, log-probabilities and versions of consecutive tokens."""
 
@@ -121,7 +123,7 @@ class Conversation:
             sample=self.sample,
             prompt_length=len(self.group.prompt_ids),
             response_length=self._num_made,
-            num_tokens=self.num_tokens,
+            num_tokens=len(token_ids_T),
             oldest_version=oldest,
             newest_version=newest,
             tokens_by_version=(self._num_made,) if oldest == newest else tuple(np.bincount(made_T - oldest).tolist()),
@@ -132,7 +134,7 @@ class Conversation:
             spent=dict(score.spent),
             correct=score.correct,
             extracted_answer=score.answer,
-            response="\n".join(message["content"] for message in self.messages),
+            response="\n".join(map(_CONTENT, self.messages)),
             failure=unscored.failure if unscored else "",
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,

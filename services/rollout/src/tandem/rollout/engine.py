@@ -9,14 +9,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.refit.digests.task import Sampling
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.process_group import Meeting
+from tandem.refit.transports.meeting import Meeting
 from tandem.refit.weight_client import Digesting, Installed
+
+
+class NotHeld(DataError):
+    """A request names a weight version that the engine does not hold."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

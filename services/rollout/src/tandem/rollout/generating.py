@@ -52,12 +52,13 @@ class Generation:
     def __init__(self, command: Generate, first_number: int, experts: RoutedExperts | None) -> None:
         self.command = command
         self.started_at = time.time()
-        samples = [(group, sample) for group in command.groups for sample in range(len(group.seeds))]
-        self.conversations = {
-            number: Conversation(group, sample, experts) for number, (group, sample) in enumerate(samples, first_number)
-        }
+        self.conversations: dict[int, Conversation] = {}
         """Unfinished samples by number, which is also the number of their request."""
-        self.num_samples = len(samples)
+        for group in command.groups:
+            for sample in range(len(group.seeds)):
+                number = first_number + len(self.conversations)
+                self.conversations[number] = Conversation(group, sample, experts)
+        self.num_samples = len(self.conversations)
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
 
@@ -71,6 +72,7 @@ class Generating:
         self._parts = parts
         self._experts = experts
         self._vocabulary = vocabulary_size(context.config.policy)
+        self._sees = parts.tokenizer.sees
         self._max_turns = context.config.rollout_section.max_rollout_turns
         self.generations: dict[int, Generation] = {}
         """Generations in progress, by command."""
@@ -92,7 +94,8 @@ class Generating:
         with self._context.phase(f"reading the prompts of step {command.step}"):
             self._check(command)
         engine = self._parts.engine
-        self._give_up([command_id for command_id in self.generations if command_id < command.cancel_before])
+        if self.generations:
+            self._give_up([command_id for command_id in self.generations if command_id < command.cancel_before])
         if not self.generations:
             engine.meter.begin()
         engine.wake()
@@ -123,7 +126,7 @@ class Generating:
                 raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
             if size >= longest:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
-            if wrong := _wrong_images(group, self._parts.tokenizer.image_token_id):
+            if (self._sees or group.images) and (wrong := _wrong_images(group, self._parts.tokenizer.image_token_id)):
                 raise WireError(f"Generate.groups[{index}].images: {wrong}")
             if self._parts.environments is not None and group.environment not in self._parts.environments:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
@@ -150,7 +153,8 @@ class Generating:
 
     def give_up_all(self) -> None:
         """Stop all generations."""
-        self._give_up([*self.generations])
+        if self.generations:
+            self._give_up([*self.generations])
 
     def work(self) -> None:
         """Make a token for each sample, and take what environments have answered; report what fails."""
@@ -280,7 +284,9 @@ class Generating:
             if command.purpose == "train":
                 for _, scored, arrays in samples:
                     self._parts.store.put((command_id, scored.group, scored.sample), arrays)
-            self._record(self.generations[command_id], samples)
+            if self._parts.recorder is not None:
+                started_at = self.generations[command_id].started_at
+                self._parts.recorder.add(command.step, command.purpose, command_id, started_at, samples)
             message = SamplesFinished(
                 command_id=command_id,
                 step=command.step,
@@ -288,11 +294,6 @@ class Generating:
                 samples=tuple(_as_sent(scored, command.purpose) for _, scored, _ in samples),
             )
             self._context.reply(command_id, message)
-
-    def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, Batch]]) -> None:
-        if self._parts.recorder is not None:
-            command = generation.command
-            self._parts.recorder.add(command.step, command.purpose, command.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
         """Add the environment's reply if another response may follow; else return what ends the sample."""

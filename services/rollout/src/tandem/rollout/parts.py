@@ -1,37 +1,20 @@
-"""The parts of a rollout that `BuildEngine` makes: its engine, and what works beside it."""
+"""The parts of a rollout: its engine, and what works beside it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.messages import BuildEngine, Listener, RewardServer
-from tandem.common.network import address_towards
-from tandem.config import Config
-from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.placement import gpus_per_engine
-from tandem.config.threads import limit_threads
-from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.engines.kind import engine_kind
-from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
-from tandem.samples.images.reading import ImageLimits
-from tandem.samples.images.rows import image_folder
-from tandem.samples.model_files import load_tokenizer
-from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
     from tandem.rollout.external_requests import ExternalRequests
-    from tandem.rollout.openai_api.images import RequestImages
     from tandem.rollout.sample_recorder import SampleRecorder
     from tandem.samples.images.fetching import ImageFetcher
 
@@ -57,50 +40,6 @@ class Parts:
     """The way to images that the run's folder lacks here; None if the model does not see."""
     gpus: GpuMonitor | None = None
     """None where it computes on the CPU."""
-
-    @classmethod
-    def build(cls, command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> Parts:
-        """Build all that a run's configuration asks for, in the order in which they need each other."""
-        config, host = context.config, address_towards(context.coordinator)
-        limit_threads(config, "rollouts")
-        tokenizer = load_tokenizer(config)
-        with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
-            environments = None
-            if config.agent is None:
-                environments = Environments(config, _program(command.reward_server, context.coordinator))
-                stack.callback(environments.close)
-            received = _received_images(config) if tokenizer.sees else None
-            engine = _make_engine(config, tokenizer, received)
-            stack.callback(engine.close)
-            parts = cls(
-                tokenizer=tokenizer,
-                engine=engine,
-                weight_client=WeightClient(context, engine),
-                environments=environments,
-                is_async=config.policy.generation.is_async,
-            )
-            if config.policy.generation.takes_external_requests:
-                parts.external_requests = _make_external_requests(context, engine, tokenizer, host, received)
-                stack.callback(parts.external_requests.close)
-            if environments is not None:  # its import has begun beside the engine's
-                environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
-            else:
-                parts.agents = _make_agents(parts, config, host)
-                stack.callback(parts.agents.close)
-            if num_gpus := gpus_per_engine(config):
-                parts.gpus = GpuMonitor(config.logger)
-                parts.gpus.begin(0, num_gpus)
-                stack.callback(parts.gpus.close)
-            # After engine and agents: processes that they fork must not hold the socket.
-            max_tokens = config.policy.generation.max_stored_tokens
-            parts.store = SampleStore(host, context.run_id, max_tokens, context.trainers)
-            stack.callback(parts.store.close)
-            if tokenizer.sees:
-                parts.images = _make_fetcher(command, context, parts.store)
-            if command.samples_folder:
-                parts.recorder = _make_recorder(Path(command.samples_folder), context, parts.store, tokenizer, experts)
-            stack.pop_all()
-            return parts
 
     def step(self) -> list[Completion]:
         """Make one token for each sample; return the finished ones.
@@ -148,92 +87,3 @@ class Parts:
         ):
             if part is not None:
                 part.close()
-
-
-def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
-    # Imported only where agents play: it serves HTTP.
-    from tandem.rollout.agents.agents import Agents
-
-    return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
-
-
-def _make_external_requests(
-    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str, images: RequestImages | None
-) -> ExternalRequests:
-    # Likewise.
-    from tandem.rollout.external_requests import ExternalRequests
-
-    tokenizer.encode("")  # as for the recorder
-    return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
-
-
-def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleStore) -> ImageFetcher:
-    """Return the way to images that the run's folder lacks here; trainers are given those that it has."""
-    from tandem.samples.images.fetching import ImageFetcher
-    from tandem.samples.images.serving import answer
-
-    images = image_folder(context.config)
-    store.give_images(partial(answer, images, context.run_id))
-    fetcher = ImageFetcher(images, name=context.name, run_id=context.run_id, own=context.keys)
-    fetcher.begin(command.images_at, context.coordinator)
-    return fetcher
-
-
-def _make_recorder(
-    folder: Path, context: ServiceContext, store: SampleStore, tokenizer: Tokenizer, experts: RoutedExperts | None
-) -> SampleRecorder:
-    # Importing Arrow starts threads, and services are forked by a process that must have none.
-    from tandem.rollout.sample_recorder import SampleRecorder
-
-    tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
-    pictures = None
-    if tokenizer.sees:
-        from tandem.samples.images.texts import marked_texts
-
-        pictures = marked_texts(tokenizer, image_folder(context.config))
-    vocabulary = vocabulary_size(context.config.policy)
-    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary, experts, pictures)
-    store.give_after(recorder.flush)
-    return recorder
-
-
-def _program(server: RewardServer | None, coordinator: str) -> Program | None:
-    """Return where the program that began the run scores samples, if it does: on the coordinator's host."""
-    if server is None:
-        return None
-    address = f"{coordinator.rpartition(':')[0]}:{server.port}"
-    return Program(Listener(address=address, public_key=server.public_key), server.callers)
-
-
-def _received_images(config: Config) -> RequestImages | None:
-    """Return the keeper of images that external requests send, beside those in the run's folder; None without them."""
-    if not config.policy.generation.takes_external_requests:
-        return None
-    from tandem.rollout.openai_api.images import limits_of, received_images
-
-    return received_images(image_folder(config).get, limits_of(config.data.max_image_pixels))
-
-
-def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
-    """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
-    policy, generation = config.policy, config.policy.generation
-    read_image = (image_folder(config) if received is None else received).get
-    kind = engine_kind(generation.backend, tokenizer, read_image, ImageLimits(max_pixels=config.data.max_image_pixels))
-    if generation.backend == "vllm":
-        # External requests are few, and do not wait for all waiting samples.
-        extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
-        return kind(
-            Path(policy.model_name),
-            generation.vllm_cfg,
-            extra={**extra, **generation.vllm_kwargs},
-            experts=replayed_experts(config),
-            config_overrides=policy.hf_config_overrides,
-        )
-    return kind(
-        Path(policy.model_name),
-        num_slots=generation.transformers_cfg.num_slots,
-        max_total_sequence_length=policy.max_total_sequence_length,
-        dtype=policy.precision,
-        experts=replayed_experts(config),
-        config_overrides=policy.hf_config_overrides,
-    )

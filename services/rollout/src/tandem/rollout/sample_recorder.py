@@ -38,6 +38,7 @@ from tandem.common.messages import (
 )
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Batch
+from tandem.samples.recorded_shards import read_shard, samples_of
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import (
@@ -46,9 +47,7 @@ from tandem.samples.sample_record import (
     RecordedSample,
     UnfinishedFile,
     keys_of,
-    read_shard,
     read_unfinished,
-    samples_of,
     write_shard,
 )
 from tandem.samples.sample_store import SampleStore
@@ -219,14 +218,11 @@ class SampleRecorder:
         """Make the shard of a step. Raises `SamplesError` for unreadable files, and `OSError`."""
         key = command.step, command.purpose
         self._newest[command.purpose] = max(self._newest.get(command.purpose, -1), command.step)
-        own = self._files[key].path if key in self._files else None
+        of_rollout = [self._files[key].path] if key in self._files else []
         self._close(key)
-        of_rollout = [
-            file.path
-            for file in files(self._folder / UNFINISHED, STREAM, command.purpose)
-            if (file.step, file.rollout) == (command.step, command.rollout)
-        ]
-        of_rollout.sort(key=lambda path: path != own)  # the others belong to earlier processes of that name
+        for file in files(self._folder / UNFINISHED, STREAM, command.purpose):
+            if (file.step, file.rollout) == (command.step, command.rollout) and file.path not in of_rollout:
+                of_rollout.append(file.path)  # of an earlier process of that name
         shard = shard_path(self._folder, command.step, command.rollout, command.purpose)
         tables = [read_unfinished(path, self._context.run_id) for path in of_rollout]
         if shard.exists():  # the command has come before

@@ -32,6 +32,7 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout
+from tandem.rollout.building import build_parts
 from tandem.rollout.generating import Generating
 from tandem.rollout.parts import Parts
 from tandem.samples.routed_experts import replayed_experts
@@ -105,7 +106,7 @@ class RolloutService:
             return False
         if not generating.generations:
             is_digesting = parts.weight_client.work()
-            if not is_digesting:
+            if self._restoring and not is_digesting:
                 self._restore()
             return (
                 is_digesting
@@ -115,7 +116,8 @@ class RolloutService:
         started = time.perf_counter()
         generating.work()
         is_digesting = parts.weight_client.work(_DIGEST_SHARE * (time.perf_counter() - started))
-        self._restore()
+        if self._restoring:
+            self._restore()
         return bool(generating.generations) or is_digesting
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class RolloutService:
     @gc_tuning.paused()
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
-        self._parts = Parts.build(command, self._context, experts)
+        self._parts = build_parts(command, self._context, experts)
         self._generating = Generating(self._context, self._parts, experts)
         self._say_built(command)
 
@@ -213,7 +215,7 @@ class RolloutService:
 
     def _restore(self) -> None:
         """Have samples restored from disk; if training follows on the same device, the engine first releases it."""
-        if self._restoring and self._config.is_colocated and not self.generating.generations:
+        if self._config.is_colocated and not self.generating.generations:
             self.parts.sleep()
         for command in self._restoring:
             self._record(command)

@@ -16,8 +16,8 @@ from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
 from tandem.rollout.openai_api.images import RequestImages, received_images
-from tandem.samples.model_files import with_images
-from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer, with_images
+from tandem.samples.tokenizer import Tokenizer
 from tandem.serving.handover import Serving, take
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tandem.common.segments import attend as attend_within
-from tandem.common.segments import sliding_windows, unstable_rotation
+from tandem.common.segments import attend_on_gpu, sliding_windows, unstable_rotation
 from tandem.config.models.vision_families import VISION
 from tandem.samples.images.blocks import Block, attend_blocks
-from tandem.trainer.micro_batches import ImageBlock, Row, pack_row, share_prompts
+from tandem.trainer.batching.packing import pack_row
+from tandem.trainer.batching.shared_prompts import share_prompts
+from tandem.trainer.micro_batches import ImageBlock, Row
 
 ATTENTION_NAME = "tandem_rows"
 WITH_IMAGES = "tandem_rows_with_images"
@@ -34,15 +36,24 @@ def attend(
     attention_mask: torch.Tensor | None,
     row: Row | None = None,
     told_windows: dict[int, int | None] | None = None,
+    ends_2S: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally, within each sequence of a row: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
 
     Keys and values of a shared prompt are copied to all of its samples, so that the fast kernels for plain causal
     attention apply. Gradients of all samples add up in the prompt. `told_windows` collects the window that each layer
-    gives for its sliding attention.
+    gives for its sliding attention. `ends_2S` stands for a packed row on a GPU (`tandem.common.segments.boundaries`):
+    unlike its lengths it is an input of a compiled graph.
     """
     window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    if ends_2S is not None:
+        if sinks_H is not None:
+            raise ValueError("attention with sinks cannot be compiled: set policy.compile to false")
+        query_NHD, key_NGD, value_NGD = (each[0].transpose(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD))
+        longest = (query_NHD.shape[0], key_NGD.shape[0])
+        scaling = kwargs.get("scaling")
+        return attend_on_gpu(query_NHD, key_NGD, value_NGD, ends_2S, longest, scaling, window)[None], None
     if told_windows is not None:
         told_windows[int(module.layer_idx)] = window  # type: ignore[arg-type]
     source_BW = None if row is None else row.source_BW

@@ -12,13 +12,28 @@ import torch
 
 from tandem.config.schema.columns import Model
 from tandem.refit.weight_client import Weights
-from tandem.trainer.micro_batches import MicroBatch, Replicas
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 
 LossOfMicroBatch = Callable[[MicroBatch, Any], torch.Tensor]
 """From a micro-batch and the model's scores of its tokens to a scalar loss. Its sum over all micro-batches of all ranks
 is the loss of the global batch.
 """
+
+
+class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+    """The division of the ranks by one model: each replica sees its own sequences."""
+
+    sizes: tuple[int, ...]
+    """Parallel sizes. Models with equal sizes divide the ranks in the same way."""
+    rank: int
+    """This rank's replica."""
+    size: int
+    """The number of replicas."""
+    sequence_divisor: int
+    """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
+    sum: Callable[[torch.Tensor], torch.Tensor]
+    """Adds a float64 tensor over the replicas."""
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToTrainer
-from tandem.launch.service import Service, ServiceContext, run_service
+from tandem.launch.run_service import run_service
+from tandem.launch.service import Service, ServiceContext
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,8 +30,8 @@ from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_
 from tandem.config.schema.columns import Column, Model
 from tandem.samples.assignment import NO_RANK, Assignment, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import Batch
-from tandem.trainer.backend import Backend
-from tandem.trainer.micro_batches import Replicas, Shard
+from tandem.trainer.backend import Backend, Replicas
+from tandem.trainer.batching.shard import Shard
 
 
 def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> Exchange | None:

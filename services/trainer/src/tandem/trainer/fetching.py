@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,7 @@ from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import ImageSettings, read_settings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
-from tandem.trainer.micro_batches import check_image_tokens
+from tandem.trainer.batching.images import check_image_tokens
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -141,31 +142,30 @@ class SampleFetcher:
             self.clear()
             self._step = step
         names = sorted(sources)
-        keys = {
-            int(row): (names[table.source_S[row]], *key)
-            for row, key in zip(rows, _keys_of(table.take(rows)), strict=True)
-        }
+        keys: dict[int, tuple[str, int, int, int, int]] = {}
         wanted: dict[str, Rows] = {}
-        for row, key in keys.items():
-            if key not in self._places:
-                wanted.setdefault(key[0], []).append(row)
+        for row, key in zip(rows.tolist(), _keys_of(table.take(rows)), strict=True):
+            keys[row] = (names[table.source_S[row]], *key)
+            if keys[row] not in self._places:
+                wanted.setdefault(keys[row][0], []).append(row)
         missing: dict[str, str] = {}
         if wanted:
             inquiries: dict[str, _Inquiry] = {}
             for name, its_rows in wanted.items():
                 inquiry = inquiries[name] = _Inquiry(self._run_id, table, its_rows, self._format, self._num_requests)
-                self._num_requests = inquiry.end
+                self._num_requests += inquiry.num_requests
             missing = self._ask(sources, inquiries, timeout_s)
             for inquiry in inquiries.values():
-                self._places |= {keys[row]: place for place, row in enumerate(inquiry.rows, len(self._places))}
+                for row in inquiry.rows:
+                    self._places[keys[row]] = len(self._places)
                 self._kept += inquiry.answers
         if missing:
             return None, missing
-        own = with_samples(
-            table.take(rows), self._kept or [self._format.nothing()], [self._places[keys[int(row)]] for row in rows]
-        )
-        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(own).items()}
-        return (None if missing else own), missing
+        places = [self._places[key] for key in keys.values()]
+        own = with_samples(table.take(rows), self._kept or [self._format.nothing()], places)
+        if differing := _differing_prompts(own):
+            return None, {keys[int(rows[place])][0]: why for place, why in differing.items()}
+        return own, {}
 
     def clear(self) -> None:
         """Forget the fetched samples."""
@@ -200,7 +200,7 @@ class SampleFetcher:
             if not callers.down_for(name):
                 callers.send(name, inquiry.request())
         try:
-            while not all(inquiry.is_done for inquiry in inquiries.values()):
+            while not all(map(_IS_DONE, inquiries.values())):
                 for name, frames in callers.receive(_POLL_S):
                     if name in inquiries:
                         self._hear(inquiries[name], frames, name)
@@ -213,10 +213,10 @@ class SampleFetcher:
         except BaseException:
             self.close()
             raise
-        missing = {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
-        if missing:
+        if any(map(_WHY_MISSING, inquiries.values())):
             self.close()
-        return missing
+            return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
+        return {}
 
     def _hear(self, inquiry: _Inquiry, frames: Frames | None, name: str) -> None:
         """Take an answer, or None for a new connection. Send the next request, or the same one again."""
@@ -242,6 +242,7 @@ class _Inquiry:
         self._format = sample_format
         self._requests = list(_cut(rows, table.lengths_S, sample_format.most_tokens))
         self._first = first
+        self.num_requests = len(self._requests)
         self.num_taken = 0
         """Requests that have been answered."""
         self.answers: list[Batch] = []
@@ -250,14 +251,9 @@ class _Inquiry:
         self.why_missing = ""
 
     @property
-    def end(self) -> int:
-        """The number after that of the last request."""
-        return self._first + len(self._requests)
-
-    @property
     def is_done(self) -> bool:
         """Whether there is nothing more to ask for, or asking is pointless."""
-        return bool(self.why_missing) or self.num_taken == len(self._requests)
+        return bool(self.why_missing) or self.num_taken == self.num_requests
 
     def request(self) -> Frames:
         """Return the next request."""
@@ -277,10 +273,14 @@ class _Inquiry:
         self.num_taken += 1
 
 
+_IS_DONE, _WHY_MISSING = attrgetter("is_done"), attrgetter("why_missing")
+_TOLIST = methodcaller("tolist")
+
+
 def _keys_of(table: Batch) -> list[SequenceKey]:
     """Return the keys of a table's sequences, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
-    return [*zip(*(column.tolist() for column in columns), strict=True)]
+    return [*zip(*map(_TOLIST, columns), strict=True)]
 
 
 def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:

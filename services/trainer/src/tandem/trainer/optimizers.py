@@ -17,9 +17,9 @@ Built = TypeVar("Built")
 
 
 def make_optimizer(
-    settings: Optimizer, parameters: Iterable[torch.nn.Parameter], section: str = "policy"
+    settings: Optimizer, parameters: Sequence[Iterable[torch.nn.Parameter]], section: str = "policy"
 ) -> torch.optim.Optimizer:
-    """Build the ``optimizer`` of a model's section over `parameters`.
+    """Build the ``optimizer`` of a model's section over lists of `parameters`, each a group of its own.
 
     If the configuration sets neither ``fused`` nor ``foreach``, and the class has a fused implementation, that is used.
     Raises `ConfigError`.
@@ -28,7 +28,7 @@ def make_optimizer(
     kwargs = dict(settings.kwargs)
     if "fused" in _parameters_of(made) and not {"fused", "foreach"} & kwargs.keys():
         kwargs["fused"] = True
-    return _call(made, list(parameters), kwargs, f"{section}.optimizer.kwargs")
+    return _call(made, [{"params": list(group)} for group in parameters], kwargs, f"{section}.optimizer.kwargs")
 
 
 def make_scheduler(

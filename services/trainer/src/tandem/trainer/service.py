@@ -11,6 +11,7 @@ colocated, optimizer states leave the device between commands.
 from __future__ import annotations
 
 import datetime
+import math
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,9 +26,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
+from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
+    AddGradient,
     AwaitCheckpoint,
     BuildTrainer,
     CheckpointCopied,
@@ -41,17 +44,19 @@ from tandem.common.messages import (
     Refit,
     RendezvousOpened,
     ReportDigests,
+    RestoreTraining,
     SamplesMissing,
     SaveCheckpoint,
+    StepOptimizer,
+    SwitchTraining,
     Train,
     Trained,
     TrainerBuilt,
     TrainerCommand,
     WeightsCopied,
 )
-from tandem.common.network import address_towards, keep_to_interface
+from tandem.common.network import address_towards, defer_silent, keep_to_interface, listening
 from tandem.common.wire import Arrays
-from tandem.config import Config
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.threads import limit_threads
@@ -65,15 +70,17 @@ from tandem.samples.images.columns import check_images
 from tandem.trainer import shards, step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
+from tandem.trainer.batching.images import check_image_tokens
+from tandem.trainer.evaluating import evaluate
 from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.losses.custom import try_out
-from tandem.trainer.micro_batches import check_image_tokens
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
     from tandem.samples.images.fetching import ImageFetcher
+    from tandem.trainer.calls.calls import Calls
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
@@ -91,6 +98,8 @@ class TrainerService:
         self._vocabulary = vocabulary_size(context.config.policy)
         self._model_group = model_group_at(context.config, context.index)
         self._rank = data_parallel_ranks(context.config)[context.index] if self._model_group.has_policy else NO_RANK
+        self._is_colocated = context.config.is_colocated and self._model_group.has_policy
+        """Whether this process shares its device with engines, which are where the policy is."""
         self._store: TCPStore | None = None
         self._exchange: Exchange | None = None
         """The exchange with trainers of other models; None if all hold the same."""
@@ -109,6 +118,8 @@ class TrainerService:
         """The last checkpoint that is being written, or was."""
         self._recorder: LogprobRecorder | None = None
         """None if no log-probabilities are logged, or another rank of the model-parallel group logs them."""
+        self._calls: Calls | None = None
+        """None until a front end trains by single calls."""
 
     def handle(self, command: TrainerCommand, arrays: Arrays) -> None:
         """Carry out one command and reply."""
@@ -139,6 +150,8 @@ class TrainerService:
             case AwaitCheckpoint():
                 assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
                 self._writing.num_bytes.add_done_callback(partial(self._answer_written, command))
+            case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining():
+                self._call(command, arrays)
             case other:
                 assert_never(other)
 
@@ -175,8 +188,10 @@ class TrainerService:
                 self._config.table_columns,
                 sources=sorted(command.sources),
             )
-            # If truncated samples do not count, a step may have no valid token.
-            table.check_table(num_ranks=self._config.data_parallel_size, may_mask_all=_may_mask_all(self._config))
+            # A step may have no valid token: all samples truncated, dropped or set aside, or none made.
+            table.check_table(
+                num_ranks=self._config.data_parallel_size, may_mask_all=self._config.declaration.rolls_out
+            )
             num_parts = sum(command.parts.values()) if isinstance(command, Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
@@ -217,14 +232,10 @@ class TrainerService:
             if self._is_colocated:
                 backend.offload()
 
-    @property
-    def _is_colocated(self) -> bool:
-        """Whether this process shares its device with engines, which are where the policy is."""
-        return self._config.is_colocated and self._model_group.has_policy
-
     def _open_rendezvous(self, command: OpenRendezvous) -> None:
         host = address_towards(self._context.coordinator)
         listener = socket.create_server((host, 0))
+        defer_silent([listener])
         port = listener.getsockname()[1]
         # A listening socket binds the store to one address. By itself it would listen on all of them.
         self._store = TCPStore(
@@ -256,6 +267,7 @@ class TrainerService:
         self._exchange = meet(self._config, self._context.index, self._store, own, command.deadline_s)
         resume_from = Path(command.checkpoint) if command.checkpoint else None
         self._backend = make_backend(self._config, checkpoint=resume_from, model_group=self._model_group)
+        defer_silent(listening())
         if self._is_colocated:
             self._backend.offload()
         encoded = NO_LAYOUT
@@ -287,7 +299,8 @@ class TrainerService:
     def _copy(self, command: CopyWeights) -> None:
         assert self._weights is not None, "the coordinator sends BuildTrainer first"
         assert self._weight_client is not None, "the coordinator sends BuildTrainer first"
-        assert command.version == self._version, "the coordinator asks for a copy of what was trained last"
+        is_called = self._calls is not None  # then a front end says what a version is
+        assert is_called or command.version == self._version, "the coordinator asks for a copy of what was trained last"
         self._weights.refresh()
         digests = self._weight_client.digests(command.version) if command.with_digests else ()
         reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
@@ -304,15 +317,15 @@ class TrainerService:
                 if own is not None and self._image_fetcher is not None:
                     missing = self._image_fetcher.fetch_batch(own, command.sources, timeout_s)
                     own = None if missing else own
-            least_S = least_logprobs(own) if own is not None else np.zeros(0, dtype=np.float32)
-            num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int((least_S < 0).sum())])).tolist()
+            is_wild = own is not None and bool((own.generation_logprobs_T < LEAST_LOGPROB).any())
+            num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int(is_wild)])).tolist()
             if num_lacking:
                 lack = SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
                 self._context.reply(command.command_id, lack)
                 return
             assert own is not None, "all have theirs, so has this rank"
             if num_wild:
-                aside = set_aside(table, own, rows, least_S, self._sum)
+                aside = set_aside(table, own, rows, least_logprobs(own), self._sum)
                 table, own, num_aside, notes = aside.table, aside.own, aside.num_groups, (aside.note,)
         else:
             own = self._given(command, table, arrays)
@@ -337,8 +350,10 @@ class TrainerService:
             self._recorder.add(command.step, keys, own.lengths_S, result.logprobs)
         metrics: dict[str, float] = {}
         if self._context.index == self._model_group.first:
-            metrics, unsaid = finite_metrics(result.metrics)
-            notes = (*notes, *result.notes, *unsaid)
+            metrics, notes = result.metrics, (*notes, *result.notes)
+            if not all(map(math.isfinite, metrics.values())):
+                metrics, unsaid = finite_metrics(metrics)
+                notes += unsaid
             if num_aside and self._model_group.has_policy:
                 metrics[BY_LOGPROBS] = float(num_aside)
         reply = Trained(
@@ -366,7 +381,7 @@ class TrainerService:
 
     def _evaluate(self, command: Evaluate, table: Batch, arrays: Arrays) -> None:
         own = self._given(command, table, arrays)
-        found = step.evaluate(self._built(), table, own, self._config, command.parts, self._exchange)
+        found = evaluate(self._built(), table, own, self._config, command.parts, self._exchange)
         metrics, notes = finite_metrics(found)
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
@@ -377,6 +392,17 @@ class TrainerService:
             self._writing = backend.save(Path(command.folder))
         reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
         self._context.reply(command.command_id, reply)
+
+    def _call(self, command: AddGradient | StepOptimizer | RestoreTraining | SwitchTraining, arrays: Arrays) -> None:
+        """Carry out a call of a front end that trains step by step."""
+        from tandem.trainer.calls.calls import Calls  # runs of their own need none of it
+
+        if self._calls is None:
+            self._calls = Calls(self._context, self._built(), self._vocabulary)
+        if self._weight_client is not None and not isinstance(command, AddGradient):
+            self._weight_client.abandon_digest()
+        with self._context.phase(self._calls.phase_of(command)), self._training_state():
+            self._calls.handle(command, arrays)
 
     def _answer_written(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
         """Report that the thread has written all, or could not. Called by the thread, or at once if it is done."""
@@ -394,8 +420,3 @@ def _image_fetcher(context: ServiceContext) -> ImageFetcher:
     from tandem.samples.images.rows import image_folder
 
     return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, own=context.keys)
-
-
-def _may_mask_all(config: Config) -> bool:
-    """Tell whether a batch may have no valid token: all truncated, dropped or set aside, or none made."""
-    return config.declaration.rolls_out

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -26,22 +27,27 @@ from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
-from tandem.samples.assignment import NO_RANK, batches_of_samples
+from tandem.samples.assignment import batches_of_samples
 from tandem.samples.batch import Batch, Float32s
 from tandem.samples.routed_experts import replayed_experts
-from tandem.trainer.advantages import AdvantageEstimator, Scored
+from tandem.trainer.advantages import AdvantageEstimator
+from tandem.trainer.advantages import Scored as ScoredBatch
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
+from tandem.trainer.batching.padding import unpad_into
+from tandem.trainer.batching.shard import Shard
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
 from tandem.trainer.fetching import image_settings
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
-from tandem.trainer.micro_batches import Columns, MicroBatch, Shard, unpad_into
+from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
 
 Filled = dict[Column, NDArray[Any]]
 """Columns for the tokens of a shard."""
+Scored = list[tuple[tuple[int, ...], torch.Tensor]]
+"""The policy's log-probabilities of micro-batches, padded and on their device, with their rows of the shard."""
 NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are not means."""
 
@@ -98,82 +104,27 @@ def train(
     step = Step(backend, whole, own, config, exchange)
     seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
-    kept = _KeptLogprobs(own, step.policy_logprobs_T)
-    parts: dict[Model, list[dict[str, float]]] = {
-        model: [] for model in trained or config.declaration.trains if step.holds(model)
-    }
+    scored: Scored | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
+    parts: dict[Model, list[dict[str, float]]] = {}
     for _ in range(config.num_passes):
-        for model, found in parts.items():
-            beside = kept.beside if keeps_logprobs and model == "policy" else _unchanged
-            with timed(seconds, f"{model}_training"):
-                found += [step.optimized(rows, columns, model, beside) for rows in step.global_batches]
-    policy = parts.get("policy", [])
+        for model in trained or config.declaration.trains:
+            if model in step.shards:
+                with timed(seconds, f"{model}_training"):
+                    for rows in step.global_batches:
+                        done = step.optimized(rows, columns, model, scored if model == "policy" else None)
+                        parts.setdefault(model, []).append(done)
+    logprobs = None
+    if keeps_logprobs and step.policy_logprobs_T is not None:
+        logprobs = partial(_of_valid, own, step.policy_logprobs_T)
+    elif scored is not None and "policy" in parts:
+        logprobs = partial(_unpadded, own, scored)
     return TrainResult(
-        metrics=_metrics_of_step(parts) | (step.numbers() | step.metrics if step.holds("policy") else {}),
+        metrics=_metrics_of_step(parts) | (step.numbers() | step.metrics if "policy" in step.shards else {}),
         seconds=seconds,
-        has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in policy),
+        has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts.get("policy", ())),
         notes=tuple(step.notes),
-        logprobs=kept.of_tokens if keeps_logprobs and kept.is_whole(bool(policy)) else None,
+        logprobs=logprobs,
     )
-
-
-def evaluate(
-    backend: Backend,
-    whole: Batch,
-    own: Batch,
-    config: Config,
-    parts: Mapping[str, int] | None = None,
-    exchange: Exchange | None = None,
-) -> dict[str, float]:
-    """Return the loss of the whole batch, its reported means and the counts of the batch, without training.
-
-    Nothing is returned on ranks without the policy.
-
-    Args:
-        backend: backend of this rank.
-        whole: table of the batch, the same on every rank.
-        own: sequences that the table assigns to this rank.
-        config: configuration of the run.
-        parts: sequences of each part of the batch, in order. Each has the same metrics as ``PART/METRIC``.
-        exchange: as for `train`.
-
-    """
-    if not parts:
-        return _evaluated(backend, whole, own, config, exchange)[0]
-    rank = NO_RANK if exchange is not None and not exchange.model_group.has_policy else backend.data_parallel_rank
-    found, first, first_own = {}, 0, 0
-    for name, count in parts.items():
-        part = whole.take(slice(first, first + count))
-        num_own = len(part.rows_of(rank))
-        found[name] = _evaluated(backend, part, own.take(slice(first_own, first_own + num_own)), config, exchange)
-        first, first_own = first + count, first_own + num_own
-    assert first == len(whole), "the parts are the batch"
-    num_valid = max(1, sum(counted for _, counted in found.values()))
-    metrics = {
-        name: sum(part[name] * (1 if name in NUMBERS else counted / num_valid) for part, counted in found.values())
-        for name in next(iter(found.values()))[0]
-    }
-    return metrics | {f"{part}/{name}": value for part, (its, _) in found.items() for name, value in its.items()}
-
-
-def _evaluated(
-    backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None
-) -> tuple[dict[str, float], int]:
-    """Return the metrics of a batch and the divisor of its means; nothing on ranks without the policy."""
-    step = Step(backend, whole, own, config, exchange)
-    size = config.data_set_section.val_micro_batch_size
-    columns = step.filled({}, size)
-    if not step.holds("policy"):
-        return {}, 0
-    counts = step.counts(range(len(whole)))
-    loss = make_loss(config, counts, backend.device)
-    total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in step.scored("policy", size, columns):
-        total += loss(micro_batch, scores_BT)
-    metrics = (
-        step.reported(loss, "policy") | numbers_of(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
-    )
-    return metrics, loss.report.count
 
 
 class Step:
@@ -191,6 +142,8 @@ class Step:
         self._exchange = None if exchange is None else BatchExchange(exchange, whole, config)
         self.shards = _shards(backend, whole, own, config, self._exchange)
         """The shard of each model that this rank holds."""
+        self._own = next(iter(self.shards.values()))
+        """The policy's shard on this rank, or without the policy, that of its only model."""
         self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
         """Columns brought to models that divide the ranks differently from the policy."""
         self.policy_logprobs_T: Float32s | None = None
@@ -206,15 +159,6 @@ class Step:
         self._read = config.all_columns(self._num_steps)
         """The columns that the losses of all models read in this step."""
 
-    def holds(self, model: Model) -> bool:
-        """Tell whether this rank holds a part of a model."""
-        return model in self.shards
-
-    @property
-    def _own(self) -> Shard:
-        """The policy's shard on this rank, or without the policy, that of its only model."""
-        return next(iter(self.shards.values()))
-
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return the divisors of means over these sequences on all ranks."""
         counted = self._whole.num_valid_S[list(rows)]
@@ -223,8 +167,11 @@ class Step:
 
     def numbers(self) -> dict[str, float]:
         """Return the counts of the whole batch."""
-        parts = [numbers_of(self.config, self.counts(rows)) for rows in self.global_batches]
-        return {name: sum(part[name] for part in parts) for name in NUMBERS}
+        totals = dict.fromkeys(NUMBERS, 0.0)
+        for rows in self.global_batches:
+            for name, number in numbers_of(self.config, self.counts(rows)).items():
+                totals[name] += number
+        return totals
 
     def filled(self, seconds: dict[str, float], size: int | None = None) -> Filled:
         """Return the columns that losses read, from all sources. Models score in micro-batches of `size`. Collective.
@@ -239,13 +186,14 @@ class Step:
 
     def fillers(self, size: int | None = None) -> Iterator[tuple[str, Callable[[Filled], Filled]]]:
         """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
-        for model in filter(self.holds, self.config.scored_by(self._num_steps)):
-            yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
+        for model in self.config.scored_by(self._num_steps):
+            if model in self.shards:
+                yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
         elsewhere = [] if self._exchange is None else [model_group.name for model_group in self._exchange.elsewhere]
         for model in elsewhere:
             said = [column for column in self._read if column.model == model]
             yield SCORING_SECONDS[model], partial(self._exchanged, model, "policy", said)
-        if self.holds("policy"):
+        if "policy" in self.shards:
             if self.config.largest_logprob_error is not None:
                 yield "", partial(self._leave_out, self.config.largest_logprob_error)
             yield "", self.finished
@@ -257,17 +205,19 @@ class Step:
 
     def finished(self, columns: Filled) -> Filled:
         """Return the columns made from models' scores, and those that came with the batch."""
-        scores = _scores(columns)
+        scores = _scores(columns) if columns else {}
         self.policy_logprobs_T = scores.get("policy")
         path, made, batch = self.config.advantage_estimator, Filled(), self._own.own
         if path:
             finish: AdvantageEstimator = named(path)
             made, metrics = finish(
-                self.config, Scored(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
+                self.config, ScoredBatch(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
             )
             self.metrics |= metrics
-        given = [column for column in self._read if column not in columns and column not in made]
-        return made | {column: batch.of_tokens(column.name) for column in given}
+        for column in self._read:
+            if column not in columns and column not in made:
+                made[column] = batch.of_tokens(column.name)
+        return made
 
     def _scores_of(self, model: Model, size: int | None, columns: Filled) -> Filled:
         """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere."""
@@ -327,17 +277,17 @@ class Step:
         return list(zip(micro_batches, self.backend.scores(micro_batches, model, number), strict=True))
 
     def optimized(
-        self, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: Scored | None = None
     ) -> dict[str, float]:
-        """Take one optimizer step of a model on a global batch; return its metrics."""
+        """Take one optimizer step of a model on a global batch; return its metrics, and add its scores to `scored`."""
         is_custom = model == "policy" and self.config.loss_fn.class_path is not None
         with blamed(self.config) if is_custom else nullcontext():
             try:
-                loss, done = self._step(rows, columns, model, beside)
+                loss, done = self._step(rows, columns, model, scored)
             except NotFiniteError:
                 if not self._set_aside(rows, columns, model):
                     raise
-                loss, done = self._step(rows, columns, model, beside)
+                loss, done = self._step(rows, columns, model, scored)
         return self.reported(loss, model) | {
             "loss": done.loss,
             "grad_norm": done.grad_norm,
@@ -345,10 +295,11 @@ class Step:
         }
 
     def _step(
-        self, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: Scored | None
     ) -> tuple[Loss, OptimizerStep]:
         loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
-        return loss, self.backend.train_step(self.micro_batches(rows, columns, model), beside(loss), model)
+        of_batch: LossOfMicroBatch = loss if scored is None else partial(_keeping, scored, loss)
+        return loss, self.backend.train_step(self.micro_batches(rows, columns, model), of_batch, model)
 
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch for a model's training, with its loss inputs."""
@@ -363,7 +314,7 @@ class Step:
     def _read_by(self, model: Model, columns: Columns) -> Columns:
         """Return the loss inputs of a model for each token of its own shard."""
         others = set(self._read) - set(self.config.columns_of(self._num_steps, model))
-        own = {column: values_T for column, values_T in columns.items() if column not in others}
+        own = {column: values_T for column, values_T in columns.items() if column not in others} if others else columns
         shard = self.shards[model]
         if shard.replicas.sizes == self._own.replicas.sizes:
             return own
@@ -447,47 +398,30 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-class _KeptLogprobs:
-    """Log-probabilities of a shard's tokens under the policy, kept on its device until they are needed."""
-
-    def __init__(self, batch: Batch, policy_T: Float32s | None) -> None:
-        """Take a batch, and the log-probabilities of a separate pass, None without one."""
-        self._batch = batch
-        self._policy_T = policy_T
-        self._scored: list[tuple[tuple[int, ...], torch.Tensor]] = []
-        """Rows of the shard, and the log-probabilities of their padded tokens."""
-
-    def beside(self, loss: Loss) -> LossOfMicroBatch:
-        """Return a loss that also keeps its log-probabilities, if there are none yet."""
-        return loss if self._policy_T is not None else partial(self._keep, loss)
-
-    def is_whole(self, is_trained: bool) -> bool:
-        """Tell whether all are known, once the policy has trained on the batch or was left out."""
-        return is_trained or self._policy_T is not None
-
-    def of_tokens(self) -> Float32s:
-        """Return the log-probabilities of the shard's tokens, NaN for tokens that are not valid."""
-        values_T = self._policy_T
-        if values_T is None:
-            values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
-            for rows, logprobs_BT in self._scored:
-                unpad_into(values_T, logprobs_BT, self._batch, rows)
-        return np.where(self._batch.valid(), values_T, np.float32(np.nan))
-
-    def _keep(self, loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
-        self._scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
-        return loss(micro_batch, scores_BT)
-
-
-def _unchanged(loss: Loss) -> LossOfMicroBatch:
-    return loss
-
-
 def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> dict[str, float]:
     """Return the means over the optimizer steps of each model, and the learning rate of the last."""
     metrics: dict[str, float] = {}
     for model, found in parts.items():
         prefix = "" if model == "policy" else f"{model}/"
-        metrics |= {f"{prefix}{name}": sum(part[name] for part in found) / len(found) for name in found[0]}
+        for name in found[0]:
+            metrics[f"{prefix}{name}"] = sum(map(itemgetter(name), found)) / len(found)
         metrics[f"{prefix}learning_rate"] = found[-1]["learning_rate"]
     return metrics
+
+
+def _keeping(scored: Scored, loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+    """Return the loss of a micro-batch, and keep its log-probabilities on their device."""
+    scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
+    return loss(micro_batch, scores_BT)
+
+
+def _unpadded(batch: Batch, scored: Scored) -> Float32s:
+    """Return the log-probabilities of a shard's tokens that were kept, NaN for tokens that are not valid."""
+    values_T = np.zeros(len(batch.token_ids_T), dtype=np.float32)
+    for rows, logprobs_BT in scored:
+        unpad_into(values_T, logprobs_BT, batch, rows)
+    return _of_valid(batch, values_T)
+
+
+def _of_valid(batch: Batch, values_T: Float32s) -> Float32s:
+    return np.where(batch.valid(), values_T, np.float32(np.nan))

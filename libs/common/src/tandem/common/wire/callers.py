@@ -83,7 +83,8 @@ class Callers:
                 self._down_since[name] = math.inf if is_up else time.monotonic()
             if is_up:
                 yield name, None
-        self._try_again()
+        if self._refused:
+            self._try_again()
 
     def _try_again(self) -> None:
         """Reconnect to listeners that refused the key: libzmq does not do so by itself."""

@@ -63,11 +63,15 @@ def encode(message: Message, arrays: Arrays | None = None) -> Frames:
 
     Raises `WireError` for an array that is not of booleans, integers or floats.
     """
-    frames: Frames = [_encoder.encode(message)]
-    if arrays:
-        frames.append(_encoder.encode([ArrayHeader(n, a.dtype.str, a.shape) for n, a in arrays.items()]))
-        frames.extend(_to_frame(name, array) for name, array in arrays.items())
-    return frames
+    header = _encoder.encode(message)
+    if not arrays:
+        return [header]
+    headers: list[ArrayHeader] = []
+    frames: Frames = []
+    for name, array in arrays.items():
+        headers.append(ArrayHeader(name, array.dtype.str, array.shape))
+        frames.append(_to_frame(name, array))
+    return [header, _encoder.encode(headers), *frames]
 
 
 def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
@@ -75,7 +79,6 @@ def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
         raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
     # View it as bytes: a buffer of a dtype with foreign byte order could not be cast to them. A zero-size array has no
     # memory to view, so its frame is empty.
-    # array has no memory to view; its frame is empty.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
 
 

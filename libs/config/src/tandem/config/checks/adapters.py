@@ -9,6 +9,7 @@ from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON_ADAPTERS
 from tandem.config.models.lora import CONFIG, matches, why_no_model
 from tandem.config.models.model_sizes import expert_sizes, model_config
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
 
@@ -49,6 +50,20 @@ def engines_can_merge_adapters(config: Config) -> None:
     if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
         what = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
         raise Invalid("policy.generation.vllm_cfg.precision", what)
+
+
+def several_sets_of_adapters_are_held_by_the_embedded_engine(config: Config) -> None:
+    """Check that an engine which is to hold several versions of adapters can."""
+    policy, key = config.policy, "policy.generation.transformers_cfg.adapter_sets"
+    num_sets = policy.generation.transformers_cfg.adapter_sets
+    if num_sets == 1:
+        return
+    if policy.adapters is None:
+        raise Invalid(key, f"{num_sets}, but no adapters are trained ({DTENSOR}.enabled)")
+    if policy.generation.backend != "transformers":
+        raise Invalid(key, f"{num_sets}, but policy.generation.backend is {policy.generation.backend}")
+    if family_of(policy) is not None:
+        raise Invalid(key, f"{num_sets}, but the model sees: only text models have the adapters of several versions")
 
 
 def megatron_has_adapters_of_the_family(config: Config) -> None:
@@ -112,6 +127,7 @@ RULES: tuple[Rule, ...] = (
     adapters_have_the_type_of_the_weights,
     adapters_are_of_a_language_model,
     engines_can_merge_adapters,
+    several_sets_of_adapters_are_held_by_the_embedded_engine,
     megatron_has_adapters_of_the_family,
     routed_experts_have_no_adapters,
     all_layers_are_not_a_name,

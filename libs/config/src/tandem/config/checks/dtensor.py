@@ -1,14 +1,18 @@
-"""Rules for the DTensor backend: a model must divide evenly over tensor-parallel ranks."""
+"""Rules for the DTensor backend: models divide evenly over tensor-parallel ranks, experts over theirs."""
 
 from __future__ import annotations
+
+import math
 
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import VISION
 from tandem.config.problem import Invalid, shown
-from tandem.config.schema import Config
+from tandem.config.schema import Config, Model
 
+_SECTION = "policy.dtensor_cfg"
+_EXPERTS = f"{_SECTION}.expert_parallel_size"
 _SIZE = "policy.dtensor_cfg.tensor_parallel_size"
 _PLAN = "policy.dtensor_cfg.custom_parallel_plan"
 
@@ -43,4 +47,50 @@ def a_plan_has_ranks(config: Config) -> None:
         raise Invalid(_PLAN, f"there is a plan, but {_SIZE} is 1")
 
 
-RULES: tuple[Rule, ...] = (ranks_share_heads, a_plan_has_ranks)
+def ranks_share_experts(config: Config) -> None:
+    """Check that the model has experts, and that ranks which share them get equally many."""
+    ranks, experts = config.policy.dtensor_cfg.expert_parallel_size, model_sizes(config.policy).num_experts
+    if config.policy.megatron_cfg.enabled or ranks == 1:
+        return
+    if experts is None and model_config(config.policy) is not None:
+        raise Invalid(_EXPERTS, f"{ranks}, but the model has no experts")
+    if experts is not None and experts % ranks:
+        raise Invalid(_EXPERTS, f"{ranks} does not divide {experts} experts")
+
+
+def groups_are_whole(config: Config) -> None:
+    """Check that the trainers form whole groups of ranks that share experts, in whole replicas."""
+    check_groups(config.policy, config.cluster.trainers, _SECTION)
+
+
+def check_groups(model: Model, num_ranks: int, section: str) -> None:
+    """Raise `Invalid` if these ranks cannot hold a model's replicas and share its experts.
+
+    `section` is the path of its ``dtensor_cfg``. The ranks form whole model replicas of tensor and context parallelism.
+    """
+    sizes = {key: getattr(model.dtensor_cfg, key) for key in ("expert_parallel_size", "dp_replicate_size")}
+    given = {key: size for key, size in sizes.items() if size > 1}
+    shards = num_ranks // model.dtensor_cfg.tensor_parallel_size
+    if model.megatron_cfg.enabled or shards % math.prod(sizes.values()) == 0:
+        return
+    (key, size), *others = given.items()
+    times = "".join(f" * {other} ({value})" for other, value in others)
+    raise Invalid(f"{section}.{key}", f"{size}{times} does not divide {shards}, the data-parallel and context ranks")
+
+
+def compiled_layers_are_whole(config: Config) -> None:
+    """Check that layers to be compiled are not cut over tensor-parallel ranks."""
+    if config.policy.megatron_cfg.enabled or not config.policy.compile:
+        return
+    ranks = config.policy.dtensor_cfg.tensor_parallel_size
+    if ranks > 1:
+        raise Invalid("policy.compile", f"true, but {_SIZE} is {ranks}: layers that ranks share are not compiled")
+
+
+RULES: tuple[Rule, ...] = (
+    ranks_share_heads,
+    a_plan_has_ranks,
+    ranks_share_experts,
+    groups_are_whole,
+    compiled_layers_are_whole,
+)

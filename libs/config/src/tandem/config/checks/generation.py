@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.installed.vllm_arguments import NOT_BUILT, complaint
+from tandem.config.installed import speculation
+from tandem.config.installed.vllm_arguments import complaint
 from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
 from tandem.config.models.model_sizes import model_config
 from tandem.config.models.vision_families import family_of
@@ -17,8 +18,9 @@ def vllm_takes_its_arguments(config: Config) -> None:
     generation = config.policy.generation
     if generation.backend != "vllm":
         return
-    # What is not built is reported elsewhere.
-    given = {name: value for name, value in generation.vllm_kwargs.items() if name not in NOT_BUILT}
+    given = dict(generation.vllm_kwargs)
+    if speculation.unbuilt_method(given) is not None:  # which is reported elsewhere
+        del given[speculation.KEY]
     found = complaint(given)
     if found is not None:
         raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
@@ -27,6 +29,29 @@ def vllm_takes_its_arguments(config: Config) -> None:
         raise Invalid(
             "policy.generation.vllm_cfg.max_model_len",
             f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
+def drafts_are_verified_where_that_was_tried(config: Config) -> None:
+    """Check that speculative decoding is not combined with what changes vLLM's steps in other ways."""
+    generation = config.policy.generation
+    if generation.backend != "vllm" or speculation.method_of(generation.vllm_kwargs) is None:
+        return
+    vllm = generation.vllm_cfg
+    others = {
+        "a model that sees": family_of(config.policy) is not None,
+        "policy.router_replay.enabled": config.policy.router_replay.enabled,
+        "policy.generation.vllm_cfg.precision: fp8": vllm.precision == "fp8",
+        "policy.generation.vllm_cfg.pipeline_parallel_size": vllm.pipeline_parallel_size > 1,
+    }
+    for key, is_on in others.items():
+        if is_on:
+            raise Invalid(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
+    asked = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
+    if asked not in (None, vllm.tensor_parallel_size):
+        raise Invalid(
+            f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
+            f"{asked}, but vLLM shares a draft as the policy: tensor_parallel_size is {vllm.tensor_parallel_size}",
         )
 
 
@@ -64,13 +89,14 @@ def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
     """Check that asynchronous training has engines on devices of their own: colocated engines cannot run beside it."""
     if config.max_trajectory_age_steps and config.is_colocated:
         raise Invalid(
-            f"{config.algorithm}.async_grpo.enabled",
+            f"{config.asynchronous_key}.enabled",
             "true needs policy.generation.colocated.enabled: false: engines generate while trainers train",
         )
 
 
 RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
+    drafts_are_verified_where_that_was_tried,
     vllm_can_be_refitted,
     prompts_move_where_engines_are_async,
     a_prompt_group_fits_the_engine_that_makes_it,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tandem.config.checks import low_precision
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import model_config
@@ -179,5 +180,6 @@ RULES: tuple[Rule, ...] = tuple(
         the_optimizer_shards,
         recomputation_is_whole,
         environment_variables_are_texts,
+        *low_precision.RULES,
     )
 )

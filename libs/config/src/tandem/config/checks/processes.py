@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.config.checks.dtensor import check_groups
 from tandem.config.checks.parallelism import factors
 from tandem.config.checks.rule import Rule
 from tandem.config.problem import Invalid
@@ -43,6 +44,8 @@ def the_processes_make_whole_replicas(config: Config) -> None:
         if num % settings.model_parallel_size:
             each, product = settings.model_parallel_size, factors(settings, section)
             raise Invalid(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
+        if model == "reference":  # others are checked with their sections
+            check_groups(settings, num, f"with {KEY}.{model} ({num}), policy.dtensor_cfg")
 
 
 def teachers_have_stages_on_megatron_core(config: Config) -> None:

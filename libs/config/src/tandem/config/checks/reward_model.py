@@ -19,7 +19,7 @@ def check_reward_model(name: str, entry: Environment) -> None:
         raise Invalid(
             f"{key}.checkpoint_path", f"not supported: save a Hugging Face folder, and name it in {key}.model_name"
         )
-    for size in ("tensor_parallel_size", "context_parallel_size"):
+    for size in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "dp_replicate_size"):
         if (ranks := getattr(entry.dtensor_cfg, size)) != 1:
             raise Invalid(f"{key}.dtensor_cfg.{size}", f"{ranks}, but a reward model is on one device")
     for switch in ("cpu_offload", "custom_parallel_plan"):

@@ -14,16 +14,7 @@ from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config
 
 _SHARED = ("train_global_batch_size", "max_total_sequence_length")
-_MEGATRON = (
-    "megatron_cfg.tensor_model_parallel_size",
-    "megatron_cfg.pipeline_model_parallel_size",
-    "megatron_cfg.virtual_pipeline_model_parallel_size",
-    "megatron_cfg.context_parallel_size",
-    "megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.expert_tensor_parallel_size",
-)
-"""Keys that must be equal in ``value`` and ``policy``: both see the same batches, and Megatron-Core divides the
-ranks only once for all of their models."""
+"""Keys that must be equal in ``value`` and ``policy``: both see the same batches."""
 
 
 def there_is_a_value_model(config: Config) -> None:
@@ -33,9 +24,9 @@ def there_is_a_value_model(config: Config) -> None:
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Check that value model and policy share batches, and also ranks, unless it has processes of its own."""
-    of_ranks = ("megatron_cfg.enabled", *(_MEGATRON if config.policy.megatron_cfg.enabled else ()))
-    check_same_tokens(config, "value", (*_SHARED, *(() if "value" in config.processes_of else of_ranks)))
+    """Check that value model and policy share batches, and a backend unless it has processes of its own."""
+    of_ranks = () if "value" in config.processes_of else ("megatron_cfg.enabled",)
+    check_same_tokens(config, "value", (*_SHARED, *of_ranks))
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
@@ -44,6 +35,16 @@ def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> No
         own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
         if own != policys:
             raise Invalid(f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
+
+
+def it_knows_which_sequences_are_excluded(config: Config) -> None:
+    """Check that sequences are excluded by their errors only where the policy's processes train both models."""
+    if config.largest_logprob_error is not None and (own := config.cluster.processes_of.value):
+        raise Invalid(
+            "ppo.seq_logprob_error_threshold",
+            f"{config.largest_logprob_error:g}, but cluster.processes_of.value is {own}: the policy's processes find "
+            "the sequences to exclude, and the value model's would not know them",
+        )
 
 
 def its_section_is_whole(config: Config) -> None:
@@ -86,5 +87,6 @@ def _at(node: object, key: str) -> object:
 RULES: tuple[Rule, ...] = (
     there_is_a_value_model,
     it_sees_what_the_policy_sees,
+    it_knows_which_sequences_are_excluded,
     its_section_is_whole,
 )

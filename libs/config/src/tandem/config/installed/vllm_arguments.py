@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.common.errors import ConfigError, nearest
+from tandem.config.installed import speculation
 from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
 
 RESERVED = {
@@ -44,9 +45,6 @@ WITHOUT_EFFECT = {
 }
 """Arguments that are accepted, as NeMo-RL's files contain some, but that vLLM does not get, with the reason."""
 
-NOT_BUILT = ("speculative_config",)
-"""Arguments for features that refits do not support."""
-
 
 @functools.cache
 def engine_arguments() -> frozenset[str]:
@@ -64,8 +62,10 @@ def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     for name in arguments:
         if name in WITHOUT_EFFECT:
             continue
-        if name in NOT_BUILT:
-            return name, "not supported yet"
+        if name == speculation.KEY and arguments[name] is not None:
+            found = speculation.complaint(arguments[name])
+            if found is not None:
+                return ".".join(filter(None, (name, found[0]))), found[1]
         if name in RESERVED:
             return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
         if known and name not in known:

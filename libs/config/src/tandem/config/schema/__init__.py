@@ -28,7 +28,7 @@ from tandem.config.schema.policy import (
     SequencePacking,
     Tokenizer,
 )
-from tandem.config.schema.ppo import GaeEstimator, Ppo, Value, ValueLossFn
+from tandem.config.schema.ppo import AsyncPpo, GaeEstimator, Ppo, Value, ValueLossFn
 from tandem.config.schema.root import MODELS, Config
 from tandem.config.schema.run import (
     Checkpointing,
@@ -52,6 +52,7 @@ __all__ = [
     "MODELS",
     "AdvEstimator",
     "AsyncGrpo",
+    "AsyncPpo",
     "Checkpointing",
     "Cluster",
     "Colocated",

@@ -99,7 +99,13 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
                 context_parallel_size=context,
             )
         else:
-            dtensor = msgspec.structs.replace(dtensor, tensor_parallel_size=tensor, context_parallel_size=context)
+            dtensor = msgspec.structs.replace(
+                dtensor,
+                tensor_parallel_size=tensor,
+                context_parallel_size=context,
+                expert_parallel_size=1,
+                dp_replicate_size=1,
+            )
         return msgspec.structs.replace(
             model,
             megatron_cfg=megatron,
@@ -158,7 +164,8 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     ce_loss_scale: NonNegativeFloat = 0.0
     """Distillation: weight of the negative log-likelihood of the tokens, beside the divergence."""
     dynamic_loss_scaling: bool = False
-    """Distillation: scale the divergence to the size of the negative log-likelihood."""
+    """Distillation: the loss is the negative log-likelihood of the tokens plus the divergence, scaled to the same size
+    in each micro-batch. `kl_loss_weight` and `ce_loss_scale` have no effect then."""
     exact_token_match_only: bool = False
     """Distillation across tokenizers: compare only tokens that both have."""
     gold_loss: bool = False

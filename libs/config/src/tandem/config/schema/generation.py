@@ -28,6 +28,9 @@ class TransformersCfg(Section, frozen=True, kw_only=True):
 
     num_slots: PositiveInt
     """New. Sequences decoded at once by one engine; each holds a KV cache of `policy.max_total_sequence_length`."""
+    adapter_sets: PositiveInt = 1
+    """New. Versions of low-rank adapters that one engine holds beside the base, each request being made by the version
+    that it names. 1: the newest version alone, merged into the weights. `coordinator tinker --models` sets it."""
 
 
 class MediaLimits(Section, frozen=True, kw_only=True):
@@ -175,13 +178,17 @@ class Generation(Section, frozen=True, kw_only=True):
     transformers_cfg: TransformersCfg
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further arguments of vLLM's engine, by its own names; checked if vLLM is installed."""
+    """Further arguments of vLLM's engine, by its own names; checked if vLLM is installed. `speculative_config` has
+    tokens drafted and verified: `method` ngram, draft_model or eagle3, `num_speculative_tokens`, `prompt_lookup_max`,
+    `prompt_lookup_min`, and `model`, a folder or a name on the Hub. Refits do not write the draft's weights."""
     sglang_cfg: dict[str, Any] | None = None
     """Settings of SGLang; read only if `backend` is sglang."""
     mcore_generation_config: dict[str, Any] | None = None
     """Settings of Megatron-Core's own engine; read only if `backend` is megatron."""
-    bad_words: tuple[str, ...] | None = None
-    """Texts that a response may not contain."""
+    bad_words: tuple[NonEmptyStr, ...] | None = None
+    """Texts that a response may not contain, at the beginning of a word or after a space. Only the tokens that the
+    tokenizer makes of a text alone are forbidden, as by vLLM. The log-probabilities of engines are of the remaining
+    tokens; those of training are of all tokens, as in NeMo-RL."""
     quant_cfg: NonEmptyStr | None = None
     """Quantise the engines' weights according to a file for NVIDIA's ModelOpt."""
     real_quant: bool = False

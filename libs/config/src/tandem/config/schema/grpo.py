@@ -209,11 +209,11 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     advantage_clip_high: float | None = None
     """Upper bound of normalised advantages; null means none."""
     invalid_tool_call_advantage: float | None = None
-    """Advantage of an agent's response with an invalid tool call, as reported by NeMo Gym; null means that of its
-    reward."""
+    """Advantage of the tokens of an agent's turn whose text has a tool call left in it, found by NeMo Gym; null means
+    that of the sample's reward."""
     malformed_thinking_advantage: float | None = None
-    """Advantage of an agent's response with malformed thinking, as reported by NeMo Gym; null means that of its
-    reward."""
+    """Advantage of the tokens of an agent's turn with malformed thinking, found by NeMo Gym; null means that of the
+    sample's reward."""
     penalize_invalid_tool_call: bool | None = None
     """Accepted: an earlier switch, replaced by `invalid_tool_call_advantage`."""
     penalize_malformed_thinking: bool | None = None

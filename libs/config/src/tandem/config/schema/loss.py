@@ -89,7 +89,7 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     importance-sampling correction then has one weight per sequence, the product of its tokens'."""
     use_importance_sampling_correction: bool = False
     """Weight each token by its probability in training over its probability in generation. Samples of older weights
-    (``grpo.async_grpo``) need it."""
+    (``grpo.async_grpo``, ``ppo.async_ppo``) need it."""
     truncated_importance_sampling_type: TruncationType | None = None
     """Treatment of such weights that are out of bounds. tis clips them (Yao et al. 2025,
     fengyao.notion.site/off-policy-rl). icepop makes them zero (Ling team 2025, arXiv:2510.18855). seq-mask-tis makes

@@ -9,7 +9,6 @@ import msgspec
 
 from tandem.config.schema.adapters import Peft
 from tandem.config.schema.base import (
-    NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -47,16 +46,35 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
 
 
 class Fp8Cfg(Section, frozen=True, kw_only=True):
-    """Matrix products in float8, by Transformer Engine."""
+    """Matrix products in float8, by Transformer Engine, in training and in scoring.
+
+    Weights, activations and gradients are rounded for each product, and kept in `policy.precision`.
+    """
 
     enabled: bool = False
-    """Train with float8."""
-    fp8: NonEmptyStr = "e4m3"
-    """Float8 format."""
-    fp8_recipe: NonEmptyStr = "blockwise"
-    """Choice of the scales."""
+    """Multiply in float8."""
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Float8 format: e4m3 everywhere, or hybrid with e5m2 for gradients."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed", "custom"] = "blockwise"
+    """Choice of the scales: one for each block (blockwise), tensor (tensorwise) or 32 elements (mxfp8, from Blackwell
+    on), or by `fp8_quantizer_factory` of Megatron-Core (custom). delayed is refused: passes that score have no
+    scales of their own with it."""
     fp8_param: bool = False
     """Keep the weights in float8 as well."""
+
+
+class Fp4Cfg(Section, frozen=True, kw_only=True):
+    """Matrix products in float4, by Transformer Engine, in training and in scoring, as in `fp8_cfg`."""
+
+    enabled: bool = False
+    """Multiply in float4."""
+    fp4: Literal["e2m1"] = "e2m1"
+    """Float4 format."""
+    fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
+    """Choice of the scales: one for 16 elements (nvfp4, from Blackwell on), or by `fp4_quantizer_factory` of
+    Megatron-Core (custom)."""
+    fp4_param: bool = False
+    """Keep the weights in float4 as well."""
 
 
 class MegatronCfg(Section, frozen=True, kw_only=True):
@@ -113,13 +131,13 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     moe_grouped_gemm: bool | None = None
     """Accepted: whether a rank's experts are multiplied in one call. They are wherever possible."""
     mtp_num_layers: NonNegativeInt | None = None
-    """Layers that predict the tokens after the next one; 0 and null build none."""
+    """Accepted: layers that predict the tokens after the next one. None are built, trained or saved."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.0
-    """Weight of their loss."""
+    """Accepted: weight of their loss."""
     mtp_use_repeated_layer: bool = False
-    """Whether they are one layer, applied repeatedly."""
+    """Accepted: whether they are one layer, applied repeatedly."""
     mtp_detach_heads: bool = False
-    """Whether their loss has no gradient in the layers below."""
+    """Accepted: whether their loss has no gradient in the layers below."""
     defer_fp32_logits: bool | None = None
     """Accepted: when NeMo-RL converts logits to float32. Here this happens row by row for the log-probabilities."""
     use_linear_ce_fusion_loss: bool = False
@@ -133,7 +151,9 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     """Accepted: log the load of experts."""
     peft: Peft = Peft()
     fp8_cfg: Fp8Cfg | None = None
-    """Float8 training; null means `enabled: false`."""
+    """Products in float8; null means `enabled: false`."""
+    fp4_cfg: Fp4Cfg | None = None
+    """New. Products in float4; null means `enabled: false`."""
     apply_rope_fusion: bool = True
     """Use the fused kernel for rotary embeddings, if there is one."""
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict)

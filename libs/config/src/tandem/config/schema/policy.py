@@ -57,9 +57,11 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     `torch.distributed.tensor.parallel`, or a function that returns one. null: the plan for the model's architecture."""
 
     expert_parallel_size: PositiveInt = 1
-    """Ranks that share the experts of each layer."""
+    """Ranks that share the experts of each layer, taken out of those that train on other sequences, or other parts of
+    them. Each keeps whole experts, and tokens travel between them. Must divide the number of experts."""
     dp_replicate_size: PositiveInt = 1
-    """Groups of ranks that each hold all weights, sharded within the group."""
+    """Groups of ranks that each hold all weights, sharded within the group (HSDP): more memory, and gathering does not
+    leave the group."""
     env_vars: dict[str, Any] | None = None
     """Environment variables of the trainers, texts or numbers by name, set before torch is imported."""
     lora_cfg: LoraCfg = LoraCfg()
@@ -83,6 +85,16 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     def model_parallel_size(self) -> int:
         """Ranks that work on the same sequences."""
         return self.tensor_parallel_size * self.context_parallel_size
+
+    @cached_property
+    def parallel_sizes(self) -> tuple[int, ...]:
+        """Sizes that determine how ranks are arranged, for one number of ranks."""
+        return (
+            self.tensor_parallel_size,
+            self.context_parallel_size,
+            self.dp_replicate_size,
+            self.expert_parallel_size,
+        )
 
 
 PackingAlgorithm = Literal[
@@ -233,6 +245,9 @@ class Model(Section, frozen=True, kw_only=True):
     """Multiple to which padded lengths are rounded up."""
     activation_checkpointing_enabled: bool = False
     """Recompute activations in the backward pass; same as `policy.dtensor_cfg.activation_checkpointing`."""
+    compile: bool = False
+    """New. Fuse norms, rotations, activations and sums over logits by ``torch.compile``: all of them on the DTensor
+    backend, sums over logits on Megatron-Core. For GPUs. The first step takes a minute longer."""
     fsdp_offload_enabled: bool = False
     """Same as `policy.dtensor_cfg.cpu_offload`; the key of NeMo-RL's first FSDP backend."""
     hf_config_overrides: dict[str, Any] | None = None
@@ -253,7 +268,8 @@ class Model(Section, frozen=True, kw_only=True):
     disable_modelopt_layer_spec: bool = False
     """Build layers without ModelOpt, regardless of `quant_cfg`."""
     dequantize_base_checkpoint: bool = False
-    """Read a quantised checkpoint and train its weights in `precision`."""
+    """Read a checkpoint in float8 or MXFP4 and train its weights in `precision`; checkpoints and engines have them so.
+    Only with `dtensor_cfg`."""
     logprob_chunk_size: PositiveInt | None = None
     """Accepted: number of tokens for which NeMo-RL computes log-probabilities at once."""
     offload_optimizer_for_logprob: bool = False
@@ -271,6 +287,13 @@ class Model(Section, frozen=True, kw_only=True):
     scheduler: tuple[SchedulerEntry, ...] = ()
     """Consecutive schedules: a list of entries, or one entry without the list; empty or null keeps the learning rate
     constant."""
+
+    @cached_property
+    def engine_config_overrides(self) -> dict[str, Any] | None:
+        """Fields of ``config.json`` to replace in engines, which get the weights as they are trained."""
+        if not self.dequantize_base_checkpoint:
+            return self.hf_config_overrides
+        return {**(self.hf_config_overrides or {}), "quantization_config": None}
 
     @cached_property
     def environment(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tandem.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from tandem.config.schema.grpo import Rollouts
+from tandem.config.schema.grpo import AsyncGrpo, Rollouts
 from tandem.config.schema.policy import Model
 
 Discount = Annotated[float, Meta(ge=0, le=1)]
@@ -35,6 +35,19 @@ class GaeEstimator(Section, frozen=True, kw_only=True):
     """Normalise the advantages of a rollout batch's tokens to mean 0 and variance 1."""
 
 
+class AsyncPpo(AsyncGrpo, frozen=True, kw_only=True):
+    """The same as `grpo.async_grpo`, for PPO: the value model scores old samples with its newest weights."""
+
+    warmup_max_trajectory_age_steps: PositiveInt | None = None
+    """Accepted: how far ahead NeMo-RL generates while `policy_training_start_step` keeps the policy as it is. Here
+    `max_trajectory_age_steps` always decides."""
+    warmup_generation_lead_steps: PositiveInt | None = None
+    """Accepted: an earlier name of `warmup_max_trajectory_age_steps`."""
+    drop_incomplete_targets_on_restore: bool = False
+    """Accepted: whether a resumed run of NeMo-RL discards groups of steps that are not complete. Here it generates
+    what its rollout log lacks."""
+
+
 class Ppo(Rollouts, frozen=True, kw_only=True):
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) with a value model (section `value`)."""
 
@@ -46,6 +59,20 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
     """Whether to skip the reference model's log-probabilities. They are computed only if the loss reads them; true
     is refused if it does (`loss_fn.reference_policy_kl_penalty` above 0)."""
     adv_estimator: GaeEstimator = GaeEstimator()
+    seq_logprob_error_threshold: PositiveFloat | None = None
+    """Same as `grpo.seq_logprob_error_threshold`. Excluded sequences teach the value model nothing either, which must
+    not have processes of its own."""
+    async_ppo: AsyncPpo = AsyncPpo()
+
+    @cached_property
+    def asynchronous(self) -> AsyncPpo:
+        """Settings of asynchronous generation."""
+        return self.async_ppo
+
+    @cached_property
+    def largest_logprob_error(self) -> float | None:
+        """Multiplicative error above which a sequence is excluded from both losses."""
+        return self.seq_logprob_error_threshold
 
     @cached_property
     def num_passes(self) -> int:

@@ -256,6 +256,11 @@ class Config(Section, frozen=True, kw_only=True):
         return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
 
     @cached_property
+    def asynchronous_key(self) -> str:
+        """Key of the settings of asynchronous generation."""
+        return f"{self.algorithm}.async_{self.algorithm}"
+
+    @cached_property
     def max_trajectory_age_steps(self) -> int:
         """Most training steps by which the weights that begin a sample may be behind; 0 for synchronous training."""
         asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None

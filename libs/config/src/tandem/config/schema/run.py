@@ -301,6 +301,14 @@ class Refit(Section, frozen=True, kw_only=True):
     version. off: not at all."""
     keep_copy: Literal["auto", "on", "off"] = "auto"
     """New. Whether every trainer keeps a second copy of its weights for engines to read. It can then train on at
-    once while some engines finish samples with older weights (`async_grpo`). The copy takes as much memory as the
-    weights. auto: if samples may be more than one step old, engines do not take weights in flight, and there is only
-    one node."""
+    once while some engines finish samples with older weights (`async_grpo`, `async_ppo`). The copy takes as much
+    memory as the weights. auto: if samples may be more than one step old, engines do not take weights in flight, and
+    there is only one node."""
+    differences: Literal["auto", "off"] = "off"
+    """New. Whether weights that are streamed to an engine which holds the version before are sent as what changed
+    since. They are verified like whole ones. auto: yes, unless more than a sixteenth of a message has changed and
+    `cluster.links.network` is above 0.25 GB/s. Each trainer keeps a copy of what it sends, in the engines' element
+    type. Adapters are always sent whole. off: everything is sent at every version."""
+    stream: Literal["group", "tcp"] = "group"
+    """New. What carries streamed weights. group: gloo, and NCCL between GPUs; neither authenticates or encrypts. tcp:
+    ZeroMQ's TCP connections, which do both; a GPU's weights go through host memory."""

@@ -80,7 +80,7 @@ def stale_samples(evidence: Evidence) -> Finding | None:
         what="Samples come from older weights than those in training"
         + (", too different for their correction to help." if corrected else ", and nothing corrects for it."),
         evidence=tuple(lines),
-        look_at=f"{config.algorithm}.async_grpo.max_trajectory_age_steps, {learning_rate_keys(config)}, and "
+        look_at=f"{config.asynchronous_key}.max_trajectory_age_steps, {learning_rate_keys(config)}, and "
         + (
             "loss_fn.truncated_importance_sampling_ratio" if corrected else "loss_fn.use_importance_sampling_correction"
         ),
@@ -169,7 +169,7 @@ def groups_thrown_away(evidence: Evidence) -> Finding | None:
             f"{thrown:.0f} of {made:.0f} groups ({thrown / made:.0%}; {TOO_OLD_SHARE:.0%} is the threshold)",
             *([str(idle)] if idle is not None else []),
         ),
-        look_at=f"{config.algorithm}.async_grpo.max_trajectory_age_steps, cluster.rollouts, and "
+        look_at=f"{config.asynchronous_key}.max_trajectory_age_steps, cluster.rollouts, and "
         "policy.generation.max_new_tokens",
         certainty="likely",
         since=next(step for step, value in evidence.points("groups_too_old") if value),

@@ -206,7 +206,7 @@ def _ending(lines: Iterable[str]) -> Ending | None:
 
 def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
     """Return the recorded samples of some steps, or the reason why there are none."""
-    from tandem.samples import sample_record
+    from tandem.samples import recorded_shards
 
     record = folder / sample_files.FOLDER
     shards = sample_files.files(record, sample_files.SHARD)
@@ -221,7 +221,7 @@ def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
         for file in shards:
             if file.step in chosen:
                 columns = (*_COLUMNS, "prompt") if file.step == steps[0] else _COLUMNS  # prompts may be long
-                found = sample_record.read_shard(file.path, run_id, columns).to_pylist()
+                found = recorded_shards.read_shard(file.path, run_id, columns).to_pylist()
                 rows += [msgspec.convert(row, SampleRow) for row in found]
     except SamplesError as error:
         return tuple(rows), str(error)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
 from tandem.observe.run_folder.ending import outcome_in
 from tandem.observe.run_folder.journal import RefitRecord, last_event
 from tandem.observe.run_folder.journal_file import connect_checked, file_errors, is_taken, require_journal
@@ -39,6 +40,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None
     num_steps: int | None
     updated_at: float
+    has_calls: bool
+    """Whether clients have driven the run."""
 
 
 class Refit(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +108,7 @@ class RunReader:
                 "SELECT max((SELECT committed_at FROM steps ORDER BY id DESC LIMIT 1), "
                 "coalesce((SELECT at FROM events ORDER BY id DESC LIMIT 1), 0))"
             ).fetchone()[0]
-            state = self._state(journal)
+            state, is_driven = self._state(journal), has_calls(journal)
         config = msgspec.json.decode(config_json)
         live = read_live(self.folder)
         num_steps = config.get(algorithm, {}).get("max_num_steps") if live is None else live.num_steps
@@ -121,6 +124,7 @@ class RunReader:
             last_step=last_step,
             num_steps=num_steps,
             updated_at=max(created_at, newest or 0.0, 0.0 if live is None else live.at),
+            has_calls=is_driven,
         )
 
     def _state(self, journal: sqlite3.Connection) -> State:
@@ -180,6 +184,11 @@ class RunReader:
         with self.journal() as journal:
             rows = journal.execute(query, (limit,)).fetchall()
         return [_refit(msgspec.json.decode(record, type=RefitRecord)) for (record,) in reversed(rows)]
+
+    def calls(self, limit: int) -> NewestCalls:
+        """Return the newest calls of clients, and sums of all of them."""
+        with self.journal() as journal:
+            return newest_calls(journal, limit)
 
     def events(self, after: int, limit: int) -> list[PastEvent]:
         """Return the newest events after a given one, in order."""

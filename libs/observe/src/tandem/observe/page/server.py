@@ -27,7 +27,7 @@ from tandem.observe.page.series import Along, Curves
 from tandem.observe.page.stream import Watch
 from tandem.observe.page.table import Column, csv_parts
 from tandem.observe.page.thumbnails import Thumbnails
-from tandem.observe.timeline import flame, timeline
+from tandem.observe.timeline_view import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
 _MOST_POINTS = 10_000
@@ -213,6 +213,10 @@ def _refits(run: Run, request: Request) -> Any:
     return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
+def _calls(run: Run, request: Request) -> Any:
+    return run.reader.calls(whole_number(request, "limit", 200, 1, _MOST_ROWS))
+
+
 def _config(run: Run, request: Request) -> Any:
     return run.reader.configuration()
 
@@ -265,6 +269,7 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("timeline", _timeline),
     ("config", _config),
     ("refits", _refits),
+    ("calls", _calls),
     ("gpus", _gpus),
     ("events", _events),
     ("samples", _samples),

@@ -21,7 +21,7 @@ from tandem.observe import page
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Along, Curves, Series
 from tandem.observe.report.side_by_side import Row, Run, configuration_differences, memory, reached, times
-from tandem.observe.timeline import flame, timeline
+from tandem.observe.timeline_view import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
 _IMAGES = "images"

@@ -8,6 +8,7 @@ ignore rows of superseded steps or of another run. If part of the file is lost, 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -99,8 +100,8 @@ class CurvesFile:
         self._path = folder / CURVES_NAME
         table = read_curves(folder)
         if table is None or not _has_all(table, history):
-            self._names: tuple[str, ...] = tuple(dict.fromkeys(name for record in history for name in _values(record)))
-            self._begin([_row(record, self._names) for record in history])
+            self._names = tuple(dict.fromkeys(name for record in history for name in _values(record)))
+            self._begin([_row(record, _values(record), self._names) for record in history])
             return
         self._names = table.names
         self._file = self._path.open("r+b", buffering=0)
@@ -111,15 +112,15 @@ class CurvesFile:
 
     def append(self, record: StepRecord) -> None:
         """Write a step; if it has a new metric, rewrite all rows."""
-        new = [name for name in _values(record) if name not in self._names]
-        if new:
+        values = _values(record)
+        if new := values.keys() - set(self._names):
             table = read_curves(self._path.parent)
             rows = [] if table is None else [row.tobytes() for row in table._rows]
-            self._names = (*self._names, *new)
+            self._names += tuple(filter(new.__contains__, values))  # in their order
             self._file.close()
             absent = np.repeat(_ABSENT, len(new)).tobytes()
             self._begin([row + absent for row in rows])
-        self._file.write(_row(record, self._names))
+        self._file.write(_row(record, values, self._names))
 
     def close(self) -> None:
         """Close the file."""
@@ -143,15 +144,14 @@ def _has_all(table: CurvesTable, history: Sequence[StepRecord]) -> bool:
     return bool((table.rows_of(steps, at) >= 0).all())
 
 
-def _values(record: StepRecord) -> Mapping[str, float]:
+def _values(record: StepRecord) -> dict[str, float]:
     return {**record.metrics, **{SECONDS + phase: seconds for phase, seconds in record.seconds.items()}}
 
 
-def _row(record: StepRecord, names: Sequence[str]) -> bytes:
-    values = _values(record)
-    row = np.array([record.step, record.committed_at, *(values.get(name, 0.0) for name in names)], np.float64)
-    absent = [place for place, name in enumerate(names, _KEYS) if name not in values]
-    row.view(np.int64)[absent] = _ABSENT
+def _row(record: StepRecord, values: Mapping[str, float], names: Sequence[str]) -> bytes:
+    row = np.array([record.step, record.committed_at, *map(values.get, names, itertools.repeat(0.0))], np.float64)
+    is_absent = ~np.fromiter(map(values.__contains__, names), np.bool_, len(names))
+    row[_KEYS:].view(np.int64)[is_absent] = _ABSENT
     return row.tobytes()
 
 

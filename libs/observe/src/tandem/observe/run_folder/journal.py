@@ -1,45 +1,26 @@
 """The journal: a run's history on disk, for resuming it and looking back on it.
 
-It is a SQLite file in the run folder, ``journal.sqlite``. A step is done only when `Journal.commit_step` returns: its
-metrics and seconds are written in one transaction, which is synced to disk. Nothing is ever deleted. Steps that a run
-repeats, after it resumes from an older checkpoint, are marked as superseded and left in place.
-
-One process writes, from one thread. A lock in the folder, which the kernel releases however the process ends, excludes
-others. `read_journal` may read at any time.
+It is a SQLite file in the run folder, ``journal.sqlite``. `journal_writer` writes it, and `read_journal` may read it at
+any time. Nothing is ever deleted. Steps that a run repeats, after it resumes from an older checkpoint, are marked as
+superseded and left in place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import sqlite3
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from tandem.common.descriptors import Reserve
-from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal_file import (
-    SCHEMA_VERSION,
     connect_checked,
     damage,
     file_errors,
-    new_run_id,
-    refuse_journal,
     require_journal,
     snapshot,
-    take_folder,
-    write_new_file,
 )
-
-_SHORTAGE_S = 8.0
-"""Longest wait for a descriptor if other threads have taken the reserve's, too: connections of strangers end after five
-seconds (`tandem.common.curve`)."""
-_LOOK_S = 0.05
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +107,7 @@ class JournalReader:
     @property
     def config_json(self) -> bytes:
         """Current configuration of the run: the last one written."""
-        rows = self._rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")
+        rows = self.rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")
         with damage(self.folder):
             if not rows or not isinstance(rows[0][0], bytes):
                 raise LookupError("it has no configuration")
@@ -135,11 +116,11 @@ class JournalReader:
     @property
     def num_begun(self) -> int:
         """Number of coordinators that have started or resumed the run."""
-        return int(self._rows("SELECT count(*) FROM configs")[0][0])
+        return int(self.rows("SELECT count(*) FROM configs")[0][0])
 
     def last_step(self) -> int | None:
         """Return the newest finished step; None if there is none."""
-        (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
+        (step,) = self.rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
         return None if step is None else int(step)
 
     def steps(self, *, after: int = -1, since: float = 0.0) -> list[StepRecord]:
@@ -161,15 +142,13 @@ class JournalReader:
 
     def refits(self) -> list[RefitRecord]:
         """Return every refit of a valid version, in order."""
-        rows = self._rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
+        rows = self.rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
         with damage(self.folder):
             return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
         """Return the events of processes, in order: Unix time, process, text."""
-        return [
-            (at, member, text) for at, member, text in self._rows("SELECT at, member, text FROM events ORDER BY id")
-        ]
+        return [(at, member, text) for at, member, text in self.rows("SELECT at, member, text FROM events ORDER BY id")]
 
     def last_event(self) -> str:
         """Return the newest event, as `last_event` does."""
@@ -186,16 +165,17 @@ class JournalReader:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query."""
         with file_errors(self.folder):
             return self._connection.execute(query).fetchall()
 
     def _steps(self, which: str) -> list[StepRecord]:
         with file_errors(self.folder), snapshot(self._connection):
-            heads = self._rows(f"SELECT id, step, version, checkpoint, committed_at FROM steps WHERE {which}")
+            heads = self.rows(f"SELECT id, step, version, checkpoint, committed_at FROM steps WHERE {which}")
             chosen = f"(SELECT id FROM steps WHERE {which})"
-            metrics = self._rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {chosen}")
-            seconds = self._rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {chosen}")
+            metrics = self.rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {chosen}")
+            seconds = self.rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {chosen}")
         metrics_of: dict[int, dict[str, float]] = {}
         seconds_of: dict[int, dict[str, float]] = {}
         with damage(self.folder):
@@ -215,150 +195,6 @@ class JournalReader:
             )
             for step_id, step, version, checkpoint, committed_at in heads
         ]
-
-
-class Journal(JournalReader):
-    """The only writer of a run's journal. It must be used from the thread that opened it."""
-
-    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
-        self._lock = lock
-        self.reserve = Reserve()
-        """Descriptors for the run's record: this journal, and what else its thread must write."""
-        try:
-            super().__init__(folder, connection)
-        except BaseException:
-            self.reserve.close()
-            raise
-
-    @classmethod
-    def create(cls, folder: Path, config_json: bytes, algorithm: str, run_id: str | None = None) -> Self:
-        """Start a run in `folder`, which is created if necessary; without `run_id` it gets a new one.
-
-        Raises:
-            RunFolderError: the folder already holds a run, is in use by a coordinator, or cannot be written.
-
-        """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from error
-        lock = take_folder(folder)
-        try:
-            refuse_journal(folder)
-            write_new_file(folder, run_id or new_run_id(), config_json, algorithm)
-            return cls(folder, connect_checked(folder), lock)
-        except BaseException:
-            os.close(lock)
-            raise
-
-    @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Continue the run in `folder`.
-
-        Raises:
-            RunFolderError: there is no run, a coordinator is running in it, or the journal cannot be read.
-
-        """
-        require_journal(folder)
-        lock = take_folder(folder)
-        try:
-            return cls(folder, connect_checked(folder), lock)
-        except BaseException:
-            os.close(lock)
-            raise
-
-    def commit_step(self, record: StepRecord) -> StepRecord:
-        """Write a complete step to disk; return it with its commit time.
-
-        Raises:
-            RunFolderError: the disk is full or the file cannot be written; the journal then does not have the step.
-
-        """
-        record = msgspec.structs.replace(record, committed_at=time.time())
-        with self._transaction() as connection:
-            cursor = connection.execute(
-                "INSERT INTO steps (step, committed_at, version, checkpoint) VALUES (?, ?, ?, ?)",
-                (record.step, record.committed_at, record.version, record.checkpoint),
-            )
-            step_id = cursor.lastrowid
-            connection.executemany(
-                "INSERT INTO metrics VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.metrics.items()]
-            )
-            connection.executemany(
-                "INSERT INTO seconds VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.seconds.items()]
-            )
-        return record
-
-    def record_checkpoint(self, step: int, folder: str) -> None:
-        """Record that the checkpoint of a finished step is complete."""
-        with self._transaction() as connection:
-            connection.execute(
-                "UPDATE steps SET checkpoint = ? WHERE step = ? AND superseded_at IS NULL", (folder, step)
-            )
-
-    def record_refit(self, record: RefitRecord) -> None:
-        """Record that a weight version reached engines."""
-        # A digest is an unsigned 64-bit number, which SQLite lacks: hence JSON.
-        encoded = msgspec.json.encode(record).decode()
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT INTO refits (at, step, record) VALUES (?, ?, ?)", (time.time(), record.version, encoded)
-            )
-
-    def record_event(self, member: str, text: str) -> None:
-        """Record an event of a process: registered, lost, failed."""
-        with self._transaction() as connection:
-            connection.execute("INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), member, text))
-
-    def record_config(self, config_json: bytes) -> None:
-        """Record the configuration with which the run continues; earlier ones stay."""
-        with self._transaction() as connection:
-            connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (time.time(), config_json))
-
-    def forget_after(self, step: int) -> int:
-        """Mark everything after `step` as superseded, for a run that resumes there; return the number of steps."""
-        now = time.time()
-        with self._transaction() as connection:
-            for table in ("steps", "refits"):
-                connection.execute(
-                    f"UPDATE {table} SET superseded_at = ? WHERE step > ? AND superseded_at IS NULL", (now, step)
-                )
-            (count,) = connection.execute("SELECT count(*) FROM steps WHERE superseded_at = ?", (now,)).fetchone()
-            return int(count)
-
-    def close(self) -> None:
-        """Close the file and release the folder."""
-        super().close()
-        self.reserve.close()
-        os.close(self._lock)
-
-    def _begin(self) -> None:
-        """Begin a transaction; if even the reserve has no descriptor for it, wait for one."""
-        deadline = time.monotonic() + _SHORTAGE_S
-        while True:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                # The first statement that writes opens the rollback file.
-                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            except sqlite3.OperationalError as error:
-                self._connection.execute("ROLLBACK")
-                if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or time.monotonic() > deadline:
-                    raise
-            else:
-                return
-            time.sleep(_LOOK_S)
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with file_errors(self.folder), self.reserve.lent():
-            self._begin()
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
-                    self._connection.execute("ROLLBACK")
-                raise
 
 
 def last_event(connection: sqlite3.Connection) -> str:

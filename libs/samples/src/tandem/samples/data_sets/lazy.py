@@ -52,7 +52,7 @@ class LazyDataset(Generic[Item, Encoded]):
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
         """Number of items that were encoded at once ..."""
-        first = self._order.indexes(0, self.num_checked)
+        first = map(self._order.index, range(self.num_checked))
         self.num_too_long = sum(self._encoded(index) is None for index in first)
         """... and of those that do not fit."""
         if items and self.num_too_long == self.num_checked:
@@ -67,7 +67,17 @@ class LazyDataset(Generic[Item, Encoded]):
 
     def draw(self, first: int, count: int) -> list[Encoded]:
         """Return `count` items, from position `first` on, of the stream of epochs."""
-        return [self._fitting(index) for index in self._order.indexes(first, count)]
+        return [self.at(position) for position in range(first, first + count)]
+
+    def at(self, position: int) -> Encoded:
+        """Return the item at a position of the stream of epochs, or the next of its set that fits."""
+        index = self._order.index(position)
+        found = self._encoded(index)
+        if found is None:
+            others = map(self._encoded, self._order.following(index))
+            found = next((other for other in others if other is not None), None)
+        assert found is not None, "one of the first items of each set fits"
+        return found
 
     def _check_sets(self) -> None:
         """Raise `DataError` if none of a set's first items fits; they stand for all of it."""
@@ -78,13 +88,6 @@ class LazyDataset(Generic[Item, Encoded]):
                     f"data.train[{number}]: each of the first {len(first)} is longer than "
                     "policy.max_total_sequence_length allows"
                 )
-
-    def _fitting(self, index: int) -> Encoded:
-        for candidate in self._order.following(index):
-            found = self._encoded(candidate)
-            if found is not None:
-                return found
-        raise AssertionError("one of the first items of each set fits")
 
 
 def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.dotted import named
-from tandem.common.errors import DataError
-from tandem.common.returned import line, shown
 from tandem.config import Config
-from tandem.config.schema import Data
-from tandem.config.schema.data import set_names
-
-_KEY = "data.custom_dataloader"
-_FINEST = 1000
-"""Most places of a pattern, to which weights are rounded."""
+from tandem.samples.data_sets.drawing import ChosenSets, drawing_pattern
 
 
 @functools.lru_cache(maxsize=32)
@@ -29,62 +20,18 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool = True) -> list[int]:
-    """Return `count` indexes, from position `first` on, of the stream of epochs: each a new permutation of `size`.
+def epoch_index(seed: int, size: int, position: int, *, shuffle: bool = True) -> int:
+    """Return the index at a position of the stream of epochs: each a new permutation of `size`.
 
     Without `shuffle`, each epoch is in order.
     """
-    positions = range(first, first + count)
-    if not shuffle:
-        return [position % size for position in positions]
-    return [int(_permutation(seed, position // size, size)[position % size]) for position in positions]
+    epoch, place = divmod(position, size)
+    return int(_permutation(seed, epoch, size)[place]) if shuffle else place
 
 
-class DataOrder:
-    """The order in which items of several concatenated datasets are drawn.
-
-    A repeated pattern says which set each place of the stream is drawn from; each set has a stream of epochs of its
-    own. The item at a place thus depends on no other place, and a resumed run draws the same.
-    """
-
-    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
-        """`sizes` are the sizes of the sets. Without weights or a pattern, the sets are drawn from as one.
-
-        Raises `ConfigError` if the user's function that chooses between them cannot be imported.
-        """
-        data = config.data
-        self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
-        chosen = _Chosen(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
-        pattern = drawing_pattern(data, len(sizes))
-        self._sets: _Chosen | _Pattern = chosen or _Pattern(pattern)
-        self._sizes = [*sizes] if chosen is not None or len({*pattern}) > 1 else [sum(sizes)]
-        self._starts = [0, *accumulate(self._sizes)][:-1]
-
-    @property
-    def num_sets(self) -> int:
-        """Number of sets that are drawn from separately."""
-        return len(self._sizes)
-
-    def indexes(self, first: int, count: int) -> list[int]:
-        """Return `count` indexes, from position `first` on."""
-        return [self._index(position) for position in range(first, first + count)]
-
-    def first_of(self, number: int, count: int) -> list[int]:
-        """Return the first `count` indexes that are drawn from one set."""
-        size = self._sizes[number]
-        own = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
-        return [self._starts[number] + index for index in own]
-
-    def following(self, index: int) -> Iterator[int]:
-        """Yield an index, and then those that replace it in turn: all others of its set."""
-        number = bisect_right(self._starts, index) - 1
-        start, size = self._starts[number], self._sizes[number]
-        return (start + (index - start + distance) % size for distance in range(size))
-
-    def _index(self, position: int) -> int:
-        number, own = self._sets.at(position)
-        (index,) = epoch_stream(self._seed, self._sizes[number], own, 1, shuffle=self._shuffle)
-        return self._starts[number] + index
+def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool = True) -> list[int]:
+    """Return `count` indexes of the stream of epochs, from position `first` on."""
+    return [epoch_index(seed, size, position, shuffle=shuffle) for position in range(first, first + count)]
 
 
 class _Pattern:
@@ -106,72 +53,47 @@ class _Pattern:
         return number, cycle * self._counts[number] + self._ranks[place]
 
 
-class _Chosen:
-    """Sets that a user's function chooses (``data.custom_dataloader``), step by step."""
+class DataOrder:
+    """The order in which items of several concatenated datasets are drawn.
+
+    A repeated pattern says which set each place of the stream is drawn from; each set has a stream of epochs of its
+    own. The item at a place thus depends on no other place, and a resumed run draws the same.
+    """
 
     def __init__(self, config: Config, sizes: Sequence[int]) -> None:
-        """Import the function. Raise `ConfigError` if that fails."""
-        self._path = str(config.data.chooser)
-        self._choose: Callable[..., object] = named(self._path, _KEY)
-        self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
-        self._per_step = config.rollout_section.max_prompts_per_step
-        self._numbers = {name: number for number, name in enumerate(self._sizes)}
-        self._steps: list[list[int]] = []
-        """For each step, the sets of its places."""
-        self._before = [[0] * len(sizes)]
-        """For each step, the number of items drawn from each set before it."""
+        """`sizes` are the sizes of the sets. Without weights or a pattern, the sets are drawn from as one.
 
-    def at(self, position: int) -> tuple[int, int]:
-        """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
-        step, place = divmod(position, self._per_step)
-        while len(self._steps) <= step:
-            chosen = self._asked(len(self._steps) + 1)
-            self._steps.append(chosen)
-            self._before.append([count + chosen.count(n) for n, count in enumerate(self._before[-1])])
-        chosen = self._steps[step]
-        return chosen[place], self._before[step][chosen[place]] + chosen[:place].count(chosen[place])
+        Raises `ConfigError` if the user's function that chooses between them cannot be imported.
+        """
+        data = config.data
+        self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
+        chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
+        pattern = drawing_pattern(data, len(sizes))
+        self._sets: ChosenSets | _Pattern = chosen or _Pattern(pattern)
+        self._sizes = [*sizes] if chosen is not None or len({*pattern}) > 1 else [sum(sizes)]
+        self._starts = [0, *accumulate(self._sizes)][:-1]
 
-    def _asked(self, step: int) -> list[int]:
-        where = f"{_KEY}: {self._path}"
-        try:
-            given = self._choose(step, dict(self._sizes), self._per_step)
-        except Exception as error:  # the function is the user's
-            raise DataError(f"{where} raised {type(error).__name__} for step {step}: {line(str(error))}") from error
-        names = [*given] if isinstance(given, list | tuple) else []
-        if len(names) != self._per_step or any(name not in self._numbers for name in names):
-            raise DataError(
-                f"{where} returned {shown(given)} for step {step}, not {self._per_step} names of data sets "
-                f"({', '.join(self._numbers)})"
-            )
-        return [self._numbers[name] for name in names]
+    @property
+    def num_sets(self) -> int:
+        """Number of sets that are drawn from separately."""
+        return len(self._sizes)
 
+    def index(self, position: int) -> int:
+        """Return the index at a position."""
+        number, own = self._sets.at(position)
+        return self._starts[number] + epoch_index(self._seed, self._sizes[number], own, shuffle=self._shuffle)
 
-def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
-    """Return the set of each place in the repeated pattern; zeros where the sets are drawn from as one."""
-    if len(data.train) != num_sets or num_sets < 2:
-        return (0,)
-    if data.use_multiple_dataloader and data.chooser is None:
-        num_prompts = data.num_prompts_per_dataloader or 1
-        return tuple(number for number in range(num_sets) for _ in range(num_prompts))
-    if all(each.weight is None for each in data.train):
-        return (0,)
-    return _spread([1.0 if each.weight is None else each.weight for each in data.train])
+    def first_of(self, number: int, count: int) -> list[int]:
+        """Return the first `count` indexes that are drawn from one set."""
+        size = self._sizes[number]
+        own = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
+        return [self._starts[number] + index for index in own]
 
-
-def _spread(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the shortest pattern with these proportions, each spread evenly; every set has at least one place."""
-    wanted = [weight / sum(weights) * _FINEST for weight in weights]
-    counts = [max(1, int(share)) for share in wanted]
-    by_rest = sorted(range(len(wanted)), key=lambda number: int(wanted[number]) - wanted[number])
-    for number in by_rest[: max(0, _FINEST - sum(counts))]:
-        counts[number] += 1
-    divisor = math.gcd(*counts)
-    places = [
-        ((place + 0.5) / (count // divisor), number)
-        for number, count in enumerate(counts)
-        for place in range(count // divisor)
-    ]
-    return tuple(number for _, number in sorted(places))
+    def following(self, index: int) -> Iterator[int]:
+        """Yield those that replace an index in turn: all others of its set."""
+        number = bisect_right(self._starts, index) - 1
+        start, size = self._starts[number], self._sizes[number]
+        return (start + (index - start + distance) % size for distance in range(1, size))
 
 
 def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> int:

@@ -76,13 +76,13 @@ def clipped(
     advantages_GN: NDArray[np.float32],
     counts_GN: NDArray[np.bool_],
     settings: AdvEstimator,
-    bounds: tuple[float | None, float | None] | None,
+    bounds: tuple[float | None, float | None],
 ) -> NDArray[np.float32]:
     """Clip advantages to the configured bounds. Those of samples that do not count stay zero.
 
     Those of Reinforce++ are normalised, and then clipped, by the trainers, which have all tokens.
     """
-    if bounds is None or settings.name == "reinforce_plus_plus":
+    if settings.name == "reinforce_plus_plus":
         return advantages_GN
     return np.where(counts_GN, np.clip(advantages_GN, *bounds), advantages_GN)
 
@@ -126,7 +126,7 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
     num_samples = rewards_GN.shape[1]
     assert num_samples >= 1 + leave_one_out, "the configuration is checked before anything starts"
     if leave_one_out:
-        others = np.array([[j for j in range(num_samples) if j != i] for i in range(num_samples)])
+        others = np.nonzero(~np.eye(num_samples, dtype=np.bool_))[1].reshape(num_samples, -1)
         compared_GNM = rewards_GN[:, others]
     else:
         compared_GNM = np.repeat(rewards_GN[:, None, :], num_samples, axis=1)

@@ -19,11 +19,11 @@ from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.config import Config
-from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import WithoutGeneration
+from tandem.coordinator.algorithms.step_batch import batch_of_step
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples import sample_files, sample_record
+from tandem.samples import recorded_shards, sample_files
 from tandem.samples.batch import Batch
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.columns import prompt_images
@@ -148,7 +148,7 @@ class RecordedSteps:
         self._ahead = step, self._thread.submit(self._samples_of, step)
 
     def _samples_of(self, step: int) -> list[RecordedSample]:
-        samples = sample_record.read_step(self._folder, step, self._replay.run_id)
+        samples = recorded_shards.read_step(self._folder, step, self._replay.run_id)
         keys = [(sample.scored.group, sample.scored.sample) for sample in samples]
         if not is_whole(self._config, keys):
             raise SamplesError(

@@ -16,17 +16,6 @@ from tandem.config.schema import RewardScaling, RewardShaping, Rollouts
 Float64s = NDArray[np.float64]
 
 
-def training_rewards(samples: Sequence[SampleScored], section: Rollouts) -> Float64s:
-    """Return ``rewards_S`` for training: the environment's rewards, scaled and shaped if that is enabled."""
-    rewards_S = scaled(np.array([sample.reward for sample in samples], dtype=np.float64), section.reward_scaling)
-    return shaped(
-        rewards_S,
-        np.array([sample.response_length for sample in samples]),
-        np.array([is_truncated(sample) for sample in samples]),
-        section.reward_shaping,
-    )
-
-
 def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
     """Tell whether the rewards of a group differ, before shaping by length.
 
@@ -53,11 +42,6 @@ def component_rewards(samples: Sequence[SampleScored], section: Rollouts, names:
     """Return the scaled components ``[S, C]``. One that a sample lacks, perhaps because a limit ended it, is zero."""
     values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
     return scaled(values_SC.reshape(len(samples), len(names)), section.reward_scaling)
-
-
-def is_truncated(sample: SampleScored) -> bool:
-    """Tell whether a token limit cut the sample off."""
-    return sample.finish_reason == "length"
 
 
 def scaled(rewards: Float64s, settings: RewardScaling) -> Float64s:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tandem.config import dump_yaml, load_evaluation, notices
+from tandem.common.errors import ConfigError, TandemError
+from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
 
@@ -24,7 +25,12 @@ def add(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    config = loaded(load_evaluation, arguments, "new")  # or a run: the file says which
+    try:
+        config = loaded(load_evaluation, arguments, "new")  # or a run: the file says which
+    except ConfigError:
+        if (part := valid_part(arguments.config, arguments.overrides)) is not None:
+            _list_ignored(part.config)
+        raise
     if arguments.resolved:
         print(dump_yaml(config), end="")
     for notice in notices(config):
@@ -32,13 +38,22 @@ def _check(arguments: argparse.Namespace) -> int:
             print(f"note: {notice}", file=sys.stderr)
     from tandem.coordinator.preparing.preflight import preflight
 
-    ready = preflight(arguments.config, config, "new")
+    try:
+        ready = preflight(arguments.config, config, "new")
+    except TandemError:
+        _list_ignored(config)
+        raise
     for note in [*ready.notices, *_earlier(ready)]:
         print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
     print(_summary(ready))
-    if config.ignored:
-        print("\n".join(["ignored:", *(f"  {line}" for line in config.ignored)]))
+    _list_ignored(config)
     return OK
+
+
+def _list_ignored(config: Config) -> None:
+    """Print the keys that are ignored because only a newer NeMo-RL knows them."""
+    if config.ignored:
+        print("\n".join(["ignored:", *(f"  {line}" for line in config.ignored)]), flush=True)
 
 
 def _earlier(ready: Ready) -> Iterator[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 
+import msgspec
+
 from tandem.common.errors import TandemError
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
@@ -14,6 +16,8 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     plan = commands.add_parser("plan", help="explain a run before it starts: ranks, batches, memory, refits")
     add_config(plan)
+    text = "print ranks, memory and the refit as JSON, for machines; without asynchronous steps"
+    plan.add_argument("--json", action="store_true", help=text)
     rates = plan.add_argument_group(
         "rates",
         "rates of a synchronous step, from which asynchronous ones are predicted; by default medians of the run "
@@ -37,10 +41,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.preparing.hub_models import find_on_hub
     from tandem.refit.forecast.plan import explain
     from tandem.refit.forecast.plan_ages import GivenRates
+    from tandem.refit.forecast.plan_json import planned
 
     given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)
     with contextlib.suppress(TandemError):  # a plan is printed even if the model's sizes are unknown
         config, _ = find_on_hub(config, "new", None, fetches_weights=False)
-    explain(config, Console(), given)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(planned(config))).decode())
+    else:
+        explain(config, Console(), given)
     return OK

@@ -41,8 +41,6 @@ def run_to_end(
     match finish.outcome:
         case "finished":
             return OK
-        case "interrupted" if finish.is_goal_reached:
-            return OK
         case "interrupted":
             from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
@@ -107,7 +105,7 @@ def run_to_outcome(
             finish = run(invocation)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
-    if finish.outcome == "finished" or finish.is_goal_reached:
+    if finish.outcome == "finished":
         folder = Path(config.logger.log_dir)
         print(_evaluated(folder) if config.evaluates else _report(config, folder), flush=True)
     return finish

@@ -72,7 +72,7 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
                 "num_val_generations_per_prompt": num,
                 "val_temperature": sampling["temperature"],
                 "val_seed": _seed(base),
-                **({"async_grpo": {"enabled": False}} if section.asynchronous.enabled else {}),
+                **({f"async_{base.algorithm}": {"enabled": False}} if section.asynchronous.enabled else {}),
             },
             "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": False},
             "policy": {

@@ -30,8 +30,9 @@ from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
+from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.known_processes import KnownProcesses, orphan_timeout_s
-from tandem.coordinator.processes.registry import HeartbeatSettings, Listening, Registry
+from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.reply_checks import Limits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
@@ -118,12 +119,15 @@ def assemble(
         images_at=opened.images_at,
     )
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
+    front_end = invocation.front_end
+    spec = spec if front_end is None else front_end.spec(spec)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
     stack.callback(observers.close)
     recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
-    loop = Loop(
+    make = Loop if front_end is None else front_end.loop
+    loop = make(
         Scheduler(
             spec,
             time.monotonic(),
@@ -157,13 +161,18 @@ def _observers(
     """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
     live = LiveFile(config, folder, spec.last_step, history, snapshot.said)
+    display: Observer
+    if invocation.front_end is not None:
+        display = invocation.front_end.display()
+    else:
+        display = Progress(config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records)
     observers: list[Observer] = [
         *([Dashboards(opened.writers)] if len(opened.writers) else []),
-        Progress(config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records),
+        display,
         live,
         Curves(folder, history),
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
-        EngineServers(folder),
+        *([EngineServers(folder)] if config.generates and config.policy.generation.takes_external_requests else []),
         HealthWarnings(config, history),
         *lasting,
     ]

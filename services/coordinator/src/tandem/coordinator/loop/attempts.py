@@ -105,10 +105,9 @@ class Attempts:
             finally:
                 self._stop(outcome)
         by_itself = outcome == "interrupted" and not self._lasting.interrupts.were_heard
-        is_goal_reached = by_itself and self._lasting.interrupts.is_goal_reached
-        return msgspec.structs.replace(
-            finish, is_out_of_time=by_itself and not is_goal_reached, is_goal_reached=is_goal_reached
-        )
+        if by_itself and self._lasting.interrupts.is_goal_reached:
+            return msgspec.structs.replace(finish, outcome="finished")
+        return msgspec.structs.replace(finish, is_out_of_time=by_itself)
 
     def _expect_back(self) -> list[str]:
         """Take over the processes of a lost coordinator that wait for the next one.
@@ -212,7 +211,7 @@ class Attempts:
         self._snapshot = msgspec.structs.replace(
             self._snapshot,
             next_command_id=tables.requests.next_command_id,
-            replaced_at=(*self._snapshot.replaced_at, *loop.replaced_at),
+            replaced_at=(*self._snapshot.replaced_at, *loop.losses.replaced_at),
             has_started=self._snapshot.has_started or tables.steps.has_started,
             departed=tuple(sorted(tables.engines.departed)),
         )
@@ -222,7 +221,7 @@ class Attempts:
         lost = self._lost_with(finish.error, tables.step)
         if not lost:
             return {}
-        lost |= loop.lost
+        lost |= loop.losses.lost
         num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
         cluster, now = self._config.cluster, time.monotonic()
         recent = within(cluster.replacement_window_s, now, self._snapshot.replaced_at)

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
+from tandem.common.messages import EngineBuilt, Evaluate, Listener, SamplesMissing, Train, TrainerBuilt
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.record_commands import Place
@@ -40,8 +40,8 @@ class Batches:
         """Tokens for each data-parallel rank."""
         self._notes: tuple[str, ...] = ()
 
-    def take_reply(self, process: str, reply: Reply) -> None:
-        """Take from any reply what matters here."""
+    def take_reply(self, process: str, reply: EngineBuilt | TrainerBuilt | SamplesMissing) -> None:
+        """Take from a reply what matters here."""
         match reply:
             case EngineBuilt(samples_at=listener):
                 self._listeners[process] = listener
@@ -49,7 +49,7 @@ class Batches:
                 self._shares_prompts = shares_prompts
             case SamplesMissing():
                 self._made = None  # other samples will come in the place of some
-            case _:
+            case TrainerBuilt():  # it does not hold the policy
                 pass
 
     def command(
@@ -86,8 +86,9 @@ class Batches:
     def advantages(self) -> dict[Place, float]:
         """Return the advantages of the samples in the last batch."""
         rollouts, table = sorted(self._sources), self._table
-        places = (table[name].tolist() for name in ("source_S", "command_S", "group_S", "sample_S", "advantages_S"))
-        return {(rollouts[source], *place): advantage for source, *place, advantage in zip(*places, strict=True)}
+        names = "source_S", "command_S", "group_S", "sample_S", "advantages_S"
+        source_S, *place_S, advantages_S = (table[name].tolist() for name in names)
+        return dict(zip(zip(map(rollouts.__getitem__, source_S), *place_S, strict=True), advantages_S, strict=True))
 
     def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
         batch, metrics = self._algorithm.batch(action.step, action.purpose, records)

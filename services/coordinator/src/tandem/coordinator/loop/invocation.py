@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Protocol
+
 import msgspec
 
 from tandem.common.messages import RewardServer
 from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.supervision import Supervision
+
+if TYPE_CHECKING:
+    from tandem.coordinator.loop.loop import Loop
+    from tandem.coordinator.observers.observer import Observer
+    from tandem.coordinator.scheduler.spec import RunSpec
+
+
+class FrontEnd(Protocol):
+    """A driver of a run in the place of its algorithm."""
+
+    def spec(self, spec: RunSpec) -> RunSpec:
+        """Return the run spec that it needs."""
+        ...
+
+    def display(self) -> Observer:
+        """Return what shows the run on the console."""
+        ...
+
+    def loop(self, *parts: Any) -> Loop:
+        """Return the loop of an attempt, from the arguments of `Loop`."""
+        ...
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +49,9 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True):
     reward_server: RewardServer | None = None
     """Address of the Python program that scores samples, if one does."""
 
+    front_end: FrontEnd | None = None
+    """The front end that drives the run; None if its algorithm does."""
+
     def of_prerequisite(self, prerequisite: Ready, mode: Mode) -> Invocation:
         """Return the invocation of the run that comes before, which continues from its own progress."""
-        return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None)
+        return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None, front_end=None)

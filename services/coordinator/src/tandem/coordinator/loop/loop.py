@@ -18,6 +18,7 @@ from tandem.common.messages import (
     AnyCommand,
     CheckpointCopied,
     DigestsReported,
+    EngineBuilt,
     Evaluated,
     Generate,
     Generated,
@@ -25,6 +26,7 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
+    SamplesMissing,
     Trained,
     TrainerBuilt,
 )
@@ -32,6 +34,7 @@ from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.interrupts import Interrupts
+from tandem.coordinator.loop.losses import Losses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
@@ -41,7 +44,6 @@ from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
-    AwaitedByHand,
     CommitStep,
     DiscardSamples,
     Dispatch,
@@ -73,14 +75,11 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.launch.launch import LocalProcesses
 
-_NOT_BACK = "it has not come back after the coordinator was lost"
 _CAUSE_S = 0.5
 """Time after an error within which the death of a process that caused it may show."""
 _POLL_S = 0.1
 _RELEASE_S = 60.0
 """Deadline of a request that nothing waits for."""
-_LEAVES_S = 10.0
-"""Time for a launched process to end once it is dismissed."""
 _RESEND_AFTER = 0.5
 """Fraction of its deadline after which an unanswered request is sent again; receivers know repeats by their id."""
 
@@ -129,14 +128,13 @@ class Loop:
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
-        self._generated: dict[str, list[tuple[int, int]]] = {}
+        self._generated: dict[str, dict[int, int]] = {}
         """Requests to generate, with the step that trains on their samples; engines may still keep these."""
         self._find_restored = find_restored
         self._finish: Finish | None = None
-        self.lost: dict[str, str] = {}
-        """Lost processes that have not been replaced yet, by name, with the reason."""
-        self.replaced_at: list[float] = []
-        """Times of replacements, by `time.monotonic`."""
+        self.poll_s = _POLL_S
+        """Longest wait for messages."""
+        self.losses = Losses(lasting.registry, lasting.processes, recorder, self._handle)
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return its outcome."""
@@ -146,33 +144,34 @@ class Loop:
             for event in self._events():
                 self._keep(event)
                 self._handle(event)
-            self._replace_missing()
+            if self._registry.names.expected_until < time.monotonic() and self._finish is None:
+                self.losses.replace_missing()
             self._recorder.show(self._scheduler, self._registry)
         return self._finish
 
-    def _replace_missing(self) -> None:
-        """Replace processes that have not come back to this coordinator, once everything received is handled."""
-        for name in self._registry.not_back() if self._finish is None else ():
-            if self._registry.names.needs(name):
-                self.lost[name] = _NOT_BACK
-                self._replace(name, _NOT_BACK)
-            else:
-                self._registry.dismiss(name, _NOT_BACK, is_over=True, is_awaited=False)
-                self._recorder.note(f"{name} is lost: {_NOT_BACK}")
-
     def _handle(self, event: Event) -> None:
         if isinstance(event, Lost):
-            self.lost[event.process] = event.why
+            self.losses.lost[event.process] = event.why
         actions = self._scheduler.handle(event)
         self._observers.handled(event, self._scheduler)
         for action in actions:
             self._carry_out(action)
+        if self._interrupts.are_there and any(isinstance(action, CommitStep) for action in actions):
+            # Before the next step can train, which this one may have made needless.
+            for interrupted in self._interrupted():
+                self._handle(interrupted)
+
+    def _interrupted(self) -> Iterator[Interrupted]:
+        """Take the requests to end the run."""
+        while (why := self._interrupts.take()) is not None:
+            self._recorder.note(why)
+            yield Interrupted(now=time.monotonic())
 
     def _events(self) -> Iterator[Event]:
-        """Wait for events, `_POLL_S` at most, and end with a tick."""
+        """Wait for events, `poll_s` at most, and end with a tick."""
         errors: dict[str, Erred] = {}
         leaving: list[Draining] = []
-        for event, _ in self._registry.receive(_POLL_S):  # replies have no arrays
+        for event, _ in self._registry.receive(self.poll_s):  # replies have no arrays
             if isinstance(event, Erred):
                 errors[event.process] = event
             elif isinstance(event, Draining):
@@ -182,14 +181,14 @@ class Loop:
         lost = self._losses(_CAUSE_S if errors else 0.0)
         now = time.monotonic()
         # First: a signal to all processes also ended some, and others now fail because of that.
-        while (why := self._interrupts.take()) is not None:
-            self._recorder.note(why)
-            yield Interrupted(now=now)
+        if self._interrupts.are_there:
+            yield from self._interrupted()
         yield from leaving
-        # A process that fails because another died is heard before that death is seen, and is not to blame.
-        yield from (event for event in lost if event.process not in errors)
-        yield from errors.values()
-        yield from (event for event in lost if event.process in errors)
+        if lost or errors:
+            # A process that fails because another died is heard before that death is seen, and is not to blame.
+            yield from (event for event in lost if event.process not in errors)
+            yield from errors.values()
+            yield from (event for event in lost if event.process in errors)
         self._resend(now)
         yield Ticked(now=now)
 
@@ -198,6 +197,8 @@ class Loop:
         deadline = time.monotonic() + patience_s
         while not (dead := self._processes.died()) and time.monotonic() < deadline:
             time.sleep(0.02)
+        if not dead:
+            return []
         now = time.monotonic()
         return [Lost(now=now, process=launched.name, why=launched.describe_death()) for launched in dead]
 
@@ -207,7 +208,6 @@ class Loop:
             self._observers.answered(event.process, event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
-        self._batches.take_reply(event.process, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
                 self._recorder.note_failures(finished.samples)
@@ -225,7 +225,10 @@ class Loop:
                 self._refits.refitted(refitted)
             case DigestsReported() as verified:
                 self._refits.verified(verified)
+            case EngineBuilt() | SamplesMissing():
+                self._batches.take_reply(event.process, event.reply)
             case TrainerBuilt() as built:
+                self._batches.take_reply(event.process, built)
                 self._recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
             case CheckpointCopied(why_waited=why) if why and event.process == "trainer-0":
                 self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
@@ -259,7 +262,8 @@ class Loop:
             case DiscardSamples():
                 self._recorder.record_discarded(action)
             case Replace() | LetGo():
-                self._do_without(action)
+                self._generated.pop(action.process, None)
+                self.losses.do_without(action)
             case RecordRefit():
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
@@ -276,7 +280,7 @@ class Loop:
 
     def _send(self, process: str, command: AnyCommand, arrays: Arrays | None) -> None:
         if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
-            self._generated.setdefault(process, []).append((command.command_id, command.step))
+            self._generated.setdefault(process, {})[command.command_id] = command.step
         frames = encode(command, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
         self._sent[command.command_id] = Sent(process, frames, resend_at)
@@ -285,9 +289,10 @@ class Loop:
 
     def _resend(self, now: float) -> None:
         """Send unanswered requests once more, in case their connection broke on the way."""
-        self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
-        for command_id, sent in self._sent.items():
-            if now > sent.resend_at:
+        for command_id, sent in [*self._sent.items()]:
+            if command_id not in self._scheduler.requests:
+                del self._sent[command_id]
+            elif now > sent.resend_at:
                 self._registry.send(sent.process, sent.frames)
                 self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
 
@@ -328,47 +333,12 @@ class Loop:
     def _release_samples(self, step: int) -> None:
         """Let engines drop the samples of a finished step, and of those before."""
         for process, commands in self._generated.items():
-            done = tuple(command_id for command_id, its_step in commands if its_step <= step)
-            self._generated[process] = [command for command in commands if command[1] > step]
+            done = tuple(command_id for command_id, its_step in commands.items() if its_step <= step)
+            for command_id in done:
+                del commands[command_id]
             if done:
                 release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
                 self._registry.send(process, encode(release))
-
-    def _do_without(self, action: Replace | LetGo) -> None:
-        """Let the run go on without a process, or with another in its place."""
-        match action:
-            case Replace(process=process, why=why):
-                self._replace(process, why)
-            case LetGo():
-                self._let_go(action)
-
-    def _replace(self, process: str, why: str) -> None:
-        """Launch a process in the place of a lost one, or ask for one if the lost one was started by hand."""
-        self.lost.pop(process, None)  # one that missed a deadline is not in it
-        self.replaced_at.append(time.monotonic())
-        self._registry.dismiss(process, f"it is replaced: {why}")
-        self._observers.lost(process)
-        self._generated.pop(process, None)
-        self._observers.replaced(1)
-        launched = self._processes.restart([process])
-        if not launched:
-            how = f"start another: {self._registry.how_to_join(process.rpartition('-')[0])}"
-            self._handle(AwaitedByHand(now=time.monotonic(), process=process))
-        else:
-            self._registry.names.reserve(*launched)
-            how = "another is launched in its place"
-        self._recorder.note(f"{process} is lost: {why}; {how}")
-
-    def _let_go(self, action: LetGo) -> None:
-        """Dismiss an engine that is not replaced by a launched one."""
-        process = action.process
-        self.lost.pop(process, None)
-        self._registry.dismiss(process, action.why, is_over=True, is_awaited=action.is_awaited)
-        self._processes.let_go(process, _LEAVES_S)
-        self._observers.lost(process)
-        self._generated.pop(process, None)
-        how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
-        self._recorder.note(f"{process} leaves the run: {action.why}{how}")
 
     def _commit(self, action: CommitStep) -> None:
         if action.validated:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+import msgspec
+
 from tandem.common.messages import DigestsReported, Evaluated, Generated, MemoryUse, Refitted, Trained
 
 Number = TypeVar("Number", int, float)
@@ -47,7 +49,8 @@ class StepMetrics:
             self._queued_s[rank] = reply.queued_s
         _keep_maxima(self._training_seconds, reply.seconds)
         self._note_memory("training", "generation", "trainer", reply.memory)
-        self._note_gpus("trainer", reply.gpus)
+        if reply.gpus:
+            self._note_gpus("trainer", reply.gpus)
 
     def evaluated(self, reply: Evaluated) -> None:
         """Add the loss on validation data."""
@@ -58,7 +61,8 @@ class StepMetrics:
         if not reply.num_tokens:  # they come from disk
             return
         self._note_memory("generation", "training", "engine", reply.memory)
-        self._note_gpus("engine", reply.gpus)
+        if reply.gpus:
+            self._note_gpus("engine", reply.gpus)
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
@@ -106,7 +110,7 @@ class StepMetrics:
 
     def _of_ranks(self) -> dict[str, float]:
         """Return the metrics that tell a slow trainer rank from the others, and from a busy machine."""
-        slowest = max(self._compute_s, key=lambda rank: self._compute_s[rank], default=0)
+        slowest = max(self._compute_s, key=self._compute_s.__getitem__, default=0)
         own_s, queued_s = self._compute_s.get(slowest, 0.0), self._queued_s.get(slowest, 0.0)
         busy = {"trainer_queued_per_s": min(1.0, queued_s / own_s)} if queued_s and own_s else {}
         if len(self._compute_s) < 2:
@@ -121,14 +125,13 @@ class StepMetrics:
         }
 
 
-class RefitMetrics:
+class RefitMetrics(msgspec.Struct):
     """Measurements of a refit, until it is recorded."""
 
-    def __init__(self) -> None:
-        self.num_bytes: dict[str, int] = {}
-        """Bytes on each link, named ``trainer-0>rollout-1``; a stream is counted at both ends, and is one link."""
-        self.seconds: dict[str, float] = {}
-        """Seconds of the slowest process, by phase: ``copy`` and ``digest``."""
+    num_bytes: dict[str, int] = {}
+    """Bytes on each link, named ``trainer-0>rollout-1``; a stream is counted at both ends, and is one link."""
+    seconds: dict[str, float] = {}
+    """Seconds of the slowest process, by phase: ``copy`` and ``digest``."""
 
     def refitted(self, reply: Refitted) -> None:
         """Add a process's finished transfer."""

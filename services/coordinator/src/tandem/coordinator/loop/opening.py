@@ -20,12 +20,13 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.preparing.resuming import refuse_changes
+from tandem.coordinator.processes.admission import Listening, new_run_keys
 from tandem.coordinator.processes.known_processes import ProcessesSnapshot, find_earlier
-from tandem.coordinator.processes.registry import Listening, new_run_keys
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
-from tandem.observe.run_folder.journal import Journal, read_journal
+from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:  # needs an extra

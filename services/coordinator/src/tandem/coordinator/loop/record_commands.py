@@ -15,8 +15,8 @@ class RecordCommands:
     """The samples that steps were trained on and validated on, until they are recorded."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, Purpose, str], tuple[RecordedGroup, ...]] = {}
-        """Groups by step, purpose and engine."""
+        self._groups: dict[tuple[int, Purpose], dict[str, tuple[RecordedGroup, ...]]] = {}
+        """Groups by step and purpose, and by engine."""
 
     def keep(
         self,
@@ -26,14 +26,14 @@ class RecordCommands:
         advantages: Mapping[Place, float] = {},
     ) -> None:
         """Keep the samples of a step, with the advantages of those in its batch; or its validation samples."""
-        self.forget(step, purpose)
+        of_step = self._groups[step, purpose] = {}
         found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
         for record in records:
             scored = record.scored
             of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
             of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
         for rollout, groups in found.items():
-            self._groups[step, purpose, rollout] = tuple(
+            of_step[rollout] = tuple(
                 RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
                 for (command_id, group), of_group in groups.items()
             )
@@ -46,9 +46,9 @@ class RecordCommands:
             step=action.step,
             rollout=action.rollout,
             purpose=action.purpose,
-            groups=self._groups[action.step, action.purpose, action.rollout],
+            groups=self._groups[action.step, action.purpose][action.rollout],
         )
 
     def forget(self, step: int, purpose: Purpose) -> None:
         """Forget a step that is recorded."""
-        self._groups = {key: groups for key, groups in self._groups.items() if key[:2] != (step, purpose)}
+        self._groups.pop((step, purpose), None)

@@ -14,7 +14,8 @@ from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropRestored, RecordRefit, StepRecorded
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.observe.run_folder.journal import Journal, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_folder import SampleFolder
 
 
@@ -32,7 +33,7 @@ class Recorder:
         self.observers = observers
         self._samples = samples
         self._config = config
-        self._journal = journal
+        self.journal = journal
         self._checkpoints = checkpoints
         self._known = next(reversed(journal.refits()), None)
         """The refit to the version that a resumed run begins with, from when it was trained."""
@@ -61,12 +62,12 @@ class Recorder:
         """Write to the journal that groups are generated again."""
         self.observers.discarded(len(action.groups))
         groups = ", ".join(map(str, action.groups))
-        self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
+        self.journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
     def note(self, text: str) -> None:
         """Show a line, and keep it in the journal; a process's own text may be anything."""
         text = shortened(text)
-        self._journal.record_event("coordinator", text)
+        self.journal.record_event("coordinator", text)
         self.observers.noted(text)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
@@ -97,12 +98,12 @@ class Recorder:
             step=step,
             version=step,
             metric_name=name,
-            metric=self._journal.step(step).metrics.get(name),
+            metric=self.journal.step(step).metrics.get(name),
             config_json=config_to_json(self._config).decode(),
         )
-        with self._journal.reserve.lent():
+        with self.journal.reserve.lent():
             folder = self._checkpoints.publish(record, fingerprint(self._config))
-        self._journal.record_checkpoint(step, str(folder))
+        self.journal.record_checkpoint(step, str(folder))
 
     def commit(self, action: CommitStep, step_metrics: StepMetrics) -> None:
         """Write a step to the journal: then it is done, and observers are told."""
@@ -113,7 +114,7 @@ class Recorder:
             metrics=dict(step_metrics.metrics),
             seconds=seconds,
         )
-        self.observers.committed(self._journal.commit_step(record))
+        self.observers.committed(self.journal.commit_step(record))
 
     def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
         """Write to the journal that a version has reached engines, and is verified.
@@ -136,7 +137,7 @@ class Recorder:
             verify=verify,
             quarantined=action.quarantined,
         )
-        self._journal.record_refit(record)
+        self.journal.record_refit(record)
         self.observers.refitted(record)
 
 

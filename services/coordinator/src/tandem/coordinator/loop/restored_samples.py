@@ -107,7 +107,8 @@ class RestoredSamples:
 
     def _read(self, path: Path, step: int, limits: RestoreLimits | None) -> Iterator[_Found]:
         """Yield the groups in a file that are complete and, with `limits`, made with verified weights."""
-        from tandem.samples.sample_record import read_shard, read_unfinished  # importing Arrow takes a while
+        from tandem.samples.recorded_shards import read_shard
+        from tandem.samples.sample_record import read_unfinished  # importing Arrow takes a while
 
         read = read_shard if path.suffix == SHARD else read_unfinished
         groups: dict[tuple[int, int], list[dict[str, Any]]] = {}

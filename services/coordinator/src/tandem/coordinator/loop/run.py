@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -19,7 +20,8 @@ from tandem.coordinator.preparing.reward_model_folder import check_reward_models
 from tandem.coordinator.preparing.teachers import check_teachers
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.run_folder.ending import SAID
-from tandem.observe.run_folder.journal import Journal
+from tandem.observe.run_folder.journal_writer import Journal
+from tandem.observe.run_folder.recorded import checkpoints_of
 from tandem.samples.model_files import load_tokenizer
 
 
@@ -81,7 +83,9 @@ def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
     """Check the model that the prerequisite has made; return the invocation for the run itself."""
     config = invocation.ready.config
     for key, name in missing_models(config).items():
-        raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist")
+        checkpoints = checkpoints_of(Path(prerequisite.config.logger.log_dir), prerequisite.config)
+        last = "".join(f"; its last checkpoint is {checkpoints.folder_of(step)}" for step in checkpoints.steps()[-1:])
+        raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist{last}")
     _look_through_models(invocation)
     if invocation.mode == "resume" and not has_begun(config):
         return msgspec.structs.replace(invocation, mode="new")  # the prerequisite was interrupted

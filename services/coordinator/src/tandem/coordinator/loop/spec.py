@@ -47,6 +47,8 @@ def run_spec(
         # If the two are colocated, no engine generates while a trainer steps.
         allow_alias=config.is_colocated and config.refit.alias == "auto",
         alias_frozen=config.refit.alias == "auto",
+        streams_over_tcp=config.refit.stream == "tcp",
+        sends_differences=config.refit.differences == "auto",
         is_verified=config.refit.verify != "off",
         max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
         updates_in_flight=config.generates and config.updates_in_flight,

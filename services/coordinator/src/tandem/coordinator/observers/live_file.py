@@ -19,6 +19,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import Stage
 from tandem.coordinator.scheduler.engines.table import Engine
 from tandem.coordinator.scheduler.groups.table import GroupState
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (
     LEAVING,
@@ -73,7 +74,7 @@ class LiveFile(Observer):
         self._num_dropped = said.num_dropped
         self._num_failures = said.num_failures
         self._has_gpus = _DRIVER.exists()
-        self._device_of_engine = functools.cache(self._placed)
+        self._device_of = functools.cache(self._placed)
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
         self._last: Live | None = None
@@ -122,27 +123,31 @@ class LiveFile(Observer):
             return
         self._looked = now
         live = self.look(scheduler, registry)
-        if self._last is None or _without_times(live) != _without_times(self._last):
+        last = self._last
+        if last is not None:
+            last = msgspec.structs.replace(last, at=live.at, elapsed_s=live.elapsed_s, eta_s=live.eta_s)
+        if live != last:
             self._write(live)
 
     def look(self, scheduler: Scheduler, registry: Registry) -> Live:
         """Return the state of the run."""
         now = time.monotonic()
-        progress, version = scheduler.progress, scheduler.weights.version
+        tables, version = scheduler.tables, scheduler.weights.version
+        progress = tables.steps.progress
         states: Counter[GroupState] = Counter()
         ages: Counter[int] = Counter()
         for group in scheduler.groups:
             states[group.state] += 1
             if group.state is GroupState.READY and group.purpose == "train":
                 ages[max(0, version - group.oldest_version)] += 1
-        trained = progress.number if progress.is_trained else progress.number - 1
+        trained = progress.number if progress.state >= StepState.TRAINED else progress.number - 1
         engines = [scheduler.engines[name] for name in scheduler.engines]
-        joining_engines = scheduler.tables.joining.stages()
+        joining_engines = tables.joining.stages
         return Live(
             at=time.time(),
-            step=scheduler.step,
+            step=progress.number,
             num_steps=self._num_steps,
-            phase=scheduler.phase.value,
+            phase=tables.watch.phase.value,
             eta_s=seconds_left([*self._records], self._num_steps, now - self._committed_at, self._before.records),
             elapsed_s=now - self._before.began_at,
             groups=LiveGroups(
@@ -161,12 +166,16 @@ class LiveFile(Observer):
                     outstanding_tokens=scheduler.groups.num_tokens(engine.name),
                     in_flight=scheduler.groups.num_in_flight(engine.name),
                     host=_host(registry, engine.name),
-                    device=self._device_of_engine(engine.name),
+                    device=self._device_of(engine.name),
                 )
                 for engine in engines
             )
             + tuple(self._arrival(registry, name, stage) for name, stage in joining_engines.items()),
-            trainers=tuple(self._trainer(scheduler, registry, name, trained) for name in _trainers(registry)),
+            trainers=tuple(
+                self._trainer(scheduler, registry, name, trained)
+                for name in tables.processes.of_kind["trainer"]
+                if name in registry.processes
+            ),
             versions=LiveVersions(
                 trained=trained,
                 published=version,
@@ -185,30 +194,28 @@ class LiveFile(Observer):
             outstanding_tokens=0,
             in_flight=0,
             host=_host(registry, name),
-            device=self._device_of_engine(name),
+            device=self._device_of(name),
         )
 
     def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
         asked = next(scheduler.requests.of(name), None)
-        gpu = int(name.rpartition("-")[2]) % max(1, self._config.cluster.gpus_per_node)
         return LiveTrainer(
             name=name,
             status="idle" if asked is None else asked.phase.value,
             version=trained,
             doing=registry.processes[name].phase,
             host=_host(registry, name),
-            device=self._device(range(gpu, gpu + 1)),
+            device=self._device_of(name),
         )
 
     def _placed(self, name: str) -> str:
-        """Return the device of an engine."""
-        count = gpus_per_engine(self._config)
-        first = first_gpu_of_engines(self._config) + int(name.rpartition("-")[2]) * count
+        """Return the GPUs of a trainer or an engine, if there are any."""
+        first, count = int(name.rpartition("-")[2]), 1
+        if not name.startswith("trainer-"):
+            count = gpus_per_engine(self._config)
+            first = first_gpu_of_engines(self._config) + first * count
         first %= max(1, self._config.cluster.gpus_per_node)
-        return self._device(range(first, first + count))
-
-    def _device(self, gpus: range) -> str:
-        """Return the GPUs of a process, if there are any."""
+        gpus = range(first, first + count)
         if not (self._has_gpus and self._config.cluster.gpus_per_node and gpus):
             return "CPU"
         return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
@@ -224,11 +231,6 @@ class LiveFile(Observer):
             self._last = None
 
 
-def _trainers(registry: Registry) -> list[str]:
-    names = [name for name in registry.processes if name.startswith("trainer-")]
-    return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
-
-
 def _status(engine: Engine) -> str:
     """Return the status of an engine, or that it is draining."""
     return engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING
@@ -237,7 +239,3 @@ def _status(engine: Engine) -> str:
 def _host(registry: Registry, name: str) -> str:
     process = registry.processes.get(name)
     return "" if process is None else process.hello.host
-
-
-def _without_times(live: Live) -> Live:
-    return msgspec.structs.replace(live, at=0.0, elapsed_s=0.0, eta_s=None)

@@ -7,14 +7,17 @@ stop the run: if it fails, the observer gives it up and says so in a line of new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
-from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+
+if TYPE_CHECKING:  # commands that start nothing read of a run whether it has ended
+    from tandem.coordinator.processes.registry import Registry
 
 
 class Observer:
@@ -61,73 +64,73 @@ class Observer:
         """Close the observer's resources."""
 
 
-class Observers(Observer):
-    """The observers of a run as one, called in the order in which they are given and closed in reverse."""
+class Reporter(Observer):
+    """Base of observers with news of their own."""
+
+    def __init__(self) -> None:
+        self.news: list[str] = []
+        """Lines for the console that were not taken yet."""
+
+    def take_news(self) -> list[str]:
+        """Return the news, each once."""
+        news, self.news = self.news, []
+        return news
+
+    @contextlib.contextmanager
+    def going_on(self, gives_up: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+        """Go on without the observer's file if the disk rejects it, and say so: close it."""
+        try:
+            yield
+        except errors as error:
+            with contextlib.suppress(*errors):
+                self.close()
+            self.news.append(f"{gives_up}: {error}")
+
+
+class Observers:
+    """The observers of a run as one, called in the order in which they are given and closed in reverse.
+
+    Each of its attributes is `Observer`'s method of that name, for all observers that have one of their own.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        self._sent = self._overriding("sent")
-        self._answered = self._overriding("answered")
-        self._handled = self._overriding("handled")
-        self._noted = self._overriding("noted")
-        self._refitted = self._overriding("refitted")
-        self._committed = self._overriding("committed")
-        self._show = self._overriding("show")
-        self._news = self._overriding("take_news")
+        self.sent: Callable[[str, AnyCommand, float], None] = self._together("sent")
+        self.answered: Callable[[str, Reply | Failed, float], None] = self._together("answered")
+        self.handled: Callable[[Event, Scheduler], None] = self._together("handled")
+        self.noted: Callable[[str], None] = self._together("noted")
+        self.sample_failed: Callable[[], None] = self._together("sample_failed")
+        self.discarded: Callable[[int], None] = self._together("discarded")
+        self.refitted: Callable[[RefitRecord], None] = self._together("refitted")
+        self.lost: Callable[[str], None] = self._together("lost")
+        self.replaced: Callable[[int], None] = self._together("replaced")
+        self.committed: Callable[[StepRecord], None] = self._together("committed")
+        self.show: Callable[[Scheduler, Registry], None] = self._together("show")
+        self._news = self._own("take_news")
 
-    def _overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return a method of the observers that override it."""
+    def take_news(self) -> list[str]:
+        """Return the lines of all observers for the console, each once."""
+        news: list[str] = []
+        for take in self._news:
+            news += take()
+        return news
+
+    def close(self) -> None:
+        """Close the observers' resources."""
+        for each in reversed(self._observers):
+            each.close()
+
+    def _together(self, name: str) -> Callable[..., None]:
+        """Return a function that calls a method of all observers that have one of their own."""
+        methods = self._own(name)
+
+        def call_each(*given: Any) -> None:
+            for method in methods:
+                method(*given)
+
+        return methods[0] if len(methods) == 1 else call_each
+
+    def _own(self, name: str) -> list[Callable[..., Any]]:
         return [
             getattr(each, name) for each in self._observers if getattr(type(each), name) is not vars(Observer)[name]
         ]
-
-    def sent(self, process: str, command: AnyCommand, now: float) -> None:  # noqa: D102 (as Observer's, and so are those below)
-        for tell in self._sent:
-            tell(process, command, now)
-
-    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:  # noqa: D102
-        for tell in self._answered:
-            tell(process, reply, now)
-
-    def handled(self, event: Event, scheduler: Scheduler) -> None:  # noqa: D102
-        for tell in self._handled:
-            tell(event, scheduler)
-
-    def noted(self, text: str) -> None:  # noqa: D102
-        for tell in self._noted:
-            tell(text)
-
-    def sample_failed(self) -> None:  # noqa: D102
-        for each in self._observers:
-            each.sample_failed()
-
-    def discarded(self, num_groups: int) -> None:  # noqa: D102
-        for each in self._observers:
-            each.discarded(num_groups)
-
-    def refitted(self, record: RefitRecord) -> None:  # noqa: D102
-        for tell in self._refitted:
-            tell(record)
-
-    def lost(self, process: str) -> None:  # noqa: D102
-        for each in self._observers:
-            each.lost(process)
-
-    def replaced(self, count: int) -> None:  # noqa: D102
-        for each in self._observers:
-            each.replaced(count)
-
-    def committed(self, record: StepRecord) -> None:  # noqa: D102
-        for tell in self._committed:
-            tell(record)
-
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:  # noqa: D102
-        for tell in self._show:
-            tell(scheduler, registry)
-
-    def take_news(self) -> list[str]:  # noqa: D102
-        return [line for tell in self._news for line in tell()]
-
-    def close(self) -> None:  # noqa: D102
-        for each in reversed(self._observers):
-            each.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tandem.config import Config
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.observe.run_folder.journal import StepRecord
+
+if TYPE_CHECKING:
+    from tandem.coordinator.processes.registry import Registry
 
 
 class ValidationStop(Observer):
@@ -23,17 +26,27 @@ class ValidationStop(Observer):
         self._why: str | None = None
         self._has_asked = False
 
+    def is_reached(self, records: Sequence[StepRecord]) -> bool:
+        """Note, and tell, whether the last of these steps that was validated is good enough."""
+        for record in [record for record in records if self._metric in record.metrics][-1:]:
+            value = record.metrics[self._metric]
+            if value >= self._threshold:
+                self._why = (
+                    f"{self._key}: step {record.step} has {self._metric} {value:g}, at least {self._threshold:g}: "
+                    "the run ends"
+                )
+        return self._why is not None
+
     def committed(self, record: StepRecord) -> None:
-        """Note whether the step was validated, and well enough."""
-        value = record.metrics.get(self._metric)
-        if value is not None and value >= self._threshold:
-            self._why = (
-                f"{self._key}: step {record.step} has {self._metric} {value:g}, at least {self._threshold:g}: "
-                "the run ends"
-            )
+        """Ask for the end of the run at once, if the step is good enough."""
+        self.is_reached([record])
+        self._ask_once()
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Ask once for the end of the run, if the value is reached."""
+        """Ask for the end of a run that was good enough when it was resumed."""
+        self._ask_once()
+
+    def _ask_once(self) -> None:
         if self._why is not None and not self._has_asked:
             self._has_asked = True
             self._ask(self._why)
@@ -41,16 +54,16 @@ class ValidationStop(Observer):
 
 def validation_stop(
     config: Config, earlier: Callable[[], Sequence[StepRecord]], ask: Callable[[str], None]
-) -> list[Observer]:
+) -> list[ValidationStop]:
     """Return the observer that a configuration asks for, if it does.
 
-    It looks at the last of the `earlier` steps too: a run that has ended so does not go on when it is resumed.
+    It looks at the `earlier` steps too: a run that has ended so does not go on when it is resumed, even if it did
+    another step before it ended.
     """
     section = config.rollout_section if config.generates else None
     if section is None or section.stop_at_validation_metric is None or section.stop_at_validation_threshold is None:
         return []
     key = f"{config.algorithm}.stop_at_validation_metric"
     stop = ValidationStop(section.stop_at_validation_metric, section.stop_at_validation_threshold, key, ask)
-    for record in earlier()[-1:]:
-        stop.committed(record)
+    stop.is_reached(earlier())
     return [stop]

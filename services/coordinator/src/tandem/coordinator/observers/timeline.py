@@ -7,11 +7,10 @@ without syncing: people look at the file, and a crash may lose some of it. The n
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ from tandem.common.messages import (
     Train,
     Trained,
 )
-from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.observers.observer import Reporter
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
@@ -55,27 +54,30 @@ from tandem.observe.timeline import (
     write_steps,
 )
 
+_ERRORS = (sqlite3.Error, OSError)
+_GIVES_UP = "the timeline is not recorded any further"
 _LEAST_S = 1e-3
 """Shorter waits are left out."""
-_WHAT: dict[type[msgspec.Struct], What] = {
-    OpenRendezvous: "starting",
-    BuildTrainer: "starting",
-    BuildEngine: "starting",
-    PlanTransfers: "starting",
-    InstallProgram: "starting",
-    ConnectTransferGroup: "starting",
-    Generate: "generating",
-    RestoreSamples: "generating",
-    Train: "training",
-    Evaluate: "validating",
-    CopyWeights: "refitting",
-    Refit: "refitting",
-    CommitVersion: "refitting",
-    ReportDigests: "verifying",
-    SaveCheckpoint: "saving",
-    AwaitCheckpoint: "saving",
-    RecordSamples: "recording",
+_WHAT: dict[type[msgspec.Struct], tuple[What, str]] = {
+    OpenRendezvous: ("starting", "open rendezvous"),
+    BuildTrainer: ("starting", "build trainer"),
+    BuildEngine: ("starting", "build engine"),
+    PlanTransfers: ("starting", "plan transfers"),
+    InstallProgram: ("starting", "install program"),
+    ConnectTransferGroup: ("starting", "connect transfer group"),
+    Generate: ("generating", "generate"),
+    RestoreSamples: ("generating", "from before the run was resumed"),
+    Train: ("training", "train"),
+    Evaluate: ("validating", "evaluate"),
+    CopyWeights: ("refitting", "copy weights"),
+    Refit: ("refitting", "refit"),
+    CommitVersion: ("refitting", "commit version"),
+    ReportDigests: ("verifying", "report digests"),
+    SaveCheckpoint: ("saving", "save checkpoint"),
+    AwaitCheckpoint: ("saving", "await checkpoint"),
+    RecordSamples: ("recording", "record samples"),
 }
+"""The activity that each request is for, and the words for it."""
 _PHASES: dict[Phase, What] = {
     Phase.JOINING: "starting",
     Phase.BUILDING: "starting",
@@ -105,18 +107,18 @@ class _Asked(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Timeline(Observer):
+class Timeline(Reporter):
     """The only writer of a run's timeline. Times are by the monotonic clock; an error is reported once."""
 
     def __init__(
         self,
         folder: Path,
         first_step: int,
-        tell: Callable[[list[StepSpans]], None] = lambda _: None,
+        tell: Callable[[list[StepSpans]], None] | None = None,
     ) -> None:
         """Forget what is there of coming steps. `tell` gets the rows as they are written."""
+        super().__init__()
         self._tell = tell
-        self._news: list[str] = []
         self._now = 0.0
         """Time of the event being handled."""
         self._step = first_step
@@ -126,18 +128,21 @@ class Timeline(Observer):
         self._phase: Phase | None = None
         self._phase_since = 0.0
         self._file: sqlite3.Connection | None = None
-        with self._watching():
+        with self.going_on(_GIVES_UP, _ERRORS):
             self._file = open_timeline(folder / TIMELINE_NAME, first_step)
 
     def sent(self, process: str, command: AnyCommand, now: float) -> None:
         """Note a request to a process."""
-        what = _WHAT.get(type(command))
+        what, detail = _WHAT.get(type(command), (None, ""))
         if what is None or (isinstance(command, Generate) and not command.groups):
             return
-        if isinstance(command, Generate | Evaluate) and getattr(command, "purpose", "validate") == "validate":
-            what = "validating"
+        if isinstance(command, Generate):
+            what = "validating" if command.purpose == "validate" else what
+            detail = f"{len(command.groups)} group{'s' * (len(command.groups) != 1)}"
+        elif isinstance(command, Refit | CopyWeights | ReportDigests):
+            detail = f"version {command.version}"
         step = getattr(command, "step", getattr(command, "version", None))
-        self._asked[command.command_id] = _Asked(process, what, step, now, _detail(command))
+        self._asked[command.command_id] = _Asked(process, what, step, now, detail)
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note that a request was carried out, or failed."""
@@ -165,14 +170,15 @@ class Timeline(Observer):
 
     def give_up(self, is_pending: Callable[[int], bool], now: float) -> None:
         """End the spans of requests that are no longer pending."""
-        for command_id in [command_id for command_id in self._asked if not is_pending(command_id)]:
+        for command_id in [*itertools.filterfalse(is_pending, self._asked)]:
             asked = msgspec.structs.replace(self._asked.pop(command_id), detail="given up")
             self._add(asked, asked.what, asked.start, now)
 
     def handled(self, event: Event, scheduler: Scheduler) -> None:
         """Note the phase of the run."""
         self._now = event.now
-        self.enter(scheduler.phase, event.now)
+        if (phase := scheduler.tables.watch.phase) is not self._phase:
+            self.enter(phase, event.now)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """End the spans of requests that are no longer pending."""
@@ -182,16 +188,10 @@ class Timeline(Observer):
         """Write a finished step."""
         self.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
-    def take_news(self) -> list[str]:
-        """Return errors."""
-        news, self._news = self._news, []
-        return news
-
     def enter(self, phase: Phase, now: float) -> None:
         """Note the phase of the run."""
-        if phase is not self._phase:
-            self._end_phase(now)
-            self._phase = phase
+        self._end_phase(now)
+        self._phase = phase
 
     def commit(self, step: int, total_s: float, now: float) -> None:
         """Write a step that took `total_s`, and all spans that ended meanwhile."""
@@ -204,9 +204,10 @@ class Timeline(Observer):
             rows.insert(0, StepSpans(step=step - 1, start=began, end=start, spans=before))
         self._spans = []
         self._step = step + 1
-        self._tell(rows)
+        if self._tell is not None:
+            self._tell(rows)
         if self._file is not None:
-            with self._watching():
+            with self.going_on(_GIVES_UP, _ERRORS):
                 write_steps(self._file, rows)
 
     def close(self) -> None:
@@ -232,30 +233,3 @@ class Timeline(Observer):
             detail=asked.detail,
         )
         self._spans.append(span)
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Keep errors of the disk from stopping the run."""
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            self.close()
-            self._news.append(f"the timeline is not recorded any further: {error}")
-
-
-def _detail(command: AnyCommand) -> str:
-    match command:
-        case Generate(groups=groups):
-            return f"{len(groups)} group{'s' * (len(groups) != 1)}"
-        case RestoreSamples():
-            return "from before the run was resumed"
-        case Refit(version=version) | CopyWeights(version=version) | ReportDigests(version=version):
-            return f"version {version}"
-        case _:
-            return " ".join(_words(type(command).__name__))
-
-
-def _words(name: str) -> Iterable[str]:
-    """Yield the words of a class name, in small letters."""
-    ends = [i for i, letter in enumerate(name) if letter.isupper()] + [len(name)]
-    return (name[a:b].lower() for a, b in itertools.pairwise(ends))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from tandem.common.messages import EngineBuilt, Failed, Reply
 from tandem.config import Config
 from tandem.config.schema import Logger
 from tandem.coordinator.observers.live_file import LiveFile
-from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.observers.observer import Observer, Reporter
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.launch.page_process import PageProcess
@@ -129,84 +129,64 @@ class Dashboards(Observer):
         self._writers.write(record.step, record.metrics, record.seconds)
 
 
-class HealthWarnings(Observer):
+class HealthWarnings(Reporter):
     """Warnings about a step's metrics."""
 
     def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
+        super().__init__()
         self._health = Health(config)
         self._low_start: LowStart | None = None
         if config.declaration.rolls_out and config.rollout_section.val_period > 0:
             self._low_start = LowStart((record.step, record.metrics) for record in history)
-        self._news: list[str] = []
 
     def committed(self, record: StepRecord) -> None:
         """Check a step's metrics."""
-        self._news += self._health.warnings(record.metrics)
+        self.news += self._health.warnings(record.metrics)
         if self._low_start is not None and (said := self._low_start.warning(record.step, record.metrics)):
-            self._news.append(said)
-
-    def take_news(self) -> list[str]:
-        """Return the warnings."""
-        news, self._news = self._news, []
-        return news
+            self.news.append(said)
 
 
-class Curves(Observer):
+_NO_CURVES = "curves are read from the journal, which takes longer"
+
+
+class Curves(Reporter):
     """The curves in the run folder, a copy of the journal's."""
 
     def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:
-        self._news: list[str] = []
+        super().__init__()
         self._file: CurvesFile | None = None
-        with self._watching():
+        with self.going_on(_NO_CURVES):
             self._file = CurvesFile(folder, history)
 
     def committed(self, record: StepRecord) -> None:
         """Append a step's metrics."""
         if self._file is not None:
-            with self._watching():
+            with self.going_on(_NO_CURVES):
                 self._file.append(record)
-
-    def take_news(self) -> list[str]:
-        """Return errors."""
-        news, self._news = self._news, []
-        return news
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Go on without the file if the disk rejects it."""
-        try:
-            yield
-        except OSError as error:
-            self._file = None
-            self._news.append(f"curves are read from the journal, which takes longer: {error}")
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
-class EngineServers(Observer):
+class EngineServers(Reporter):
     """The addresses at which the run's engines answer OpenAI's API."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._file = EngineServersFile(folder)
-        self._news: list[str] = []
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note the address of an engine that was just built."""
         if isinstance(reply, EngineBuilt) and reply.external_requests is not None:
             self._file.open(process, reply.external_requests)
-            self._news.append(f"{process} answers OpenAI's API at {reply.external_requests.url}/v1")
+            self.news.append(f"{process} answers OpenAI's API at {reply.external_requests.url}/v1")
 
     def lost(self, process: str) -> None:
         """Note that the engine answers no more."""
         self._file.close(process)
-
-    def take_news(self) -> list[str]:
-        """Return the new addresses."""
-        news, self._news = self._news, []
-        return news
 
     def close(self) -> None:
         """Note that no engine answers any more."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tandem.config.installed.sources import package_folder
 from tandem.config.models.model_sizes import model_config
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.custom_code import imported_apart
 from tandem.coordinator.preparing.hub_data import find_data
@@ -51,17 +52,23 @@ from tandem.samples.model_files import check_new_model_type, load_tokenizer, wri
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import Tokenizer
 
+MakeAlgorithm = Callable[[Config, Tokenizer], RunningAlgorithm]
+"""Loads the data of an algorithm."""
 
-def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
+
+def preflight(
+    source: str, config: Config, mode: Mode, *, has_rewards: bool = False, make: MakeAlgorithm = make_algorithm
+) -> Ready:
     """Check a run, and the one before it if that will run, and load its data.
 
-    `has_rewards` says whether a Python program scores samples with functions of its own.
+    `has_rewards` says whether a Python program scores samples with functions of its own. `make` makes the algorithm of
+    the run, with its data.
 
     Raises:
         TandemError: the problem; if there are several, a `ConfigError` that has them all.
     """
     with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and datasets import much
-        ready, _ = _look_through(source, config, mode, Path(folder), ())
+        ready, _ = _look_through(source, config, mode, Path(folder), (), make)
     if not has_rewards:
         _refuse_rewards_of_a_program(ready)
     return ready
@@ -81,7 +88,12 @@ def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
 
 
 def _look_through(
-    source: str, config: Config, mode: Mode, scratch: Path, wanted_by: tuple[str, ...]
+    source: str,
+    config: Config,
+    mode: Mode,
+    scratch: Path,
+    wanted_by: tuple[str, ...],
+    make: MakeAlgorithm = make_algorithm,
 ) -> tuple[Ready, Tokenizer]:
     make_importable(source)
     earlier: tuple[Ready, Tokenizer] | None = None
@@ -121,7 +133,7 @@ def _look_through(
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
                 about_model += about_data
                 if has_data:
-                    algorithm = make_algorithm(config, tokenizer)
+                    algorithm = make(config, tokenizer)
                 about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         with _noted(problems):
             own_code()

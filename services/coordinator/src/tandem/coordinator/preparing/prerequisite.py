@@ -14,8 +14,10 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, config_from_json, resume_differences
 from tandem.config.models.lora import why_no_model
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.observe.run_folder.journal import read_journal
+from tandem.coordinator.observers.stopping import validation_stop
+from tandem.observe.run_folder.journal import JournalReader, read_journal
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.recorded import checkpoints_of
 from tandem.samples.model_files import write_new_model
 
 Mode = Literal["new", "resume", "restart"]
@@ -41,11 +43,21 @@ def has_begun(config: Config) -> bool:
 
 
 def is_done(ready: Ready) -> bool:
-    """Return whether the run in the run folder has finished its last step."""
+    """Return whether the run in the run folder has finished."""
     if not has_begun(ready.config):
         return False
     with read_journal(Path(ready.config.logger.log_dir)) as journal:
-        return (journal.last_step() or 0) >= ready.algorithm.num_steps
+        return _has_finished(ready, journal)
+
+
+def _has_finished(ready: Ready, journal: JournalReader) -> bool:
+    """Return whether a run has done its last step, or ended before because its validation was good enough."""
+    config, last = ready.config, journal.last_step() or 0
+    if last >= ready.algorithm.num_steps:
+        return True
+    if not any(stop.is_reached(journal.steps()) for stop in validation_stop(config, list, lambda why: None)):
+        return False
+    return not config.checkpointing.enabled or last in checkpoints_of(journal.folder, config).steps()
 
 
 def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
@@ -59,12 +71,12 @@ def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
         return "new"
     folder = Path(config.logger.log_dir)
     with read_journal(folder) as journal:
-        last = journal.last_step() or 0
+        last, has_finished = journal.last_step() or 0, _has_finished(ready, journal)
     changed = differences(ready)
     if changed and restarts:
         say(f"{name}: made again, because it differs from the run in {folder} in {changed}")
         return "restart"
-    if last < ready.algorithm.num_steps:
+    if not has_finished:
         if changed:
             raise ConfigError(
                 f"{name}: the run in {folder} is at step {last} and differs in {changed}: begin it anew with --restart"

@@ -19,10 +19,11 @@ from tandem.config import Changed, Config, change_config
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.coordinator.algorithms.recorded import is_whole
 from tandem.coordinator.preparing.resuming import Start, check_checkpoint
+from tandem.observe.run_folder.calls import journal_has_calls
 from tandem.observe.run_folder.journal import JournalReader, read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM
 from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
-from tandem.samples import sample_files, sample_record
+from tandem.samples import recorded_shards, sample_files
 
 _MODEL = "the recorded samples are tokens of the run's own model"
 _DRAWN = "it decides what a step draws, which is recorded"
@@ -42,7 +43,7 @@ _VALIDATION = (
     "val_seed",
 )
 _ROLLOUTS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.rolls_out)
-_REFUSED = {
+REFUSED = {
     "algorithm": "the samples were recorded for the run's own algorithm",
     "prerequisite": "the model exists already",
     "replay": "coordinator replay names the run, --from and --to the steps",
@@ -109,7 +110,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
     Raises:
         TandemError: the replay is impossible; a `ConfigError` if the command line is the reason.
     """
-    with _journal_of(run) as journal:
+    with journal_of(run) as journal:
         recorded = _recorded_run(run, journal)
         end = _end(recorded, to_step)
         start = _start(recorded, from_step, end)
@@ -118,7 +119,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
     settings = {
         "prerequisite": None,
         "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override names another
-        "logger": {"log_dir": str(_new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
+        "logger": {"log_dir": str(new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
         "replay": {"run": str(run), "run_id": recorded.run_id, "from_step": start, "to_step": end},
     }
     try:
@@ -127,7 +128,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
         _refuse_keys([override.partition("=")[0].strip().lstrip("+") for override in overrides], start)
         raise
     _refuse_keys(changed.keys, start)
-    _refuse_folders(changed.config, recorded)
+    refuse_folders(changed.config)
     if changed.config.policy.router_replay.enabled and not recorded.config.policy.router_replay.enabled:
         raise ConfigError(f"{_ROUTES}: true, but {run} had it false: its samples do not say where their tokens went")
     length = changed.config.policy.max_total_sequence_length
@@ -138,13 +139,13 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
 
 def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
     """Return the configuration of the replay in a folder, to resume it. Raise `TandemError` if it is no replay."""
-    with _journal_of(folder) as journal:
+    with journal_of(folder) as journal:
         config = config_of(journal)
     if config.replay is None:
         there = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
         known = f"; its replays: {', '.join(there)}" if there else ""
         raise RunFolderError(f"{folder} is not a replay: --resume takes the run folder of one{known}")
-    with _journal_of(Path(config.replay.run)) as journal:
+    with journal_of(Path(config.replay.run)) as journal:
         if journal.run_id != config.replay.run_id:
             raise RunFolderError(
                 f"{config.replay.run} holds the run {journal.run_id}, and {folder} is a replay of "
@@ -162,6 +163,12 @@ def origin_of(config: Config) -> Start:
     with read_journal(run) as journal:
         folder = checkpoints_of(run, config_of(journal)).folder_of(step)
     return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+
+
+def is_driven(run: Path) -> bool:
+    """Tell whether clients have driven the run in a folder. Raises `RunFolderError`."""
+    with journal_of(run) as journal:
+        return journal_has_calls(journal)
 
 
 def source_of(folder: Path) -> str:
@@ -189,7 +196,7 @@ def describe_start(config: Config) -> Iterator[str]:
 # --- what can be replayed --------------------------------------------------------------------------------------------
 
 
-def _journal_of(run: Path) -> JournalReader:
+def journal_of(run: Path) -> JournalReader:
     """Open the journal of a run. Raise `RunFolderError`, with the runs beside it, if there is none."""
     if not (run / JOURNAL_NAME).is_file():
         there = [str(path) for path in _runs_beside(run)]
@@ -238,7 +245,7 @@ def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[
         if not 0 < step <= last:
             continue
         columns = ("group", "sample", "num_tokens", "branches")
-        tables = [sample_record.read_shard(file.path, run_id, columns).to_pydict() for file in files]
+        tables = [recorded_shards.read_shard(file.path, run_id, columns).to_pydict() for file in files]
         groups, samples, sizes, branches = ([value for table in tables for value in table[name]] for name in columns)
         if is_whole(config, list(zip(groups, samples, strict=True))):
             whole.add(step)
@@ -300,7 +307,7 @@ def _refuse_keys(keys: Iterable[str], start: int) -> None:
     """Raise `ConfigError` for keys that cannot be changed, or would change nothing."""
     problems = []
     for key in keys:
-        why = next((why for name, why in _REFUSED.items() if is_within(key, (name,))), None)
+        why = next((why for name, why in REFUSED.items() if is_within(key, (name,))), None)
         if why is None and is_within(key, _ROLLOUTS) and not is_within(key, _OF_ADVANTAGES):
             why = _DRAWN
         if why is None and start and is_within(key, _OF_OPTIMIZERS):
@@ -318,7 +325,7 @@ def is_within(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _refuse_folders(config: Config, recorded: RecordedRun) -> None:
+def refuse_folders(config: Config) -> None:
     """Raise `ConfigError` if a replay would write into the folders of another run."""
     folder, root = Path(config.logger.log_dir), Path(config.checkpointing.checkpoint_dir)
     if (folder / JOURNAL_NAME).exists():
@@ -330,7 +337,7 @@ def _refuse_folders(config: Config, recorded: RecordedRun) -> None:
         raise ConfigError(f"checkpointing.checkpoint_dir: {root} already holds checkpoints: choose another folder")
 
 
-def _new_folder(run: Path) -> Path:
+def new_folder(run: Path) -> Path:
     """Return a new folder name beside a run's."""
     base = run if run.name else run.absolute()
     names = itertools.chain([f"{base.name}-replay"], (f"{base.name}-replay-{n}" for n in itertools.count(2)))

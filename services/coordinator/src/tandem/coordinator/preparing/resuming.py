@@ -11,7 +11,8 @@ from tandem.common.errors import CheckpointError, DamagedCheckpoint, RunFolderEr
 from tandem.config import Config, config_from_json, fingerprint, resume_differences
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
-from tandem.observe.run_folder.journal import Journal, JournalReader, RefitRecord
+from tandem.observe.run_folder.journal import JournalReader, RefitRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples import manifest
 from tandem.samples.manifest import Manifest
 

@@ -19,7 +19,7 @@ from tandem.coordinator.preparing.model_folder import read_json, refuse_unknown_
 from tandem.refit.adapters import headers
 from tandem.samples import manifest
 from tandem.samples.chat_templates import memory_limit
-from tandem.samples.tokenizer import load_reward_model_tokenizer
+from tandem.samples.model_files import load_reward_model_tokenizer
 
 _CLASSIFIER = "ForSequenceClassification"
 _HEAD = re.compile(r"(score|classifier|classification_head)\.")

@@ -25,7 +25,7 @@ from tandem.config.schema.base import Section
 from tandem.config.schema.generation import VllmCfg
 from tandem.coordinator.preparing.model_folder import check_weights, read_json
 from tandem.observe.run_folder.found_models import models_in
-from tandem.samples.tokenizer import load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
 from tandem.serving.handover import Serving
 
 LONGEST_BY_DEFAULT = 4096

@@ -10,7 +10,8 @@ from pathlib import Path
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config
 from tandem.coordinator.preparing.model_folder import check_weights
-from tandem.samples.tokenizer import Tokenizer, load_model_tokenizer
+from tandem.samples.model_files import load_model_tokenizer
+from tandem.samples.tokenizer import Tokenizer
 
 
 def check_teachers(config: Config, tokenizer: Tokenizer, *, may_be_made: bool) -> list[str]:

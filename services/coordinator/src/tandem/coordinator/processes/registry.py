@@ -1,21 +1,20 @@
-"""The processes of the run: their connections, admission and heartbeats. `names` has their names."""
+"""The processes of the run: their connections and heartbeats.
+
+`admission` lets them in, and `names` has their names.
+"""
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from tandem.common import wire
-from tandem.common.curve import Admitted, new_key_pair
-from tandem.common.errors import VersionMismatch, WireError
-from tandem.common.keys import Key, RunKeys
+from tandem.common.curve import Admitted
+from tandem.common.errors import WireError
 from tandem.common.messages import (
-    MAX_NAME,
     MAX_TEXT,
     MAX_TRACEBACK,
     AnyCommand,
@@ -26,16 +25,14 @@ from tandem.common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    KeyAccepted,
     Leaving,
     Message,
-    Refused,
     ServiceKind,
     Shutdown,
     TrainerKeys,
-    Welcome,
 )
 from tandem.common.texts import shortened
+from tandem.coordinator.processes.admission import Admission, HeartbeatSettings, Listening, RegisteredProcess, Run
 from tandem.coordinator.processes.known_processes import KnownProcesses
 from tandem.coordinator.processes.names import Names
 from tandem.coordinator.processes.replies import Replies
@@ -46,53 +43,6 @@ _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "rollout": wire.Codec(FromRollout),
     "refit": wire.Codec(FromRefit),
 }
-_hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
-_ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
-
-
-class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator's settings for heartbeats."""
-
-    interval_s: float
-    timeout_s: float
-    orphan_timeout_s: float = 0.0
-
-
-class RegisteredProcess:
-    """One admitted process."""
-
-    def __init__(self, hello: Hello, name: str, peer: wire.Peer, now: float) -> None:
-        self.hello = hello
-        self.name = name
-        self.peer = peer
-        self.last_seen = now
-        self.phase = "idle"
-        self.trainer_keys = 0
-        """Number of the newest `TrainerKeys` that was sent to it."""
-
-
-def new_run_keys() -> RunKeys:
-    """Return new keys for a run."""
-    return RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
-
-
-class Listening:
-    """The coordinator's socket, and the keys that it admits: at first only the joining key."""
-
-    def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
-        """Bind. Raise `ConfigError` if the address is taken or is invalid.
-
-        `key_file` will have the keys for services. `known` keys are admitted from the first moment on.
-        """
-        self.joining_key = keys.joining.public
-        """A process that proves it may register a key of its own."""
-        self.admitted = Admitted([self.joining_key, *known])
-        self.hub = wire.Hub(address, keys.coordinator, self.admitted)
-        self._key_file = key_file
-
-    def how_to_join(self, kind: str) -> str:
-        """Return the command that starts a service of this run."""
-        return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
 
 
 class Registry:
@@ -117,7 +67,6 @@ class Registry:
         self._hub = listening.hub
         self.how_to_join = listening.how_to_join
         self._admitted = listening.admitted
-        self._joining_key = listening.joining_key
         self.names = Names(expected, max_rollouts, listening.admitted)
         """Names of all processes that the run has or expects."""
         self.trainers = Admitted()
@@ -125,9 +74,8 @@ class Registry:
         self._trainer_keys = 0
         """Number of changes of these."""
         self._all_told = True
-        self._config_json = config_json
-        self._run_id = run_id
         self._heartbeat = heartbeat
+        self._admission = Admission(listening, self.names, known, Run(config_json, run_id, heartbeat))
         self._replies = replies
         self._by_peer: dict[wire.Peer, RegisteredProcess] = {}
         self.processes: dict[str, RegisteredProcess] = {}
@@ -171,7 +119,7 @@ class Registry:
         self._replies.forget_commands()
         now = time.monotonic()
         self.names.wait_until(now + self.patience_s)
-        return [Joined(now=now, process=each.name, kind=each.hello.service) for each in self.processes.values()]
+        return [joined(process, now) for process in self.processes.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
         """Wait up to `timeout_s` for messages; yield the events with their arrays."""
@@ -179,9 +127,9 @@ class Registry:
             now = time.monotonic()
             process = self._by_peer.get(peer)
             if process is None:
-                joined = self._admit(peer, frames, now)
-                if joined is not None:
-                    yield joined, {}
+                process = self._admission.admit(peer, frames, self.processes)
+                if process is not None:
+                    yield self._enter(process), {}
                 continue
             process.last_seen = now
             try:
@@ -198,11 +146,13 @@ class Registry:
         stall_s = self._stalls.until(now, timeout_s + self._heartbeat.interval_s)
         for process in self.processes.values():
             process.last_seen = min(now, process.last_seen + stall_s)
-        yield from ((event, {}) for event in self._watch(now))
+        for event in self._watch(now):
+            yield event, {}
 
     def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
         """Send a process a request for the first time; its replies are checked against it."""
-        self._tell_trainer_keys()
+        if not self._all_told:
+            self._tell_trainer_keys()
         self._replies.ordered(name, command)
         self.send(name, frames)
 
@@ -221,7 +171,8 @@ class Registry:
         if now - self._last_beat >= self._heartbeat.interval_s:
             self._last_beat = now
             self.broadcast(Heartbeat())
-            self._tell_trainer_keys()
+            if not self._all_told:
+                self._tell_trainer_keys()
 
     def _to_event(self, process: RegisteredProcess, received: wire.Received[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
@@ -244,53 +195,12 @@ class Registry:
                     return Erred(now=now, process=process.name, failed=_readable(reply))
                 return Replied(now=now, process=process.name, reply=reply)
 
-    def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
-        """Welcome or reject a process that says hello; drop anything else."""
-        if self.names.is_sent_away(peer.key):
-            self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
-            return None
-        try:
-            wire.check_version(frames[0])
-            hello = _hello_codec.decode(frames).message
-            hello = msgspec.structs.replace(hello, host=shortened(hello.host, MAX_NAME))
-        except VersionMismatch as mismatch:
-            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
-            return None
-        except WireError:
-            return None
-        if (peer.key == self._joining_key) != (hello.registers is not None):
-            return None  # the joining key serves to register, and only that
-        if hello.registers is None and not self.names.has_place_for(peer.key):
-            return None  # a second connection of an admitted process
-        name = self.names.find(hello, peer.key, self.processes)
-        if name is None:
-            self._hub.send(peer, wire.encode(self.names.refusal(hello)))
-            return None
-        if hello.registers is not None:
-            self.names.register(hello.registers)
-            self._hub.send(peer, wire.encode(KeyAccepted()))
-            return None
-        return self._welcome(peer, hello, name, now)
-
-    def _welcome(self, peer: wire.Peer, hello: Hello, name: str, now: float) -> Event:
-        self.names.take(name, peer.key)
-        if self._known is not None:
-            self._known.note(name, peer.key)
-        process = RegisteredProcess(hello, name, peer, now)
-        self._by_peer[peer] = self.processes[name] = process
-        welcome = Welcome(
-            name=name,
-            index=int(name.rpartition("-")[2]),
-            run_id=self._run_id,
-            heartbeat_interval_s=self._heartbeat.interval_s,
-            heartbeat_timeout_s=self._heartbeat.timeout_s,
-            orphan_timeout_s=self._heartbeat.orphan_timeout_s,
-            config_json=self._config_json,
-        )
-        self._hub.send(peer, wire.encode(welcome))
+    def _enter(self, process: RegisteredProcess) -> Joined:
+        """Enter a process that was admitted."""
+        self._by_peer[process.peer] = self.processes[process.name] = process
         self._note_trainers(process)
         self._all_told = False
-        return Joined(now=now, process=name, kind=hello.service)
+        return joined(process, process.last_seen)
 
     def _note_trainers(self, changed: RegisteredProcess) -> None:
         """Admit the current trainers, and no others, to the samples."""
@@ -300,9 +210,7 @@ class Registry:
             self._all_told = False
 
     def _tell_trainer_keys(self) -> None:
-        """Tell engines which trainers may fetch samples, if they do not know yet."""
-        if self._all_told:
-            return
+        """Tell engines which trainers may fetch samples."""
         told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
         for process in self.processes.values():
             if process.hello.service == "rollout" and process.trainer_keys < self._trainer_keys:
@@ -317,6 +225,11 @@ class Registry:
             silent_s = now - process.last_seen
             if silent_s > self._heartbeat.timeout_s:
                 yield Lost(now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})")
+
+
+def joined(process: RegisteredProcess, now: float) -> Joined:
+    """Return the event of an admitted process."""
+    return Joined(now=now, process=process.name, kind=process.hello.service, public_key=process.peer.key)
 
 
 def _readable(failed: Failed) -> Failed:

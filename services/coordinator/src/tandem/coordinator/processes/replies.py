@@ -26,7 +26,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays
 from tandem.coordinator.processes.reply_checks import SHOWN, Asked, KnownState, Limits, must
-from tandem.coordinator.processes.reply_rules import RULES
+from tandem.coordinator.processes.reply_rules import CHECKS, answerable
 
 
 class Replies:
@@ -47,8 +47,6 @@ class Replies:
             self._states[name] = KnownState()
         state = self._states.setdefault(name, KnownState())
         match command:
-            case BuildEngine():
-                state.is_engine = True
             case Refit() if name in command.only or not command.only:
                 if command.version not in state.versions[-1:]:
                     bisect.insort(state.versions, command.version)
@@ -61,7 +59,9 @@ class Replies:
                 }
             case _:
                 pass
-        self._asked[command.command_id] = Asked(name, command, state, self._limits)
+        self._asked[command.command_id] = Asked(
+            name=name, command=command, state=state, limits=self._limits, oldest_version=state.version
+        )
 
     def forget(self, name: str) -> None:
         """Expect nothing more of a process; another of its name begins anew."""
@@ -77,26 +77,22 @@ class Replies:
 
         Raise `WireError` if it cannot be an answer to that request; its text begins with the message and the field.
         """
+        asked = self._asked.get(reply.command_id)
         try:
-            return self._take(name, reply, arrays)
+            if asked is None:
+                must(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
+                return False
+            must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
+            if not isinstance(reply, Failed):
+                answered = type(reply), type(asked.command)
+                if answered not in CHECKS:
+                    must(False, "command_id", reply.command_id, answerable(*answered))
+                elif (check := CHECKS[answered]) is not None:
+                    check(asked, reply)
+            for array in arrays:
+                raise WireError(f"{array[:SHOWN]}: arrays came with a message that has none")
         except WireError as error:
             raise WireError(f"{type(reply).__name__}.{error}") from error
-
-    def _take(self, name: str, reply: Reply | Failed, arrays: Arrays) -> bool:
-        asked = self._asked.get(reply.command_id)
-        if asked is None:
-            must(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
-            return False
-        must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
-        if not isinstance(reply, Failed):
-            rules, kind = RULES[type(reply)], type(asked.command)
-            names = " or a ".join(rule.command.__name__ for rule in rules)
-            found = [rule for rule in rules if rule.command is kind]
-            must(bool(found), "command_id", reply.command_id, f"of a {names}, not of a {kind.__name__}")
-            if found[0].check is not None:
-                found[0].check(asked, reply)
-        for array in arrays:
-            raise WireError(f"{array[:SHOWN]}: arrays came with a message that has none")
         if isinstance(reply, SamplesFinished):
             return True  # more answers follow
         del self._asked[reply.command_id]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RefitError, WireError
-from tandem.common.messages import AnyCommand, Generate, SampleScored
+from tandem.common.messages import Generate, SampleScored
 from tandem.config import Config
 from tandem.config.model_groups import model_groups_of
 from tandem.config.models.model_sizes import vocabulary_size
@@ -52,34 +52,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class KnownState:
+class KnownState(msgspec.Struct):
     """The state of a process as its requests and replies tell it."""
 
-    def __init__(self) -> None:
-        self.is_engine = False
-        self.num_tensors: tuple[int, ...] = ()
-        """Numbers of tensors in the layouts of its shards."""
-        self.versions: list[int] = []
-        """Versions that it was given, in ascending order."""
-        self.version = 0
-        """Version that it last reported."""
+    num_tensors: tuple[int, ...] = ()
+    """Numbers of tensors in the layouts of its shards."""
+    versions: list[int] = []
+    """Versions that it was given, in ascending order."""
+    version: int = 0
+    """Version that it last reported."""
 
 
-class Asked:
+class Asked(msgspec.Struct, kw_only=True):
     """A request without a complete answer."""
 
-    def __init__(self, name: str, command: AnyCommand, state: KnownState, limits: Limits) -> None:
-        self.name = name
-        self.command: Any = command
-        """Request of the type that the reply's rule names."""
-        self.state = state
-        self.limits = limits
-        self.oldest_version = state.version
-        """Oldest version with which the process may generate for this request."""
-        self.arrived: set[tuple[int, int]] = set()
-        """Samples received so far, by group and index."""
-        self.num_tokens = 0
-        """Number of generated tokens in these samples."""
+    name: str
+    command: Any
+    """Request of the type that the reply's rule names."""
+    state: KnownState
+    limits: Limits
+    oldest_version: int
+    """Oldest version with which the process may generate for this request."""
+    arrived: set[tuple[int, int]] = msgspec.field(default_factory=set)
+    """Samples received so far, by group and index."""
+    num_tokens: int = 0
+    """Number of generated tokens in these samples."""
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
@@ -143,7 +140,9 @@ def check_digests(asked: Asked, digests: tuple[bytes, ...]) -> None:
     """Compare the sizes of digests with those of their layouts."""
     sizes = tuple(map(len, digests))
     wanted = tuple(8 * num for num in asked.state.num_tensors)
-    must(sizes == wanted, "digests", f"{some(sizes)} bytes", f"{some(wanted)}: 8 for each tensor of a part's layout")
+    if sizes != wanted:
+        what = f"{some(wanted)}: 8 for each tensor of a part's layout"
+        must(False, "digests", f"{some(sizes)} bytes", what)
 
 
 def fits(holds: bool, row: int, field: str, sample: SampleScored, what: str, *values: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import re
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tandem.common.messages import (
+    AddGradient,
     AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
@@ -23,9 +24,11 @@ from tandem.common.messages import (
     Evaluated,
     Generate,
     Generated,
+    GradientAdded,
     InstallProgram,
     Message,
     OpenRendezvous,
+    OptimizerStepped,
     PlanTransfers,
     ProgramInstalled,
     RecordSamples,
@@ -34,19 +37,24 @@ from tandem.common.messages import (
     RendezvousOpened,
     ReportDigests,
     RestoreSamples,
+    RestoreTraining,
     SamplesFinished,
     SamplesMissing,
     SamplesRecorded,
     SaveCheckpoint,
+    StepOptimizer,
+    SwitchTraining,
     Train,
     Trained,
     TrainerBuilt,
+    TrainingRestored,
     TransferGroupConnected,
     TransfersPlanned,
     VersionCommitted,
     WeightsCopied,
 )
 from tandem.common.worker_shards import process_of
+from tandem.coordinator.processes import setting_up_rules as setting_up
 from tandem.coordinator.processes.reply_checks import (
     Asked,
     all_among,
@@ -57,13 +65,9 @@ from tandem.coordinator.processes.reply_checks import (
     fits,
     measured,
     must,
-    num_tensors_of,
     same,
     some,
 )
-from tandem.refit import program
-
-_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
 class Rule(NamedTuple):
@@ -73,12 +77,6 @@ class Rule(NamedTuple):
     """Type of the request."""
     check: Callable[[Asked, Any], None] | None
     """Comparison of the reply with the request; None if there is nothing to compare."""
-
-
-def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
-    """`version` is that of the command, and `layout` can be read."""
-    same(asked, reply, "version")
-    asked.state.num_tensors = (num_tensors_of("layout", reply.layout),)
 
 
 def _trained(asked: Asked, reply: Trained) -> None:
@@ -92,7 +90,8 @@ def _trained(asked: Asked, reply: Trained) -> None:
     is_empty = asked.name in speakers or not reply.metrics
     must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
     finite(reply.metrics)
-    measured(reply.gpus)
+    if reply.gpus:
+        measured(reply.gpus)
 
 
 def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
@@ -107,26 +106,15 @@ def _evaluated(asked: Asked, reply: Evaluated) -> None:
     finite(reply.metrics)
 
 
-def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `external_requests.url` ``http://HOST:PORT``."""
-    address = reply.samples_at.address
-    must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
-    external_requests = "http://h:1" if reply.external_requests is None else reply.external_requests.url
-    must(
-        _ADDRESS.fullmatch(external_requests.replace("http", "tcp", 1)) is not None,
-        "external_requests.url",
-        external_requests,
-        "http://HOST:PORT",
-    )
-    asked.state.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+def _gradient_added(asked: Asked, reply: GradientAdded) -> None:
+    """`loss` is a finite number, and `logprobs` are whole numbers of 4 bytes."""
+    must(math.isfinite(reply.loss), "loss", reply.loss, "a finite number")
+    must(len(reply.logprobs) % 4 == 0, "logprobs", f"{len(reply.logprobs)} bytes", "numbers of 4 bytes")
 
 
-def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
-    """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
-    command: InstallProgram = asked.command
-    received = map(program.num_received, command.programs)
-    numbers = zip(asked.state.num_tensors, received, strict=False)
-    asked.state.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
+def _optimizer_stepped(asked: Asked, reply: OptimizerStepped) -> None:
+    """`grad_norm` is a finite number."""
+    must(math.isfinite(reply.grad_norm), "grad_norm", reply.grad_norm, "a finite number")
 
 
 def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
@@ -165,7 +153,8 @@ def _generated(asked: Asked, reply: Generated) -> None:
     same(asked, reply, "step", "purpose")
     _check_whole(asked, reply, sum(len(group.seeds) for group in asked.command.groups))
     must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
-    measured(reply.gpus)
+    if reply.gpus:
+        measured(reply.gpus)
 
 
 def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:
@@ -217,11 +206,6 @@ def _samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
     must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, all but the missing ones")
 
 
-def _mesh_connected(asked: Asked, reply: TransferGroupConnected) -> None:
-    """`transfer_group` is that of the command."""
-    same(asked, reply, "transfer_group")
-
-
 def _refitted(asked: Asked, reply: Refitted) -> None:
     """`version` is that of the command. `num_bytes` are of links with this process at one end."""
     same(asked, reply, "version")
@@ -247,52 +231,47 @@ def _weights_copied(asked: Asked, reply: WeightsCopied) -> None:
         must(not reply.digests, "digests", len(reply.digests), "none, since they were not asked for")
 
 
-def _transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
-    """There is a program for every worker shard with a layout in the command, and for no other.
-
-    Senders are processes of these shards. Transfer groups have different names; groups and links connect these shards.
-    """
-    parts = {*asked.command.sources, *asked.command.destinations}
-    processes = {process_of(part) for part in parts}
-    all_among("programs", reply.programs, parts)
-    all_among("programs", parts, {*reply.programs}, "one of those that have a program")
-    all_among("senders", reply.senders, processes)
-    names = [transfer_group.name for transfer_group in reply.transfer_groups]
-    must(len({*names}) == len(names), "transfer_groups", names, "of different names")
-    for transfer_group in reply.transfer_groups:
-        all_among(f"transfer_groups[{transfer_group.name!r}]", transfer_group.members, parts)
-    for link in reply.num_bytes:
-        must(link.count(">") == 1, "num_bytes", link, "a link, such as trainer-0>rollout-0")
-        all_among("num_bytes", link.split(">"), parts)
-
-
 def _version_committed(asked: Asked, reply: VersionCommitted) -> None:
     """`version` is that of the command. `differing` are engines with digests in the command."""
     same(asked, reply, "version")
-    engines = {process_of(part) for part in asked.command.digests}
-    all_among("differing", reply.differing, {name for name in engines if not name.startswith("trainer-")})
+    if reply.differing:
+        processes = {process_of(part) for part in asked.command.digests}
+        all_among("differing", reply.differing, {name for name in processes if not name.startswith("trainer-")})
 
 
 RULES: Mapping[type[Message], tuple[Rule, ...]] = {
     RendezvousOpened: (Rule(OpenRendezvous, None),),
-    TrainerBuilt: (Rule(BuildTrainer, _trainer_built),),
+    TrainerBuilt: (Rule(BuildTrainer, setting_up.trainer_built),),
     Trained: (Rule(Train, _trained),),
     SamplesMissing: (Rule(Train, _samples_missing),),
     Evaluated: (Rule(Evaluate, _evaluated),),
     CheckpointCopied: (Rule(SaveCheckpoint, None),),
     CheckpointSaved: (Rule(AwaitCheckpoint, None),),
     WeightsCopied: (Rule(CopyWeights, _weights_copied),),
-    EngineBuilt: (Rule(BuildEngine, _engine_built),),
+    GradientAdded: (Rule(AddGradient, _gradient_added),),
+    OptimizerStepped: (Rule(StepOptimizer, _optimizer_stepped),),
+    TrainingRestored: (Rule(RestoreTraining, None), Rule(SwitchTraining, None)),
+    EngineBuilt: (Rule(BuildEngine, setting_up.engine_built),),
     SamplesFinished: (Rule(Generate, _samples_finished), Rule(RestoreSamples, _samples_restored)),
     Generated: (Rule(Generate, _generated), Rule(RestoreSamples, _all_restored)),
     SamplesRecorded: (Rule(RecordSamples, _samples_recorded),),
-    ProgramInstalled: (Rule(InstallProgram, _program_installed),),
-    TransferGroupConnected: (Rule(ConnectTransferGroup, _mesh_connected),),
+    ProgramInstalled: (Rule(InstallProgram, setting_up.program_installed),),
+    TransferGroupConnected: (Rule(ConnectTransferGroup, setting_up.mesh_connected),),
     Refitted: (Rule(Refit, _refitted),),
     DigestsReported: (Rule(ReportDigests, _verified),),
-    TransfersPlanned: (Rule(PlanTransfers, _transfers_planned),),
+    TransfersPlanned: (Rule(PlanTransfers, setting_up.transfers_planned),),
     VersionCommitted: (Rule(CommitVersion, _version_committed),),
 }
+
+
+CHECKS = {(message, rule.command): rule.check for message, rules in RULES.items() for rule in rules}
+"""The check of each message as the answer to each type of request; a pair that is not here is none."""
+
+
+def answerable(message: type[Message], command: type[Command]) -> str:
+    """Describe, for an error, the requests that a message answers instead of this one."""
+    names = " or a ".join(rule.command.__name__ for rule in RULES[message])
+    return f"of a {names}, not of a {command.__name__}"
 
 
 def rule_of(message: type[Message]) -> str:

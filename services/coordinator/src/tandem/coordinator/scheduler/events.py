@@ -71,6 +71,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     process: str
     kind: ServiceKind
+    public_key: str = ""
 
 
 class Replied(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,8 +313,6 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: ServiceError | None = None
     is_out_of_time: bool = False
     """Whether ``checkpointing.checkpoint_must_save_by`` was the only reason for the interruption."""
-    is_goal_reached: bool = False
-    """Whether a value of validation that ends the run was the reason."""
 
 
 Action = (

@@ -6,6 +6,7 @@ from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.scheduler import Scheduler
+from tandem.coordinator.scheduler.steps.progress import StepState
 
 
 def validate(scheduler: Scheduler) -> None:
@@ -97,17 +98,15 @@ def _validate_comings_and_goings(scheduler: Scheduler) -> None:
         for group in scheduler.groups:
             is_waiting = group.state is GroupState.WAITING
             assert not is_waiting or str(group.engine) in engines, f"groups wait for {group.engine}, which has left"
-    for name in scheduler.tables.joining.stages():
+    for name in scheduler.tables.joining.stages:
         assert name not in engines or engines[name].is_vacant, f"{name} is in the run, and on its way into it"
 
 
 def _validate_step(scheduler: Scheduler) -> None:
     progress = scheduler.progress
-    assert not (progress.is_training and progress.is_trained), "a step trains once"
-    assert not (progress.is_committed and progress.is_validating), "a step is validated before it is committed"
     taken = [group for group in scheduler.groups if group.state is GroupState.TAKEN]
     assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
-    if progress.is_training and scheduler.tables.error is None:
+    if progress.state is StepState.TRAINING and scheduler.tables.error is None:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
         proves = not scheduler.weights.may_offer
         assert waiting or proves, "trainers are busy, or the version before is being read or verified"

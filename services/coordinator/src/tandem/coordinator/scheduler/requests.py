@@ -94,9 +94,10 @@ class PendingRequests:
         return num
 
     def of(self, process: str, *phases: Phase) -> Iterator[Request]:
-        """Return the pending requests to `process`, oldest first: all of them, or those in some phases."""
-        requests = self._of_process.get(process, {}).values()
-        return (request for request in requests if not phases or request.phase in phases)
+        """Yield the pending requests to `process`, oldest first: all of them, or those in some phases."""
+        for request in self._of_process.get(process, {}).values():
+            if not phases or request.phase in phases:
+                yield request
 
     def processes(self) -> list[str]:
         """Return the processes with a pending request."""

@@ -5,7 +5,7 @@ agenda runs the rules until none fires. It opens no socket, reads no clock (ever
 file and knows no arrays. So a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.loop.loop` carries the actions out.
 
-    event ─▶ applied: `losing`, `generation`, `recovery`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
+    event ─▶ applied: `losing`, `generation`, `publishing`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
                                └──────────── `tables` ───────────────┘
 
 An error on the way ends the run (`ending.fail`).
@@ -19,8 +19,11 @@ from typing import assert_never
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import (
+    CheckpointCopied,
     CheckpointSaved,
     EngineBuilt,
+    Evaluated,
+    Generated,
     RendezvousOpened,
     Reply,
     SamplesFinished,
@@ -45,7 +48,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rules import ending, generation, leaving, losing, recovery, regeneration, setting_up
+from tandem.coordinator.scheduler.rules import ending, generation, leaving, losing, publishing, regeneration, setting_up
 from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps.progress import StepProgress
@@ -126,8 +129,8 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
     match event:
         case Replied(process=process, reply=reply):
             return _apply_reply(tables, process, reply)
-        case Joined(process=process, kind=kind):
-            return losing.take_joined(tables, process, kind)
+        case Joined():
+            return losing.take_joined(tables, event)
         case Erred(process=process, failed=failed):
             return losing.take_failure(tables, process, failed)
         case Lost(process=process, why=why):
@@ -166,17 +169,19 @@ def _apply_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
             tables.progress.missing |= missing
         case Trained(has_update=has_update):
             tables.progress.has_update |= has_update
+        case Generated() | CheckpointCopied() | Evaluated():
+            pass  # all that matters of it is that it came
         case CheckpointSaved():
             tables.saving.take_written(process)
         case SamplesRecorded():
             return tables.recording.take_recorded(reply)
         case RendezvousOpened():
-            recovery.take_reply(tables, process, reply)
+            publishing.take_reply(tables, process, reply)
             return setting_up.build_trainers(tables, reply)
         case _:
             if isinstance(reply, EngineBuilt):
                 tables.recording.take_built(process)
-            return recovery.take_reply(tables, process, reply)
+            return publishing.take_reply(tables, process, reply)
     return []
 
 

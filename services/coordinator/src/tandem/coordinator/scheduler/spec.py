@@ -21,7 +21,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines share rollout groups where ``async_engine`` is on (`scheduler.assignment.BalancedAssignment`)."""
+    """How engines share rollout groups where ``async_engine`` is on (`scheduler.groups.balanced`)."""
 
     width: int
     """The samples that an engine runs at once."""
@@ -85,6 +85,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engines may read trainers' weights in place, which change while they do."""
     alias_frozen: bool = False
     """Whether engines may read in place the weights that never change."""
+    streams_over_tcp: bool = False
+    """Whether transfer groups connect over TCP, where each process proves its key to the others."""
+    sends_differences: bool = False
+    """Whether trainers stream what changed since an engine's version, instead of whole weights."""
     is_verified: bool
     """Whether the digests of each version are verified before its samples are trained on."""
     max_trajectory_age_steps: int = 0

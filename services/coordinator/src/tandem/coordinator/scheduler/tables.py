@@ -10,24 +10,24 @@ import math
 from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
-from tandem.common.messages import Purpose, SampleScored
+from tandem.common.messages import SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
 from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
 from tandem.coordinator.scheduler.engines.table import EngineTable, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.scheduler.groups.assignment import assignment_for
+from tandem.coordinator.scheduler.groups.balanced import assignment_for
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.coordinator.scheduler.phases import Idleness, Phase, Stopwatch
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps
+from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps, StepState
 from tandem.coordinator.scheduler.steps.recording import Recording
 from tandem.coordinator.scheduler.steps.saving import Saving
 from tandem.coordinator.scheduler.weights.service import RefitService
-from tandem.coordinator.scheduler.weights.version import Weights
+from tandem.coordinator.scheduler.weights.version import VersionState, Weights
 
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
@@ -61,7 +61,7 @@ class Tables:
         self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
         self.restored = RestoredGroups({})
         self.engines = EngineTable(spec.departed, changes)
-        self.transfers = Transfers(spec, self.requests)
+        self.transfers = Transfers(spec, self.requests, self.processes.public_keys)
         self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
         self.weights = Weights(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
         self.service = RefitService(
@@ -109,7 +109,7 @@ class Tables:
         True at nearly every tick of a plain run, whose other deadlines are only looked at when this is false.
         """
         is_complete = self.stage is None and not self.engines.num_having(Status.ABSENT) and not self.service.is_absent
-        is_calm = not self.engines.is_any_leaving and not self.recording.is_waiting and not self.full
+        is_calm = not self.engines.draining and not self.recording.waiting and not self.full
         is_in_time = len(self.requests) > 0 and self.requests.overdue() is None
         return is_complete and is_calm and is_in_time and self.spec.balance is None
 
@@ -126,7 +126,7 @@ class Tables:
     @property
     def senders(self) -> list[str]:
         """The trainers that engines get weights from: those that hold the policy."""
-        return [name for name in self.processes.all("trainer") if name not in self.spec.without_policy]
+        return [name for name in self.processes.of_kind["trainer"] if name not in self.spec.without_policy]
 
     @property
     def is_last(self) -> bool:
@@ -141,54 +141,31 @@ class Tables:
     @property
     def engines_use_devices(self) -> bool:
         """Whether engines are built on GPUs that trainers also use, which wait meanwhile."""
-        is_building = self.engines.num_having(Status.BUILDING) > 0 or self.joining.is_building
-        return self.spec.engines_first and is_building
+        return self.spec.engines_first and (self.engines.num_having(Status.BUILDING) > 0 or self.joining.is_building)
+
+    @property
+    def is_service_able(self) -> bool:
+        """Whether the refit service can compare digests and plan: it is there, and knows all layouts."""
+        return not self.service.is_absent and not self.requests.num_for(Phase.PLANNING)
 
     @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
-        return self.weights.holds_up_step or (self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
+        weights = self.weights
+        is_held_up = weights.state is VersionState.COPYING or not weights.outlasts_step
+        is_read = self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0
+        return is_read or (is_held_up and weights.is_transferring)
 
     @property
     def may_commit(self) -> bool:
         """Whether the step in progress needs only to be saved and committed."""
-        progress = self.progress
-        return progress.is_trained and (progress.is_committed or (progress.is_validated and not self.is_refitting))
-
-    @property
-    def may_validate(self) -> bool:
-        """Whether the step in progress has trained, and is not validated."""
-        progress = self.progress
-        is_over = progress.is_committed or progress.is_validated
-        return self.steps.has_started and progress.is_trained and not is_over
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether groups may be generated for a later step, or more for the one in progress."""
-        steps, spec = self.steps, self.spec
-        if not steps.has_started or not spec.has_engines or steps.is_interrupted:
-            return False
-        return spec.dynamic_sampling is not None or steps.drawn < self.newest_step
+        state = self.progress.state
+        return state is StepState.COMMITTED or (state is StepState.VALIDATED and not self.is_refitting)
 
     @property
     def newest_step(self) -> int:
         """The newest step that groups may be generated for."""
         return min(self.step + self.spec.max_trajectory_age_steps, self.spec.last_step)
-
-    @property
-    def may_train(self) -> bool:
-        """Whether the step in progress has yet to be trained on."""
-        progress = self.progress
-        is_begun = progress.is_training or progress.is_trained
-        return self.steps.has_started and not is_begun and not self.steps.is_interrupted
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether no step follows: the last one is committed, or the run is to end."""
-        if self.error is not None:
-            return True
-        is_over = self.steps.is_interrupted or self.is_last
-        return self.steps.has_started and self.progress.is_committed and is_over
 
     @property
     def must_save(self) -> bool:
@@ -200,29 +177,25 @@ class Tables:
     @property
     def phase(self) -> Phase:
         """The phase that the run is in, for people."""
-        progress, saving = self.progress, self.saving
+        state, saving = self.progress.state, self.saving
+        is_to_commit = StepState.TRAINED <= state < StepState.COMMITTED
         if self.finish is not None:
             return Phase.FINISHED
         if self.error is not None:
             return Phase.WRITING
         if self.stage is not None:
             return self.stage
-        if progress.is_training:
+        if state is StepState.TRAINING:
             return Phase.TRAINING
-        if not self.steps.has_started or (progress.is_trained and not progress.is_committed and self.is_refitting):
+        if not self.steps.has_started or (is_to_commit and self.is_refitting):
             return Phase.REFITTING
-        if progress.is_validating:
+        if state is StepState.VALIDATING:
             return Phase.VALIDATING
-        if saving.is_copied or (progress.is_trained and not progress.is_committed and self.must_save):
+        if saving.copied is not None or (is_to_commit and self.must_save):
             return Phase.SAVING
-        if progress.is_committed:
+        if state is StepState.COMMITTED:
             return Phase.WRITING if saving.is_out else Phase.VERIFYING
         return Phase.GENERATING
-
-    def is_free(self, engine: str) -> bool:
-        """Tell whether an engine's weights may change: it has nothing in flight, or only what can go on with others."""
-        fixed: tuple[Purpose, ...] = ("validate",) if self.spec.updates_in_flight else ()
-        return not self.groups.num_in_flight(engine, *fixed)
 
     def open(self, process: str, phase: Phase, num_batches: int = 1) -> CommandFields:
         """Open a request to a process, with the time that is allowed for this number of batches."""

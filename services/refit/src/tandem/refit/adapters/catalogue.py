@@ -117,6 +117,16 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return np.array(found, np.int64)
 
     @cached_property
+    def has_head_norms(self) -> bool:
+        """Whether attention has a norm for each head's queries."""
+        return any(".self_attn.q_norm." in tensor.name for tensor in self.tensors)
+
+    @cached_property
+    def has_scalar_head(self) -> bool:
+        """Whether a layer to one number takes the place of the output layer."""
+        return f"{SCALAR_HEAD}.weight" in self.index
+
+    @cached_property
     def names_of_scales(self) -> frozenset[str]:
         """Names of the tensors of scales."""
         return frozenset(tensor.scales for tensor in self.tensors if tensor.scales)

@@ -69,6 +69,16 @@ class Deployment(msgspec.Struct, frozen=True):
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host."""
 
+    def kept_parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return `parameters`, made once for all ranks in one place. A model keeps those of one deployment."""
+        kept: tuple[Deployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
+        if kept[0] != self:
+            kept = model.__dict__["layouts"] = self, {}
+        place = self.place(rank)
+        if place not in kept[1]:
+            kept[1][place] = self.parameters(model, rank)
+        return kept[1][place]
+
     def layout(self, model: ModelShape, rank: int, host: str, device: str = "cpu") -> Layout:
         """Return the layout of one rank.
 
@@ -93,17 +103,13 @@ class Deployment(msgspec.Struct, frozen=True):
             RefitError: as for `layout`, or the adapter does not know where some tensor goes.
 
         """
-        made: dict[Hashable, Layout] = {}
         layouts = []
-        for rank in range(self.num_ranks):
-            place = self.place(rank)
-            if place not in made:
-                made[place] = self.parameters(model, rank)
-            layout = made[place]
-            layouts.append(msgspec.structs.replace(layout, host=hosts.host(rank), device=hosts.device(rank)))
         is_held = np.zeros(len(model.tensors), np.bool_)
-        for layout in made.values():
-            is_held[layout.pieces.tensor_P] = True
+        for rank in range(self.num_ranks):
+            layout = self.kept_parameters(model, rank)
+            layouts.append(msgspec.structs.replace(layout, host=hosts.host(rank), device=hosts.device(rank)))
+        for pieces in {id(layout.pieces): layout.pieces for layout in layouts}.values():
+            is_held[pieces.tensor_P] = True
         if not is_held.all():
             lost = model.tensors[int(np.argmin(is_held))].name
             raise RefitError(f"{type(self).__name__} has no place for {(~is_held).sum()} tensors, the first is {lost}")

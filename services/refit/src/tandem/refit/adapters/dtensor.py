@@ -1,9 +1,9 @@
-"""Transformers models sharded with DTensor: FSDP2, tensor parallelism, both, and replicas of either.
+"""Transformers models sharded with DTensor: FSDP2, tensor and expert parallelism, replicas.
 
 Whatever the mesh, a rank holds one slice of a parameter, contiguous in memory. Each mesh axis that shards a parameter
 cuts the rest as `torch.chunk` does: the first ranks get ``ceil(n / size)`` elements, the last ones fewer or none. The
 order of the cuts matters. FSDP2 wraps parameters that tensor parallelism has already cut, so FSDP2 cuts second although
-its axis is the outer one (``_StridedShard`` in torch).
+its axis is the outer one (``_StridedShard`` in torch). So it is with experts that ranks have shared out among them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
 """Dimension that tensor parallelism cuts, by the end of a parameter's name; other parameters stay whole."""
 
 
+_EXPERTS = ".experts."
+"""Part of the names of routed experts."""
+
+
 def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[int], cuts: Cuts) -> Box:
     """Return the slice of a parameter, possibly empty, held by the rank at the given mesh coordinates.
 
@@ -71,7 +75,7 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[i
 def layout_on_mesh(
     model: ModelShape,
     mesh: Sequence[int],
-    rank: int,
+    coordinates: Sequence[int],
     cuts_of: Callable[[str, tuple[int, ...]], Cuts],
     fuses_experts: bool = True,
 ) -> Layout:
@@ -79,13 +83,12 @@ def layout_on_mesh(
 
     Args:
         model: the model to shard.
-        mesh: number of ranks along each axis; the last axis varies fastest.
-        rank: in the mesh.
+        mesh: number of ranks along each axis.
+        coordinates: of the rank, along each axis.
         cuts_of: returns the cuts of a parameter from its name pattern and shape.
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
 
     """
-    coordinates = _coordinates(rank, mesh)
     builder = RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))
     for parameter in huggingface.parameters(model, fuses_experts):
         box = local_box(parameter.shape, mesh, coordinates, cuts_of(parameter.name, parameter.shape))
@@ -102,12 +105,14 @@ def layout_on_mesh(
 class DTensor(Deployment, frozen=True):
     """FSDP2 over `shard` ranks of models cut in `tensor` parts by tensor parallelism, `replicate` times (HSDP).
 
-    The mesh is (replicate, shard, tensor). Context-parallel ranks count towards `shard`.
+    The mesh is (replicate, shard, tensor). Context-parallel ranks count towards `shard`. So do those that share
+    experts: each `expert` of them that follow each other.
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
     plan: Mapping[str, int] = TENSOR_PLAN
     """Dimensions that tensor parallelism cuts, in the form of `TENSOR_PLAN`."""
     fuses_experts: bool = True
@@ -122,13 +127,16 @@ class DTensor(Deployment, frozen=True):
         return self.replicate, self.shard, self.tensor
 
     def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
-        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
+        """Return the cuts of a parameter: tensor or expert parallelism's, then FSDP's along the first dimension.
 
-        Every rank holds buffers whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side;
-        the other matrix stays whole. It does not cut the tower of a model that sees.
+        The axes are those of the mesh, then the two that `shard` is made of for experts. Every rank holds buffers
+        whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side; the other matrix stays
+        whole. It does not cut the tower of a model that sees.
         """
         if name.endswith(BIAS):
             return ()
+        if self.expert > 1 and _EXPERTS in name:
+            return (4, 0), (3, 0)
         is_adapter = lora.is_adapter(name)
         of = f"{lora.layer_of(name)}.weight" if is_adapter else name
         dim = None if huggingface.is_of_tower(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
@@ -145,7 +153,11 @@ class DTensor(Deployment, frozen=True):
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host."""
-        return layout_on_mesh(model, self._mesh, rank, self.cuts, self.fuses_experts)
+        if self.expert > 1 and not self.fuses_experts:
+            raise RefitError("ranks share experts only where a layer has all of them in one parameter")
+        at = _coordinates(rank, self._mesh)
+        mesh = *self._mesh, self.shard // self.expert, self.expert
+        return layout_on_mesh(model, mesh, (*at, *divmod(at[1], self.expert)), self.cuts, self.fuses_experts)
 
 
 def _coordinates(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:

@@ -168,11 +168,28 @@ class _Rank:
             for prefix, chunk in zip(self._prefixes, chunks, strict=True)
             for local in range(len(chunk))
         ]
-        self._builder = RankBuilder(model, layers, names)
+        self._layers, self._names = layers, names
+        self._builder: RankBuilder
         self._sparse = frozenset(self._geometry.experts.layers if self._geometry.experts else ())
         self._dense = frozenset(layers) - self._sparse
 
     def build(self) -> Layout:
+        # Ranks that differ only in their experts have the rest in common, made once for all of them.
+        kept: dict[tuple[Megatron, int, int], RankBuilder] = self._model.__dict__.setdefault("without experts", {})
+        alike = self._sizes, self._at.tp, self._at.pp
+        if alike not in kept:
+            self._builder = RankBuilder(self._model, self._layers, self._names)
+            self._without_experts()
+            if any(sizes != self._sizes for sizes, _, _ in kept):
+                kept.clear()
+            kept[alike] = self._builder
+        self._builder = kept[alike].copy()
+        if self._geometry.experts is not None:
+            self._experts(self._geometry.experts)
+        return self._builder.build()
+
+    def _without_experts(self) -> None:
+        """Add all but the routed experts."""
         self._ends()
         if isinstance(self._geometry.attention, LatentAttention):
             self._latent_attention()
@@ -184,8 +201,6 @@ class _Rank:
         if self._geometry.experts is not None:
             self._builder.whole(_HERE + "mlp.router.weight", LAYER + "mlp.gate.weight")
             self._builder.whole(_HERE + "mlp.router.expert_bias", LAYER + "mlp.gate.e_score_correction_bias")
-            self._experts(self._geometry.experts)
-        return self._builder.build()
 
     def _ends(self) -> None:
         """Add embedding, last norm and output layer to the stages that have them."""

@@ -6,6 +6,7 @@ which slices of which tensors lie where in it. `RankBuilder` turns that into the
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Container, Sequence
 
@@ -128,6 +129,12 @@ class RankBuilder:
             dtype = self._model.tensors[self._model.index[tensor]].dtype
             self._builder.storage(name, math.prod(shape) * ITEM_SIZES[dtype])
 
+    def copy(self) -> RankBuilder:
+        """Return a builder that has the same parameters, and gets others."""
+        other = copy.copy(self)
+        other._builder = self._builder.copy()
+        return other
+
     def build(self) -> Layout:
         """Return the layout, without a host."""
         return self._builder.build()
@@ -165,7 +172,8 @@ class RankBuilder:
         tensors = [tensors_LE[rows] for tensors_LE in found]
         if any((tensors_LE < 0).any() for tensors_LE in tensors):
             raise RefitError(f"{name}: the model lacks some of the tensors that lie in it")
-        if len({number for tensors_LE in tensors for number in np.unique(self._model.formats[tensors_LE])}) > 1:
+        formats = [self._model.formats[tensors_LE] for tensors_LE in tensors]
+        if any((formats_LE != formats[0][0, 0]).any() for formats_LE in formats):
             raise RefitError(f"{name}: the tensors that lie in it have different element types")
         self._place(name, tuple(shape), fills, tensors, rows)
         first = self._model.tensors[tensors[0][0, 0]]

@@ -6,14 +6,14 @@ No torch here: the refit service compares digests for models of any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import Layout, Tensor
+from tandem.refit.layout import Layout
 
 Digests = NDArray[np.uint64]
 """One process's partial digests, one for each of its `Layout.tensors`."""
@@ -68,16 +68,18 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
             elements of a digested tensor more often than others.
 
     """
-    names = _Names()
+    everyone = [*sources.values()]
+    for members in engines.values():
+        everyone += members.values()
+    names = _Names(everyone)
     sent_N = names.total(sources)
     differences = []
     for engine, members in engines.items():
         held_N = names.total(members)
-        sent_N = _padded(sent_N, len(held_N))
         times_N = names.times_held(engine, members, (held_N != 0) | (sent_N != 0))
         wrong = np.flatnonzero(held_N != sent_N * times_N)
         if len(wrong):
-            first = tuple(names.name(int(index)) for index in wrong[:_NUM_NAMED])
+            first = tuple(names.names[index] for index in wrong[:_NUM_NAMED].tolist())
             differences.append(Difference(engine, first, len(wrong)))
     return Verdict(tuple(differences), combine(*sent_N.tolist()))
 
@@ -109,55 +111,45 @@ def from_bytes(encoded: bytes) -> Digests:
 
 
 class _Names:
-    """Numbers for tensor names over all layouts. Layouts that share a tuple of tensors cost one lookup."""
+    """Numbers for the tensors' names over all layouts. Layouts that share a tuple of tensors cost one lookup."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._tensors: list[Tensor] = []
-        self._of_tuple: dict[int, tuple[Sequence[Tensor], NDArray[np.int64]]] = {}
-        """Tuples and numbers by identity. Keeping the tuple prevents another from getting its identity."""
-
-    def name(self, number: int) -> str:
-        return self._tensors[number].name
+    def __init__(self, members: Iterable[Held]) -> None:
+        numbers: dict[str, int] = {}
+        sizes: list[int] = []
+        self._of_tuple: dict[int, NDArray[np.int64]] = {}
+        """The numbers of each tuple of tensors, by its identity."""
+        for layout, _ in members:
+            if id(layout.tensors) not in self._of_tuple:
+                own = []
+                for tensor in layout.tensors:
+                    own.append(numbers.setdefault(tensor.name, len(numbers)))
+                    if len(numbers) > len(sizes):
+                        sizes.append(max(1, math.prod(tensor.shape)))
+                self._of_tuple[id(layout.tensors)] = np.array(own, np.int64)
+        self.names = [*numbers]
+        self._sizes_N = np.array(sizes, np.int64)
 
     def total(self, members: Mapping[str, Held]) -> Digests:
-        """Return the sum of the processes' digests for each tensor numbered so far."""
-        total_N = np.zeros(0, np.uint64)
+        """Return the sum of the processes' digests for each tensor."""
+        total_N = np.zeros(len(self.names), np.uint64)
         for member, (layout, digests_T) in members.items():
             if len(digests_T) != len(layout.tensors):
                 raise RefitError(f"{member} sent {len(digests_T)} digests for {len(layout.tensors)} tensors")
-            numbers_T = self._numbers_of(layout)
-            total_N = _padded(total_N, len(self._tensors))
-            total_N[numbers_T] += digests_T
-        return _padded(total_N, len(self._tensors))
+            total_N[self._of_tuple[id(layout.tensors)]] += digests_T
+        return total_N
 
     def times_held(
         self, engine: str, members: Mapping[str, Held], is_digested_N: NDArray[np.bool_]
     ) -> NDArray[np.uint64]:
         """Return how many copies of each tensor the processes hold together."""
-        elements_N = np.zeros(len(self._tensors), np.int64)
+        elements_N = np.zeros(len(self.names), np.int64)
         for layout, _ in members.values():
-            pieces, numbers_T = layout.pieces, self._numbers_of(layout)
+            pieces = layout.pieces
             num_T = np.bincount(pieces.tensor_P, pieces.shape_PD.prod(axis=1), len(layout.tensors))
-            elements_N[numbers_T] += num_T.astype(np.int64)  # exact in float64 below 2**53 elements
-        sizes_N = np.array([max(1, math.prod(tensor.shape)) for tensor in self._tensors], np.int64)
-        times_N, left_N = np.divmod(elements_N, sizes_N)
+            elements_N[self._of_tuple[id(layout.tensors)]] += num_T.astype(np.int64)  # exact below 2**53 elements
+        times_N, left_N = np.divmod(elements_N, self._sizes_N)
         uneven = np.flatnonzero((left_N > 0) & is_digested_N)
         if len(uneven):
-            name = self.name(int(uneven[0]))
+            name = self.names[int(uneven[0])]
             raise RefitError(f"{engine} holds some elements of {name} more often than others: cannot verify it")
         return times_N.astype(np.uint64)
-
-    def _numbers_of(self, layout: Layout) -> NDArray[np.int64]:
-        known = self._of_tuple.get(id(layout.tensors))
-        if known is None:
-            for tensor in layout.tensors:
-                if self._numbers.setdefault(tensor.name, len(self._tensors)) == len(self._tensors):
-                    self._tensors.append(tensor)
-            numbers_T = np.array([self._numbers[tensor.name] for tensor in layout.tensors], np.int64)
-            known = self._of_tuple[id(layout.tensors)] = layout.tensors, numbers_T
-        return known[1]
-
-
-def _padded(values_N: Digests, num: int) -> Digests:
-    return np.concatenate([values_N, np.zeros(num - len(values_N), np.uint64)]) if num > len(values_N) else values_N

@@ -128,15 +128,15 @@ class DigestList:
             np.array([num_dims - len(t.shape) + _sampled_dim(t.shape) for t in self._tensors], np.int64),
         )
 
-    def of_version(self, sampling: Sampling | None) -> Slices:
-        """Return the slices to digest for one version; all without a sampling.
+    def of_version(self, sampling: Sampling) -> Slices:
+        """Return the slices to digest for one version that is sampled.
 
         Raises:
             RefitError: the sampling takes less than one row in one.
 
         """
         slices = self.slices
-        if sampling is None or sampling.one_in == 1:
+        if sampling.one_in == 1:
             return slices
         if sampling.one_in < 1:
             raise RefitError(f"cannot sample one row in {sampling.one_in}")

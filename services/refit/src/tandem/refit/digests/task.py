@@ -23,12 +23,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.refit.digests import terms
 from tandem.refit.digests.comparison import combine
-from tandem.refit.digests.slices import DigestList, Sampling, Slices
+from tandem.refit.digests.slices import DigestList, Sampling
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
 from tandem.refit.program import Quantisation, Verification
 
@@ -44,6 +45,8 @@ _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**26}
 
 _BYTES_PER_S = {"cpu": 3e9, "cuda": 5e11}
 """Rough bytes per second of one core, and of a GPU whose launches take longer than its work."""
+
+_ITEM_SIZE_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
 
 _ROWS_AT_ONCE = 2**10
 """Slices converted to Python numbers at a time."""
@@ -85,8 +88,11 @@ class DigestTask:
         self._layout = layout
         self.digest_list = digest_list or DigestList(layout, verification, quantisations)
         """Slices to digest, for reuse by a task of another version."""
-        self._slices, names = self.digest_list.of_version(sampling), self.digest_list.storage_names
+        self._slices, names = self.digest_list.slices, self.digest_list.storage_names
+        if sampling is not None:
+            self._slices = self.digest_list.of_version(sampling)
         self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._slices.storage_P).tolist()}
+        self._device = next(iter(self._ranges.values())).device.type if self._ranges else "cpu"
         self._typed: dict[tuple[int, int], torch.Tensor] = {}
         self._converted: torch.Tensor | None = None
         self._totals_T: torch.Tensor | None = None
@@ -95,13 +101,11 @@ class DigestTask:
     @property
     def expected_s(self) -> float:
         """Rough duration of the task on an idle machine, in seconds."""
-        item_size_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
-        return self.seconds_for(int((self._slices.shape_PD.prod(axis=1) * item_size_D[self._slices.dtype_P]).sum()))
+        return self.seconds_for(int((self._slices.shape_PD.prod(axis=1) * _ITEM_SIZE_D[self._slices.dtype_P]).sum()))
 
     def seconds_for(self, num_bytes: int) -> float:
         """Return the rough time in seconds to digest this many bytes on the device of the weights."""
-        device = next((held.device.type for held in self._ranges.values()), "cpu")
-        return num_bytes / _BYTES_PER_S[device]
+        return num_bytes / _BYTES_PER_S[self._device]
 
     def advance(self, seconds: float) -> bool:
         """Work until the time is up and the current slab is finished; return whether everything is.
@@ -143,7 +147,7 @@ class DigestTask:
         self._totals_T = torch.zeros(len(self._layout.tensors), dtype=torch.int64, device=device)
         for first in range(0, len(self._slices), _ROWS_AT_ONCE):
             rows = self._slices.rows(slice(first, first + _ROWS_AT_ONCE))
-            for row in zip(*(getattr(rows, field).tolist() for field in Slices.__struct_fields__), strict=True):
+            for row in zip(*map(np.ndarray.tolist, msgspec.structs.astuple(rows)), strict=True):
                 yield from self._digest(*row)
 
     def _digest(
@@ -176,13 +180,12 @@ class DigestTask:
         )
         hashed_dtype = getattr(torch, DTYPES[hashed])
         for slab, spans in _slabs(values, _spans(start[missing:], shape[missing:], step[missing:])):
-            add_slab_sum(self._totals_T[tensor], self._as(slab, hashed_dtype), spans)
+            words = slab if slab.dtype == hashed_dtype else self._as(slab, hashed_dtype)
+            add_slab_sum(self._totals_T[tensor], words, spans)
             yield
 
     def _as(self, slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a converted slab, in memory that the next one reuses."""
-        if slab.dtype == dtype:
-            return slab
         if self._converted is None or self._converted.dtype != dtype or len(self._converted) < slab.numel():
             self._converted = slab.new_empty(_slab_elements(slab), dtype=dtype)
         return self._converted[: slab.numel()].view(slab.shape).copy_(slab)

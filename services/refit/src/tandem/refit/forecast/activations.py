@@ -68,7 +68,7 @@ class _Rank:
         self.share_shown = most_image_tokens(config, 1.0)
         """Largest share of the tokens that may stand for images."""
         self.trains_all = config.policy.adapters is None
-        self.has_head_norms = any(".self_attn.q_norm." in tensor.name for tensor in self.model.tensors)
+        self.has_head_norms = self.model.has_head_norms
         self.num_sequences = config.sequences_per_sample
         shares = config.data_parallel_size
         self.num_trained = -(-config.policy.train_global_batch_size // shares)
@@ -79,6 +79,8 @@ class _Rank:
         rolls_out = config.declaration.rolls_out
         self.share_scored = min(1.0, generation.max_new_tokens / longest) if rolls_out else 1.0
         """Share of the tokens that are scored."""
+        self.num_outputs = 1 if self.model.has_scalar_head else geometry.vocabulary_size
+        """Numbers that the head gives for each token."""
         self.place(trainers.deployment, rank)
 
     tp, cp, cuts_sequences = 1, 1, False
@@ -209,17 +211,20 @@ class _DTensorRank(_Rank):
         settings = self.policy.dtensor_cfg
         self.tp, self.cp = deployment.tensor, settings.context_parallel_size
         self.cuts_sequences = settings.sequence_parallel
-        self.num_output_rows = self.geometry.vocabulary_size / self.tp
+        self.num_output_rows = self.num_outputs if self.model.has_scalar_head else self.num_outputs / self.tp
         self.layers = list(range(self.geometry.num_layers))
         sizes = dict.fromkeys(("", *(f"model.layers.{layer}" for layer in self.layers)), 0.0)
         for tensor in self.model.tensors:
             layer = _LAYER.match(tensor.name)
             key = layer[0] if layer else ""
-            sizes[key] = sizes.get(key, 0.0) + math.prod(tensor.shape) / self.tp
-        is_whole = deployment.shard == 1 and self.tp == 1
-        self.root, self.largest = (0.0, 0.0) if is_whole else (sizes.pop(""), max(sizes.values()))
+            shares = deployment.expert if ".experts." in tensor.name else self.tp
+            sizes[key] = sizes.get(key, 0.0) + math.prod(tensor.shape) / shares
+        if deployment.num_ranks > 1:
+            self.root, self.largest = sizes.pop(""), max(sizes.values())
+        else:  # a single rank gathers nothing, but keeps what it casts
+            self.root, self.largest = sum(sizes.values()) if self.item < 4 and self.trains_all else 0.0, 0.0
         """Elements of what is gathered all along, and of the largest layer."""
-        self.begun = 2 * self.item * self.root
+        self.begun = (2 if self.largest else 1) * self.item * self.root
         """Bytes gathered at the beginning: one tensor, and those that it is copied to."""
 
     def norms(self, num_tokens: float) -> float:
@@ -280,7 +285,7 @@ class _MegatronRank(_Rank):
         self.layers = [layer for chunk in chunks for layer in chunk]
         self.is_first, self.is_last = at.pp == 0, at.pp == pp - 1
         multiple = deployment.vocabulary_divisor * self.tp
-        rows = -(-self.geometry.vocabulary_size // multiple) * multiple / self.tp
+        rows = 1 if self.model.has_scalar_head else -(-self.num_outputs // multiple) * multiple / self.tp
         self.num_output_rows = rows if self.is_last else 0.0
         # Of a pipeline's micro-batches those before the first backward pass (Korthikanti et al., section 4.2.3);
         # interleaved, a stage keeps those of single chunks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).

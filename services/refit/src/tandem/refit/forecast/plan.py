@@ -12,6 +12,8 @@ from rich.table import Table
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.refit.forecast import plan_summary as outline
+from tandem.refit.forecast.beside import Beside, beside_policy
+from tandem.refit.forecast.differences import SHARE, Differences
 from tandem.refit.forecast.memory import columns, memory_of, size_of_gpu
 from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
@@ -37,14 +39,17 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
     both = None if isinstance(model, str) else sides(config, model)
     generates = config.generates
     explained = predict(config, *both) if both and generates else None
+    beside = () if isinstance(model, str) else beside_policy(config, model)
     _print_ranks(config, both, console)
+    for line in outline.beside(config, beside):
+        console.print(f"  {line}", soft_wrap=True)
     for line in outline.steps(config):
         console.print(f"  {line}")
     if both is None:
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
         console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
-        _print_memory(config, both[0], explained, console)
+        _print_memory(config, both[0], explained, beside, console)
     if generates:
         print_ages(config, given, explained.cost.seconds if explained else None, console)
     if explained:
@@ -91,16 +96,18 @@ def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
     return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
 
 
-def _print_memory(config: Config, trainers: Side, explained: Forecast | None, console: Console) -> None:
+def _print_memory(
+    config: Config, trainers: Side, explained: Forecast | None, beside: Sequence[Beside], console: Console
+) -> None:
     """Print the phases of the trainer that needs most. On CPUs, attention and gathering take other memory."""
     on_gpus = is_on_gpus(config)
     of_refit = None if explained is None else explained.memory
-    found = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit)
-    peak, knows = found.peak, len(found.phases) > 1
+    found = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit, beside=beside)
+    peak, knows = found.peak, found.knows_activations
     is_in_host_memory = config.policy.dtensor_cfg.cpu_offload and not config.policy.megatron_cfg.enabled
     where = " (in host memory)" if is_in_host_memory else ""
     if not knows:
-        listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in found.kept.items())
+        listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in peak.held.items())
         console.print(f"  {peak.num_bytes / 1e9:,.2f} GB a trainer{where}, without activations: {listed}")
         return
     console.print(
@@ -129,6 +136,8 @@ def _print_cost(explained: Forecast, console: Console) -> None:
         f"install {_time(found.install_s)})"
     )
     console.print(f"predicted    {_time(found.seconds)}  limited by: {found.limited_by}")
+    if explained.differences is not None:
+        _print_differences(explained.differences, console)
     if explained.frozen_cost is not None:
         links, once = explained.survey.frozen_links, explained.frozen_cost
         num_bytes = sum(link.num_bytes for link in links)
@@ -136,6 +145,16 @@ def _print_cost(explained: Forecast, console: Console) -> None:
         moved = f"{num_bytes / _UNITS[unit]:,.2f} {unit} of frozen weights by {ways}"
         console.print(f"first refit  {_time(once.seconds)} more: {moved}; limited by: {once.limited_by}")
     console.print(f"planned in {explained.seconds:.1f} s; rates are those of cluster.links", style="dim")
+
+
+def _print_differences(found: Differences, console: Console) -> None:
+    unit, most = _unit([found.num_whole]), max(found.kept.values())
+    console.print(
+        f"differences  {_time(found.cost.seconds)}, and the time to find them, if {SHARE:.0%} has changed: "
+        f"{found.num_bytes / _UNITS[unit]:,.2f} {unit} by stream instead of {found.num_whole / _UNITS[unit]:,.2f}; a "
+        f"trainer keeps up to {most / _UNITS[_unit([most])]:,.2f} {_unit([most])} for it, in every phase",
+        soft_wrap=True,
+    )
 
 
 def _print_links(found: Survey, console: Console) -> None:

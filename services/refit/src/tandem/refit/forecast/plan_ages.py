@@ -28,9 +28,9 @@ BYTES_A_TOKEN = 13
 """Bytes that an engine keeps of a sample's token: its id, a byte of loss mask, a log-probability, a version."""
 _FREE = (
     "prerequisite",
-    "grpo.async_grpo",
-    "grpo.seed",
+    *(f"{name}.{key}" for name in ("grpo", "ppo") for key in (f"async_{name}", "seed")),
     *length_and_validation("grpo"),
+    *length_and_validation("ppo"),
     "data.num_train",
     "data.num_validation",
     "checkpointing",
@@ -140,7 +140,7 @@ def _medians(steps: Sequence[StepRecord], refits: Sequence[RefitRecord]) -> dict
     proofs = [refit.seconds.get("attest", 0.0) + refit.seconds.get("commit", 0.0) for refit in refits]
     return {
         "generation_s": median("generation"),
-        "training_s": median("policy_training", "get_logprobs"),
+        "training_s": median("policy_training", "get_logprobs", "value_training", "value_inference"),
         "refit_s": median("refit"),
         "attest_s": statistics.median(proofs) if proofs else 0.0,
         "longest_over_mean": statistics.median(longest / mean for longest, mean in lengths),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tandem.config import Config, notices
 from tandem.config.unsupported import refusal
+from tandem.refit.forecast.beside import Beside, as_policy, models_beside, name_of
+from tandem.refit.forecast.memory import part_of
+from tandem.refit.forecast.sides import training, words
 
 
 def ranks_of_training(config: Config) -> str:
@@ -15,6 +18,25 @@ def ranks_of_training(config: Config) -> str:
     beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
     rest = f", and beside them {' and '.join(beside)}" if beside else ""
     return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
+
+
+def beside(config: Config, held: Sequence[Beside]) -> Iterator[str]:
+    """Describe the division of each model beside the policy, with bytes if what trainers hold is known."""
+    of_name = {each.name: each for each in held}
+    for model, number in models_beside(config):
+        own, name = as_policy(config, model, number), name_of(config, model, number)
+        ranks = own.cluster.trainers
+        where = f"{_count(ranks, 'rank')} of its own" if model in config.processes_of else "the same ranks"
+        division = words(own, training(own))
+        yield f"{name}, on {where}: {division}{_sizes(of_name[name]) if held else ''}"
+
+
+def _sizes(each: Beside) -> str:
+    """Return a model's element types, and the bytes of the rank that holds most of it."""
+    part, dtypes = part_of(each), ", ".join(sorted({tensor.dtype for tensor in each.side.model.tensors}))
+    learning = f", {part.most / 1e9:,.2f} GB with gradients and optimizer" if each.is_trained else ""
+    assumed = f", as if it had the policy's shape: {each.unknown}" if each.unknown else ""
+    return f"; {dtypes}; {part.weights / 1e9:,.2f} GB of weights a rank{learning}{assumed}"
 
 
 def steps(config: Config) -> Iterator[str]:

@@ -76,8 +76,9 @@ def training(config: Config) -> Megatron | DTensor:
     """Return how the trainers divide the model."""
     megatron, dtensor = config.policy.megatron_cfg, config.policy.dtensor_cfg
     if not megatron.enabled:
-        tensor = dtensor.tensor_parallel_size
-        return DTensor(shard=config.cluster.trainers // tensor, tensor=tensor)
+        copies, tensor = dtensor.dp_replicate_size, dtensor.tensor_parallel_size
+        shards = config.cluster.trainers // (copies * tensor)
+        return DTensor(replicate=copies, shard=shards, tensor=tensor, expert=dtensor.expert_parallel_size)
     return Megatron(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
@@ -114,7 +115,10 @@ def words(config: Config, deployment: Deployment) -> str:
             return f"Megatron-Core {_said(sizes)}"
         case DTensor():
             sizes = {"TP": deployment.tensor, "CP": config.policy.dtensor_cfg.context_parallel_size}
-            return f"DTensor, FSDP{deployment.shard}" + "".join(f" × {n}{s}" for n, s in sizes.items() if s > 1)
+            sizes |= {"EP": deployment.expert}
+            copies = f"{deployment.replicate} × " if deployment.replicate > 1 else ""
+            cut = "".join(f" × {name}{size}" for name, size in sizes.items() if size > 1)
+            return f"DTensor, {copies}FSDP{deployment.shard}{cut}"
         case Vllm():
             sizes = {"TP": deployment.tp, "PP": deployment.pp}
             engines = f", {deployment.replicas} engines" if deployment.replicas > 1 else ""

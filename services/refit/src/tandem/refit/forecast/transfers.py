@@ -15,6 +15,7 @@ from tandem.config import Config
 from tandem.config.placement import first_gpu_of_engines
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.cost import Cost, bucket_memory, cost
+from tandem.refit.forecast.differences import Differences, differences
 from tandem.refit.forecast.sides import Side
 from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory
 from tandem.refit.planner import Survey, survey
@@ -32,6 +33,8 @@ class Forecast(msgspec.Struct, frozen=True):
     """Peak bytes beside the weights, by process: buckets of streams, and staging."""
     seconds: float
     """Time that laying out and planning took."""
+    differences: Differences | None = None
+    """The same refit with differences; None if the configuration sends none."""
 
 
 def predict(config: Config, trainers: Side, engines: Side) -> Forecast:
@@ -51,9 +54,12 @@ def predict(config: Config, trainers: Side, engines: Side) -> Forecast:
     for engine, num_bytes in found.staging.items():
         memory[engine] = memory.get(engine, 0) + num_bytes
     links, rates = (found.links, found.frozen_links), config.cluster.links
+    smaller = differences(config, found.links, layouts, len(sources), rates)
+    for trainer, num_bytes in smaller.kept.items() if smaller else ():
+        memory[trainer] = memory.get(trainer, 0) + num_bytes
     each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
     assert each is not None, "engines want something that is trained"
-    return Forecast(found, each, once, memory, time.perf_counter() - started)
+    return Forecast(found, each, once, memory, time.perf_counter() - started, smaller)
 
 
 def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:

@@ -198,62 +198,125 @@ def patterns(
         there.sort(key=lambda slot: slot[:2])
         near = host if replica_sets.has_trainers(host) else ""
         alike.setdefault((near, tuple(slot[:2] for slot in there)), []).append(tuple(slot[2] for slot in there))
-    return [
-        _pattern(host, slots, tuple(hosts), shards, replica_sets, set_B, allow_alias=allow_alias, grain=grain)
-        for (host, slots), hosts in alike.items()
-    ]
+    # Numbers of replica sets follow the order of the nodes. What only depends on classes is found once for all nodes.
+    found = {place: [replica_sets.on(place[0], device) for _, device in place[1]] for place in alike}
+    is_near_S = np.array([replicas.is_near for replicas in replica_sets.all], bool)
+    spared = np.array([bool(registry.in_place_of(transport.name)) for transport in registry.numbered()])
+    can_alias_S = np.array([allow_alias and spared[s.transport_R].any() for s in replica_sets.all], bool)
+    places: dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, str], ...]]]] = {}
+    for place in alike:
+        places.setdefault(tuple(number for number, _ in place[1]), []).append(place)
+    made: dict[tuple[str, tuple[tuple[int, str], ...]], Pattern] = {}
+    for numbers, there_too in places.items():
+        needs = _needs([shards[number] for number in numbers])
+        box_R = np.concatenate([shards[number].box_N for number in numbers])
+        set_R = set_B[box_R]
+        for place in there_too:
+            replicas_R = np.concatenate(
+                [replicas_S[own] for replicas_S, own in zip(found[place], np.split(set_R, needs.ends), strict=True)]
+            )
+            hosts = tuple(alike[place])
+            made[place] = _pattern(numbers, hosts, needs, replicas_R, is_near_S, can_alias_S, grain=grain)
+    return [made[place] for place in alike]
+
+
+class _Needs(msgspec.Struct, frozen=True, eq=False):
+    """The overlaps that the classes of a node need, slot after slot (R rows), wherever the node is."""
+
+    ends: list[int]
+    """First row of every slot but the first."""
+    slot_R: Ints
+    row_R: Ints
+    group_R: Ints
+    """Number of the overlap among the distinct ones, K."""
+    row_KS: Ints
+    """Row in each slot's `DestinationShards`, or -1."""
+    sharers: list[tuple[int, ...]]
+    """Distinct sets of slots."""
+    sharers_R: Ints
+    """Number of the set that needs the overlap."""
+    is_first_R: NDArray[np.bool_]
+    """Whether this slot is the first that needs it."""
+    is_shared_R: NDArray[np.bool_]
+    sizes: tuple[Ints, ...]
+    """Bytes, dimension to cut, bytes per index along it, storage, widening and reading."""
+
+
+def _needs(mine: Sequence[DestinationShards]) -> _Needs:
+    counts = [len(w.want_N) for w in mine]
+    slot_R = np.repeat(np.arange(len(mine)), counts)
+    row_KS, group_R = _same_overlaps(mine)
+    sharers, sharers_K = _sharers(row_KS)
+    needs_KS = row_KS >= 0
+    return _Needs(
+        ends=np.cumsum(counts)[:-1].tolist(),
+        slot_R=slot_R,
+        row_R=np.concatenate([np.arange(count) for count in counts]),
+        group_R=group_R,
+        row_KS=row_KS,
+        sharers=sharers,
+        sharers_R=sharers_K[group_R],
+        is_first_R=slot_R == needs_KS.argmax(axis=1)[group_R],
+        is_shared_R=(needs_KS.sum(axis=1) > 1)[group_R],
+        sizes=tuple(np.concatenate(columns) for columns in zip(*map(_sizes, mine), strict=True)),
+    )
 
 
 def _pattern(
-    host: str,
-    slots: tuple[tuple[int, str], ...],
+    numbers: tuple[int, ...],
     hosts: tuple[tuple[str, ...], ...],
-    shards: Sequence[DestinationShards],
-    replica_sets: ReplicaSets,
-    set_B: Ints,
+    needs: _Needs,
+    replicas_R: Ints,
+    is_near_S: NDArray[np.bool_],
+    can_alias_S: NDArray[np.bool_],
     *,
-    allow_alias: bool,
     grain: int,
 ) -> Pattern:
-    mine = [shards[number] for number, _ in slots]
-    row_KS, group_R = _same_overlaps(mine)
-    sharers, sharers_K = _sharers(row_KS)
-    slot_R = np.repeat(np.arange(len(mine)), [len(w.want_N) for w in mine])
-    row_R = np.concatenate([np.arange(len(w.want_N)) for w in mine])
-    replicas_R = np.concatenate([replica_sets.on(host, slots[slot][1])[set_B[w.box_N]] for slot, w in enumerate(mine)])
-    is_near_R = np.array([replicas.is_near for replicas in replica_sets.all], bool)[replicas_R]
+    """Return the pattern of nodes.
+
+    Args:
+        numbers: the class of each slot.
+        hosts: the engines of each node.
+        needs: of those classes.
+        replicas_R: number of the replica set of each overlap.
+        is_near_S: by replica set.
+        can_alias_S: whether overlaps from a replica set may be read in place, so that they are not cut.
+        grain: that of `patterns`.
+
+    """
+    num_slots = len(numbers)
+    is_near_R = is_near_S[replicas_R]
     # Each engine copies what is within reach for itself; the rest is sent once, to all that share it.
-    alone_R = is_near_R | _is_near_to_some(len(row_KS), group_R, is_near_R)
-    kept_R = np.flatnonzero(alone_R | (slot_R == (row_KS >= 0).argmax(axis=1)[group_R]))
-    sharers_R = np.where(alone_R, slot_R, sharers_K[group_R] + len(mine))[kept_R]
-    order = np.lexsort((replicas_R[kept_R], sharers_R))
+    alone_R = is_near_R | _is_near_to_some(len(needs.row_KS), needs.group_R, is_near_R)
+    kept_R = np.flatnonzero(alone_R | needs.is_first_R)
+    sharers_R = np.where(alone_R, needs.slot_R, needs.sharers_R + num_slots)[kept_R]
+    order = _order(sharers_R * len(is_near_S) + replicas_R[kept_R])
     chosen = kept_R[order]
     sharers_R, replicas_R, slot_R, row_R, group_R = (
         sharers_R[order],
-        *(column[chosen] for column in (replicas_R, slot_R, row_R, group_R)),
+        *(column[chosen] for column in (replicas_R, needs.slot_R, needs.row_R, needs.group_R)),
     )
     is_first_R = np.ones(len(chosen), bool)
     is_first_R[1:] = (sharers_R[1:] != sharers_R[:-1]) | (replicas_R[1:] != replicas_R[:-1])
     first_L = np.flatnonzero(is_first_R)
-    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = _sizes(mine, slot_R, row_R)
+    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = (column[chosen] for column in needs.sizes)
     high_R = np.cumsum(num_bytes_R)
     low_R = high_R - num_bytes_R
     edge_R, unit_R = low_R, np.where(num_bytes_R < 2 * grain, num_bytes_R, step_R)
-    if allow_alias:
-        spared = [bool(registry.in_place_of(transport.name)) for transport in registry.numbered()]
-        can_alias = [bool(np.array(spared)[replicas.transport_R].any()) for replicas in replica_sets.all]
-        edge_R, unit_R = _keep_together(
-            np.array(can_alias, bool)[replicas_R], is_first_R, storage_R, (low_R, high_R, edge_R, unit_R)
-        )
-    is_shared_R = ~alone_R[chosen] & ((row_KS >= 0).sum(axis=1) > 1)[group_R]
-    shared_K = np.unique(group_R[is_shared_R])
-    every = [(slot,) for slot in range(len(mine))] + sharers
+    if can_alias_S.any():
+        now = low_R, high_R, edge_R, unit_R
+        edge_R, unit_R = _keep_together(can_alias_S[replicas_R], is_first_R, storage_R, now)
+    is_shared_R = ~alone_R[chosen] & needs.is_shared_R[chosen]
+    is_shared_K = np.zeros(len(needs.row_KS), bool)
+    is_shared_K[group_R[is_shared_R]] = True
+    number_K = np.cumsum(is_shared_K) - 1
+    every = [(slot,) for slot in range(num_slots)] + needs.sharers
     return Pattern(
-        slots=tuple(number for number, _ in slots),
+        slots=numbers,
         hosts=hosts,
         slot_R=slot_R.astype(np.int32),
         row_R=row_R.astype(np.int32),
-        group_R=np.where(is_shared_R, np.searchsorted(shared_K, group_R), -1).astype(np.int32),
+        group_R=np.where(is_shared_R, number_K[group_R], -1).astype(np.int32),
         low_R=low_R,
         high_R=high_R,
         axis_R=axis_R.astype(np.int32),
@@ -262,7 +325,7 @@ def _pattern(
         unit_R=unit_R,
         widening_R=widening_R.astype(np.int32),
         reading_R=reading_R.astype(np.int32),
-        row_KS=row_KS[shared_K].astype(np.int32),
+        row_KS=needs.row_KS[is_shared_K].astype(np.int32),
         low_L=low_R[first_L],
         high_L=high_R[np.concatenate([first_L[1:], [len(chosen)]]).astype(np.int64) - 1] if len(chosen) else low_R,
         replicas_L=replicas_R[first_L],
@@ -291,6 +354,15 @@ def _sharers(row_KS: Ints) -> tuple[list[tuple[int, ...]], Ints]:
     return [tuple(np.flatnonzero(needs_KS[row]).tolist()) for row in first.tolist()], sharers_K
 
 
+def _order(key_R: Ints) -> Ints:
+    """Return the stable order of small numbers of which few are distinct: NumPy sorts 16 bits in linear time."""
+    is_used = np.zeros(int(key_R.max(initial=0)) + 1, bool)
+    is_used[key_R] = True
+    rank_R = (np.cumsum(is_used) - 1)[key_R]
+    num_ranks = np.count_nonzero(is_used)
+    return np.argsort(rank_R.astype(np.uint16) if num_ranks <= 1 << 16 else rank_R, kind="stable")
+
+
 def _is_near_to_some(num_overlaps: int, group_R: Ints, is_near_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which overlaps are within reach of some engine of the node."""
     is_near_K = np.zeros(num_overlaps, bool)
@@ -298,22 +370,12 @@ def _is_near_to_some(num_overlaps: int, group_R: Ints, is_near_R: NDArray[np.boo
     return is_near_K[group_R]
 
 
-def _sizes(mine: Sequence[DestinationShards], slot_R: Ints, row_R: Ints) -> tuple[Ints, ...]:
+def _sizes(w: DestinationShards) -> tuple[Ints, ...]:
     """Return each overlap's bytes, dimension to cut, bytes per index along it, storage, widening and reading."""
-    columns = tuple(np.zeros(len(slot_R), np.int64) for _ in range(6))
-    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = columns
-    for slot, w in enumerate(mine):
-        rows = np.flatnonzero(slot_R == slot)
-        own = row_R[rows]
-        shape_RD = w.shape_ND[own]
-        is_long_RD = shape_RD >= FEWEST_CUTS
-        axis = np.where(is_long_RD.any(axis=1), is_long_RD.argmax(axis=1), shape_RD.argmax(axis=1))
-        num_bytes_R[rows] = w.num_bytes_N[own]
-        axis_R[rows] = axis
-        step_R[rows] = w.num_bytes_N[own] // shape_RD[np.arange(len(rows)), axis]
-        storage_R[rows] = w.storage_P[w.want_N[own]]
-        widening_R[rows], reading_R[rows] = w.widening_N[own], w.reading_N[own]
-    return columns
+    is_long_ND = w.shape_ND >= FEWEST_CUTS
+    axis_N = np.where(is_long_ND.any(axis=1), is_long_ND.argmax(axis=1), w.shape_ND.argmax(axis=1))
+    step_N = w.num_bytes_N // w.shape_ND[np.arange(len(axis_N)), axis_N]
+    return w.num_bytes_N, axis_N, step_N, w.storage_P[w.want_N], w.widening_N, w.reading_N
 
 
 def _keep_together(

@@ -21,6 +21,17 @@ class Copier:
         # One kernel launch per slice would leave a GPU idle most of the time.
         self._kernels = gpu_copy.prepare(self._destinations, self._sources) if on_one_gpu else None
 
+    def backwards(self) -> Copier:
+        """Return the copier of each destination to its source."""
+        return Copier(self._sources, self._destinations)
+
+    def places(self) -> tuple[object, ...]:
+        """Return where the sources lie and how they are arranged; equal for copiers that read the same."""
+        return tuple(
+            (source.device, source.data_ptr(), source.dtype, source.shape, source.stride(), destination.dtype)
+            for destination, source in zip(self._destinations, self._sources, strict=True)
+        )
+
     @torch.no_grad()
     def run(self) -> None:
         """Copy all pairs; on a GPU, only queue the copies on the current stream."""

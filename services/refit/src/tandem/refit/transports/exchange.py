@@ -31,10 +31,10 @@ from tandem.refit.transports.memory import Memory, destination_side, source_side
 from tandem.refit.transports.process_group import Group, Message, poll
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
 
-_TAGS_A_ROUND = 1 << 20
+TAGS_A_ROUND = 1 << 20
 
 
-class _BoundMessage(NamedTuple):
+class BoundMessage(NamedTuple):
     """One message of a channel."""
 
     message: Message
@@ -42,6 +42,8 @@ class _BoundMessage(NamedTuple):
     """Packs or unpacks the message; None if it is sent or received in place."""
     tensor: str
     """First tensor in the message, for errors."""
+    item_size: int
+    """Bytes of the smallest element in the message, of which all others have a multiple."""
 
 
 class _Flying(NamedTuple):
@@ -74,7 +76,7 @@ class Channel:
         self.num_copies = len(transfer.copies)
         self.messages = list(self._messages(end))
 
-    def _messages(self, end: MeshEnd) -> Iterator[_BoundMessage]:
+    def _messages(self, end: MeshEnd) -> Iterator[BoundMessage]:
         limit = bucket_bytes(len(end.transfer_group.members), self.transfer.num_bytes)
         buckets = divide(self.transfer.copies, limit)
         copies = buckets.copies
@@ -100,9 +102,10 @@ class Channel:
                 bytes_ = slots[wave % DEPTH][: buckets.num_bytes_B[wave]]
                 packed = [_packed(bytes_, places[row], types[row], views[row].shape) for row in rows]
                 copier = Copier(packed, own) if self.is_send else Copier(own, packed)
-            tag = self.transfer.round * _TAGS_A_ROUND + wave
+            tag = self.transfer.round * TAGS_A_ROUND + wave
             name = self.transfer.tensors[copies.tensor_C[rows[0]]]
-            yield _BoundMessage(Message(bytes_, rank, tag, self.is_send), copier, name)
+            item_size = min(types[row].itemsize for row in rows)
+            yield BoundMessage(Message(bytes_, rank, tag, self.is_send), copier, name, item_size)
 
 
 def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.device) -> bool:
@@ -168,13 +171,13 @@ class Exchange:
             group.queue.wait_stream(torch.cuda.current_stream(group.device))
         try:
             for wave in range(num_waves + DEPTH):
-                with _on_queue(group):
+                with on_queue(group):
                     while flying and flying[0].wave <= wave - DEPTH:
                         self._finish(group, flying, deadline, counted)
                     if wave < num_waves:
                         self._start(group, wave, channels, flying)
                 yield
-            _synchronise(group, deadline)
+            synchronise(group, deadline)
         except RefitError as error:
             flying.clear()
             group.close(str(error))
@@ -194,32 +197,34 @@ class Exchange:
             flying += [_Flying(work, channel, wave) for work, channel in zip(works, batch, strict=bool(not failure))]
             works.clear()
             if failure:
-                raise RefitError(_told(group, batch[0], wave, failure))
+                raise RefitError(told(group, batch[0], wave, failure))
 
     def _finish(self, group: Group, flying: list[_Flying], deadline: float, counted: dict[str, int]) -> None:
         work, channel, wave = flying.pop(0)
         failure = group.wait(work, deadline)
         del work  # a caught error keeps locals alive, and `work` keeps the sockets open
         if failure:
-            raise RefitError(_told(group, channel, wave, failure))
+            raise RefitError(told(group, channel, wave, failure))
         bound = channel.messages[wave]
         if bound.copier is not None and not channel.is_send:
             bound.copier.run()
         counted[channel.link] = counted.get(channel.link, 0) + bound.message.bytes_.numel()
 
 
-def _told(group: Group, channel: Channel, wave: int, why: str) -> str:
+def told(group: Group, channel: Channel, wave: int, why: str) -> str:
+    """Return an error message: which process failed at which message, and why."""
     tensor = channel.messages[wave].tensor
     doing = f"sending {tensor} to {channel.peer}" if channel.is_send else f"receiving {tensor} from {channel.peer}"
     where = f"(round {channel.transfer.round}, message {wave + 1} of {len(channel.messages)})"
     return f"{group.member} failed while {doing} {where}: {why}"
 
 
-def _on_queue(group: Group) -> AbstractContextManager[object]:
+def on_queue(group: Group) -> AbstractContextManager[object]:
+    """Return a context in which a group's copies are queued on its own stream."""
     return contextlib.nullcontext() if group.queue is None else torch.cuda.stream(group.queue)
 
 
-def _synchronise(group: Group, deadline: float) -> None:
+def synchronise(group: Group, deadline: float) -> None:
     """Wait until all received data is unpacked."""
     if group.queue is not None and not poll(group.queue.query, deadline):
         raise RefitError(f"{group.member} failed while unpacking: the deadline passed")

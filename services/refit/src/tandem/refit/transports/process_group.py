@@ -24,7 +24,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
-from tandem.common.network import keep_to_interface
+from tandem.common.keys import KeyPair
+from tandem.common.network import defer_silent, keep_to_interface, listening
 from tandem.refit.transfer import TransferGroup
 
 _POLL_S = 0.0002
@@ -56,20 +57,12 @@ class Message(NamedTuple):
     is_send: bool
 
 
-class Meeting(NamedTuple):
-    """The store where processes of a transfer group meet, as plain data."""
+class GroupKeys(NamedTuple):
+    """The keys with which the processes of a transfer group authenticate each other."""
 
-    host: str
-    port: int
-    prefix: str
-    """Prefix of keys, new for each attempt."""
-
-    def store(self, timeout_s: float) -> Store:
-        """Return a new connection to the store."""
-        timeout = timedelta(seconds=timeout_s)
-        return PrefixStore(
-            self.prefix, TCPStore(self.host, self.port, is_master=False, use_libuv=False, timeout=timeout)
-        )
+    own: KeyPair
+    public: Mapping[str, str]
+    """Public key of each process, by its name."""
 
 
 class _Guarded(NamedTuple):
@@ -163,10 +156,10 @@ class Group:
     def _wait_guarded(self, work: _Guarded, deadline: float) -> None:
         for each in (work.guard, work.data, work.behind):
             if each is not None:
-                each.wait(_left(deadline))
+                each.wait(left(deadline))
         if not work.message.is_send:
             back = self._post(self._byte, work.message.peer, work.message.tag * 3 + 2, is_send=True)
-            back.wait(_left(deadline))  # takes only as long as the write: the peer is ready for it
+            back.wait(left(deadline))  # takes only as long as the write: the peer is ready for it
 
     def _post(self, bytes_: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
@@ -214,13 +207,12 @@ def connect(
     )
     prefixed = PrefixStore(transfer_group.name, store)
     try:
-        _await_members(transfer_group, member, prefixed, timeout_s)
-        left = _left(deadline)
+        await_members(transfer_group, member, prefixed, timeout_s)
         backend: Any
         if own.type == "cpu":
-            backend = _gloo(prefixed, rank, transfer_group, left, address)
+            backend = _gloo(prefixed, rank, transfer_group, left(deadline), address)
         else:
-            backend = _nccl(prefixed, rank, transfer_group, left, own)
+            backend = _nccl(prefixed, rank, transfer_group, left(deadline), own)
     except RuntimeError as error:
         what = f"could not connect transfer group {transfer_group.name!r}"
         raise RefitError(f"{member} {what}: {_reason(str(error))}") from error
@@ -236,12 +228,13 @@ def poll(is_done: Any, deadline: float) -> bool:
     return True
 
 
-def _left(deadline: float) -> timedelta:
+def left(deadline: float) -> timedelta:
     """Return the time until a deadline; never 0, which would mean an endless wait."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _await_members(transfer_group: TransferGroup, member: str, store: Store, timeout_s: float) -> None:
+def await_members(transfer_group: TransferGroup, member: str, store: Store, timeout_s: float) -> None:
+    """Wait until every process has announced itself, in a store prefixed by the group's name. Raises `RefitError`."""
     keys = [f"{rank} is there" for rank in range(len(transfer_group.members))]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -260,7 +253,9 @@ def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timed
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
     # to fall silent; after a peer died in the middle of a message they never do.
-    options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=False)]
+    known = {each.getsockname() for each in listening()}
+    options._devices = [ProcessGroupGloo.create_device(hostname=address or address_towards(store), lazy_init=False)]
+    defer_silent(each for each in listening() if each.getsockname() not in known)
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(transfer_group.members), options)
 
@@ -271,7 +266,7 @@ def _nccl(store: Store, rank: int, transfer_group: TransferGroup, timeout: timed
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER  # each wait has its own deadline, and later ones differ from this
     options.config.blocking = 0  # else it would wait forever for a process that dies while it connects
-    keep_to_interface(_address_towards(store), "NCCL_SOCKET_IFNAME")
+    keep_to_interface(address_towards(store), "NCCL_SOCKET_IFNAME")
     settings = {**_OWN_ERROR_HANDLING, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout.total_seconds()))}
     with _environment(settings):
         backend: Any = ProcessGroupNCCL(store, rank, len(transfer_group.members), options)
@@ -302,7 +297,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _address_towards(store: Store) -> str:
+def address_towards(store: Store) -> str:
     """Return this host's address on the route to the store, since peers on other hosts reach the store too."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

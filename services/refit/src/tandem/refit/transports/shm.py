@@ -7,11 +7,13 @@ cleanup. Memory mapped by an engine stays readable, with its contents, when the 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, SharedMemory, Storage
@@ -20,6 +22,11 @@ from tandem.refit.transports.transport import BoundTransfers, End, Route, Transp
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
+
+Taken = TypeVar("Taken")
+
+_DESCRIPTORS_S = 15.0
+"""How long to wait for a free descriptor: connections that prove nothing are cut off after five seconds."""
 
 
 class Shm(Transport):
@@ -88,7 +95,7 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         raise RefitError(f"{member} cannot open {what}: it is private to that process")
     path = f"/proc/{storage.address.pid}/fd/{storage.address.fd}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _with_descriptor(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise RefitError(
             f"{member} cannot open {what}: {_why(error, storage.address)}; memory is shared by processes that run on "
@@ -99,7 +106,7 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         if status.st_ino != storage.address.inode or status.st_size < storage.num_bytes:
             raise RefitError(f"{member} cannot open {what}: the memory it was planned for is gone")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults in the first refit
-        mapped = mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ)
+        mapped = _with_descriptor(lambda: mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ))  # a copy of `fd`
     except OSError as error:
         raise RefitError(f"{member} cannot map {what}: {error.strerror}") from error
     finally:
@@ -110,6 +117,18 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         # The memory is mapped read-only on purpose: nothing writes to it, and a write would fault.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _with_descriptor(take: Callable[[], Taken]) -> Taken:
+    """Return what takes a descriptor. Without a free one, wait: those that strangers hold are soon free again."""
+    until = time.monotonic() + _DESCRIPTORS_S
+    while True:
+        try:
+            return take()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > until:
+                raise
+        time.sleep(0.05)
 
 
 def _why(error: OSError, address: SharedMemory) -> str:

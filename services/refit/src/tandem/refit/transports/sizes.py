@@ -15,6 +15,18 @@ DEPTH = 2
 """Messages of a transfer in transit at once, each in its own buffer."""
 
 
+_SLOW_GB_PER_S = 0.25
+"""Rate of a link up to which differences of any size pay, since finding them takes less time than sending all."""
+
+_LARGEST_DIFFERENCE = 1 / 16
+"""Largest share of changed elements that pays on faster links; `benchmarks/test_differences.py` measures both."""
+
+
+def largest_difference(gigabytes_per_s: float) -> float:
+    """Return the largest share of changed elements of which only these are sent over a link."""
+    return 1.0 if gigabytes_per_s <= _SLOW_GB_PER_S else _LARGEST_DIFFERENCE
+
+
 def bucket_bytes(num_members: int, num_bytes: int) -> int:
     """Return the largest message for a transfer of `num_bytes` in a group of `num_members`."""
     # Packing, sending and unpacking overlap only if there are several messages.

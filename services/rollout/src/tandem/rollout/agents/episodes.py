@@ -113,9 +113,18 @@ class Episode(ServedModel):
         return prompt_ids
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        seed: int,
+        images: tuple[ImageRef, ...] = (),
+        *,
+        is_streamed: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield a response as it is made, and note it. The seed is the sample's own. Raises `Refused`."""
+        """Yield a response as it is made, and note it. The seed is the sample's own. Raises `Refused`.
+
+        It is always streamed, so that it ends with its episode.
+        """
         sampling, asked_seed = self._as_trained(sampling), seed
         if self.is_over:
             raise over()

@@ -15,9 +15,10 @@ from tandem.refit.digests.task import Sampling
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.process_group import Meeting
+from tandem.refit.transports.meeting import Meeting
 from tandem.refit.weight_client import Digesting, Holder, Installed
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import NotHeld, Request
+from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
 _NO_REFITS = "the engine has loaded its weights itself, and takes no others"
@@ -175,6 +176,16 @@ class RefittedEngine:
                 f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room to generate within "
                 f"{self._length_key}={self._max_length}"
             )
+
+    def _require_held(self, request: Request) -> None:
+        """Raise `NotHeld` if the request names a version that the engine does not hold."""
+        if isinstance(request.sampling, ServedSampling):
+            wanted = request.sampling.weight_version
+            if wanted is not None and not self._holds(wanted):
+                raise NotHeld(f"the engine does not hold weight version {wanted}")
+
+    def _holds(self, version: int) -> bool:
+        return version == self._version
 
     def _stop_strings(self, request: Request) -> StopStrings | None:
         if not request.sampling.stop_strings:

@@ -57,6 +57,15 @@ class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
     """Number of likeliest tokens to return at each position, with their log-probabilities."""
     grammar: Grammar | None = None
     """Grammar of the response; None allows anything."""
+    weight_version: int | None = None
+    """Version that makes the response; None for the newest one that the engine holds."""
+    kept_versions: tuple[int, ...] = ()
+    """Versions that other requests may name next, if the engine holds several (`tandem.rollout.engines.adapters`)."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits have to be looked at, or changed."""
+        return self.has_penalties or self.num_alternatives > 0 or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -113,7 +122,7 @@ class Served:
         logits_RV = self._forward()
         for row, sequence in enumerate(self._slots.sequences):
             request = sequence.request
-            if isinstance(request.sampling, ServedSampling):
+            if isinstance(request.sampling, ServedSampling) and request.sampling.changes_logits:
                 logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
         return logits_RV
 

@@ -88,7 +88,9 @@ class Slots:
         self.sequences.append(sequence)
         self.num_running += 1
 
-    def record(self, token_R: NDArray[np.int64], logprob_R: NDArray[np.float32], version: int) -> NDArray[np.bool_]:
+    def record(
+        self, token_R: NDArray[np.int64], logprob_R: NDArray[np.float32], version: int | NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Append a token to every running slot; return which slots it stopped, by token id or by text."""
         num = self.num_running
         slot_R = np.arange(num)
@@ -132,6 +134,13 @@ class Slots:
             logprobs_T=self.logprob_ST[slot, start:num_new].copy(),
             versions_T=self.version_ST[slot, start:num_new].copy(),
         )
+
+    def newest(self, slot: int, count: int) -> list[int]:
+        """Return at most this many of the newest tokens of the slot's response, the oldest first."""
+        request, num_new = self.sequences[slot].request, int(self.num_new_S[slot])
+        num_before = min(request.num_made, max(0, count - num_new))
+        before = request.prompt_ids[len(request.prompt_ids) - num_before :]
+        return [*before, *self.token_ST[slot, max(0, num_new - count) : num_new].tolist()]
 
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         """Copy out what the slot's sequence has made."""

@@ -15,6 +15,7 @@ from tandem.common.errors import ModelError
 from tandem.common.segments import sliding_windows
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
+from tandem.rollout.engines.forbidding import Forbidding
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
@@ -74,7 +75,8 @@ class TransformersEngine(RefittedEngine):
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
-        self._next_logits: Callable[[], torch.Tensor] = self._forward
+        self._logits: Callable[[], torch.Tensor] = self._forward
+        """The forward pass; `Forbidding` once a request has asked for that."""
         self._served: Served | None = None
         """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
@@ -91,8 +93,12 @@ class TransformersEngine(RefittedEngine):
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
-        if isinstance(request.sampling, ServedSampling) and self._served is None:
-            self._next_logits = self._served = Served(self._forward, self._slots)
+        if isinstance(request.sampling, ServedSampling):
+            self._require_held(request)
+            if self._served is None and request.sampling.changes_logits:
+                self._served = Served(lambda: self._logits(), self._slots)
+        if request.sampling.bad_token_ids and not isinstance(self._logits, Forbidding):
+            self._logits = Forbidding(self._forward, self._slots)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
@@ -117,7 +123,7 @@ class TransformersEngine(RefittedEngine):
         slots = self._slots
         if self._has_stale_keys:
             self._recompute()
-        logits_RV = self._next_logits()
+        logits_RV = self._logits() if self._served is None else self._served()
         num = slots.num_running
         token_R, logprob_R = draw(
             logits_RV,
@@ -185,7 +191,7 @@ class TransformersEngine(RefittedEngine):
         num_free = self._slots.num_slots - self._slots.num_running
         while self._queue and num_free:
             request = self._queue[0].request
-            prompt = (request.prompt_ids, request.images)
+            prompt = self._shared_by(request)
             if prompt not in groups:
                 num_tokens += len(request.prompt_ids)
                 if groups and num_tokens > MAX_PROMPT_TOKENS_PER_STEP:
@@ -193,6 +199,10 @@ class TransformersEngine(RefittedEngine):
             groups.setdefault(prompt, []).append(self._queue.popleft())
             num_free -= 1
         return list(groups.values())
+
+    def _shared_by(self, request: Request) -> tuple[object, ...]:
+        """Return what requests have in common that share keys and values of their prompts."""
+        return request.prompt_ids, request.images
 
     def _forward(self) -> torch.Tensor:
         """Run the model over all due tokens; return the logits ``[R, V]`` of every running slot's next token."""

@@ -9,8 +9,8 @@ import socket
 import msgspec
 
 from tandem.rollout.environments.channel import Answer, Reader, packed
-from tandem.rollout.environments.environment import is_multi_turn, step_of
-from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
+from tandem.rollout.environments.environment import is_multi_turn
+from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded
 
 _calls = msgspec.msgpack.Decoder(Call)

@@ -93,15 +93,6 @@ class BatchEnvironment(Protocol):
         ...
 
 
-def step_of(environment: Environment | ConversingEnvironment) -> Step:
-    """Return how an environment takes a step; one that only scores does so at once."""
-    step: Step | None = getattr(environment, "step", None)
-    if step is not None:
-        return step
-    score: Callable[[Problem, str], Score] = environment.score  # type: ignore[union-attr]
-    return lambda problem, conversation: score(problem, conversation[-1]["content"])
-
-
 def is_multi_turn(environment: Environment | ConversingEnvironment) -> bool:
     """Return whether an environment is multi-turn."""
     return callable(getattr(environment, "step", None))

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,9 +31,9 @@ from tandem.common.returned import line
 from tandem.config import Config, config_from_json
 from tandem.rollout.environments.batches import answer_in_batches
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
-from tandem.rollout.environments.environment import is_async, is_multi_turn, step_of
+from tandem.rollout.environments.environment import is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
-from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
+from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -112,7 +113,7 @@ def _work(calls: socket.socket, config: Config) -> None:
         coroutines.answer_at_once(calls, environment, module, settings.longest_call_s)
     else:
         step, may_answer = step_of(environment), is_multi_turn(environment)
-        _answer_in_turn(calls, lambda call: outcome_of(call, step, is_multi_turn=may_answer, module=module))
+        _answer_in_turn(calls, partial(outcome_of, step=step, is_multi_turn=may_answer, module=module))
 
 
 def _work_in_batches(calls: socket.socket, config: Config) -> None:

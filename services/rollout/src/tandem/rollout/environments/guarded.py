@@ -1,14 +1,28 @@
-"""A process that forks others, behind its guardian: all of them end with the process that started it."""
+"""Processes that fork others, behind a guardian: all of them end with the process that started them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+
+import msgspec
+
+from tandem.common.errors import ConfigError, HelperLost
+from tandem.common.process_lifetime import WATCH
+from tandem.config import Config, config_to_json
+from tandem.rollout.environments.channel import Imported, Reader, framed
+from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
+_MOST_FORKING = 3
+"""Processes started in a row to import an environment's class, or to fork, before it is given up."""
+_imported = msgspec.msgpack.Decoder(Imported)
 
 
 class GuardedProcess:
@@ -35,3 +49,125 @@ class GuardedProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class ForkServer:
+    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
+
+    It is restarted if it is killed from outside during the import, or has ended when it should fork.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start it; it imports the environment's class while this process does something else."""
+        self._config = config
+        self._name = str(config.data.environment)
+        self._watches = False
+        self._start()
+
+    def _start(self) -> None:
+        self._process = GuardedProcess(f"{__package__}.fork_server")
+        self._commands, self._lifeline = self._process.commands, self._process.lifeline
+        with contextlib.suppress(ConnectionError):  # if it ended at once, that is noticed when it is waited for
+            self._commands.sendall(framed(config_to_json(self._config)))
+            if self._watches:
+                self._lifeline.sendall(WATCH)
+
+    def imported(self, deadline_s: float) -> Imported:
+        """Wait until the class is imported. Raises `ConfigError` if the import fails.
+
+        Raises `HelperLost` if each process that should import it was killed from outside.
+        """
+        deadline, how = time.monotonic() + deadline_s, ""
+        for attempt in range(_MOST_FORKING):
+            if attempt:
+                self._start_again(how)
+            try:
+                imported = self._hear_of_import(deadline)
+            except TimeoutError as error:
+                raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
+            if imported is not None:
+                if imported.error:
+                    raise ConfigError(imported.error)
+                return imported
+            how = how_it_ended(self._lifeline)
+            if how not in KILLED_FROM_OUTSIDE:
+                raise ConfigError(f"env.{self._name}: importing its class ended the process: {how}")
+        raise self._lost(how)
+
+    def _hear_of_import(self, deadline: float) -> Imported | None:
+        """Wait for the process's report of the import; return None if it has ended. Raises `TimeoutError`."""
+        reader = Reader()
+        try:
+            while True:
+                self._commands.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (data := self._commands.recv(1 << 16)):
+                    return None
+                for message in reader.messages(data):
+                    return _imported.decode(message)
+        except ConnectionError:  # it ended before it read what to import
+            return None
+        finally:
+            self._commands.settimeout(None)
+
+    def fork(self) -> tuple[socket.socket, socket.socket]:
+        """Fork a worker; return the socket for its calls, and its lifeline.
+
+        Raises `HelperLost` if the fork server is killed again and again, `ConfigError` if another cannot import the
+        environment's class.
+        """
+        calls, theirs = socket.socketpair()
+        lifeline, far = socket.socketpair()
+        with theirs, far:
+            try:
+                self._order_fork([theirs.fileno(), far.fileno()])
+            except BaseException:
+                calls.close()
+                lifeline.close()
+                raise
+        return calls, lifeline
+
+    def _order_fork(self, descriptors: list[int]) -> None:
+        how = ""
+        for attempt in range(_MOST_FORKING):
+            if attempt:
+                self._start_again(how)
+                self.imported(self._config.cluster.deadlines.build_s)
+            try:
+                socket.send_fds(self._commands, [b"."], descriptors)
+                return
+            except ConnectionError:
+                how = how_it_ended(self._lifeline)
+        raise self._lost(how)
+
+    def _start_again(self, how: str) -> None:
+        """Start another fork server in its place."""
+        print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
+        self._process.close()
+        self._start()
+
+    def _lost(self, how: str) -> HelperLost:
+        what = f"the process that forks workers has ended {_MOST_FORKING} times in a row: {how}"
+        return HelperLost(f"environment {self._name!r}: {what}")
+
+    def watch(self) -> None:
+        """Have the guardian also end what this process starts, should this process be killed."""
+        self._watches = True
+        self._lifeline.sendall(WATCH)
+
+    def close(self) -> None:
+        """End the fork server and everything below it."""
+        self._process.close()
+
+
+def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
+    """Ask the guardian how the process behind it has ended."""
+    try:
+        lifeline.settimeout(max(0.001, patience_s))
+        return said_of(int(lifeline.recv(16) or b"-9"))
+    except (OSError, ValueError):
+        return "nobody knows how"
+
+
+def said_of(code: int) -> str:
+    """Describe how a process ended that its guardian saw end with this code."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

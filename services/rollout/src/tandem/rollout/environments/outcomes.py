@@ -15,7 +15,7 @@ from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
 from tandem.common.texts import visible
-from tandem.rollout.environments.environment import Score, Turn
+from tandem.rollout.environments.environment import ConversingEnvironment, Environment, Score, Step, Turn
 from tandem.rollout.environments.printing import bounded
 from tandem.samples.chat_templates import Messages
 
@@ -82,6 +82,15 @@ def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, is_mu
         return Failure(line(str(error)))
     except Exception as error:  # the result may have methods of its own
         return failure_of(error, module)
+
+
+def step_of(environment: Environment | ConversingEnvironment) -> Step:
+    """Return how an environment takes a step; one that only scores does so at once."""
+    step: Step | None = getattr(environment, "step", None)
+    if step is not None:
+        return step
+    score: Callable[[Problem, str], Score] = environment.score  # type: ignore[union-attr]
+    return lambda problem, conversation: score(problem, conversation[-1]["content"])
 
 
 def checked(result: object, *, is_multi_turn: bool) -> Score | Turn:

@@ -24,7 +24,8 @@ from tandem.config.models.model_sizes import local_folder, max_positions_in
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
 from tandem.config.schema import Environment as Settings
 from tandem.rollout.environments.environment import Score
-from tandem.samples.tokenizer import Messages, load_reward_model_tokenizer
+from tandem.samples.model_files import load_reward_model_tokenizer
+from tandem.samples.tokenizer import Messages
 
 _SHORTEST = 16
 """Smallest step in which lengths are padded; long conversations use an eighth of the next power of two."""

@@ -46,7 +46,9 @@ class Environments:
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
         """Return what is ready. Raises `RewardError` where a failure of an environment ends the run."""
-        ready = [result for scorer in self._scorers.values() for result in scorer.poll()]
+        ready: list[tuple[int, Score | Turn | Unscored]] = []
+        for scorer in self._scorers.values():
+            ready += scorer.poll()
         for key, _ in ready:
             del self._scorer_of[key]
         return ready

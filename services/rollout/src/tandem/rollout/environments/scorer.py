@@ -20,11 +20,12 @@ from tandem.common.texts import visible
 from tandem.config import Config
 from tandem.config.checks.data import on_error
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
+from tandem.rollout.environments.guarded import ForkServer
 from tandem.rollout.environments.making import runs_in
-from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome
+from tandem.rollout.environments.outcomes import Call, Failure, Job
 from tandem.rollout.environments.program import Program, ProgramPool
 from tandem.rollout.environments.threads import ThreadPool
-from tandem.rollout.environments.workers import ForkServer, WorkerPool
+from tandem.rollout.environments.workers import WorkerPool
 from tandem.samples.chat_templates import Messages
 
 
@@ -136,7 +137,11 @@ class Scorer:
                 del self._wanted[job.key]
             # A thread that is stuck with an abandoned call is stuck all the same.
             if is_wanted or (isinstance(outcome, Failure) and outcome.timed_out):
-                result = self._judged(job, outcome)
+                result = (
+                    self._faults.judged(job.call.problem, job.call.conversation, outcome)
+                    if isinstance(outcome, Failure)
+                    else outcome
+                )
                 if is_wanted:
                     results.append((job.key, result))
         return results
@@ -164,11 +169,6 @@ class Scorer:
     def _started(self) -> ThreadPool | WorkerPool | ProgramPool:
         assert self._pool is not None, "await_ready comes first"
         return self._pool
-
-    def _judged(self, job: Job, outcome: Outcome) -> Score | Turn | Unscored:
-        if isinstance(outcome, Failure):
-            return self._faults.judged(job.call.problem, job.call.conversation, outcome)
-        return outcome
 
 
 def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:

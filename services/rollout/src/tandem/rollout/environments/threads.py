@@ -13,9 +13,9 @@ import time
 
 from tandem.common.messages import Problem
 from tandem.config import Config
-from tandem.rollout.environments.environment import is_multi_turn, step_of
+from tandem.rollout.environments.environment import is_multi_turn
 from tandem.rollout.environments.making import make_environment
-from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
+from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.samples.chat_templates import Messages
 

@@ -13,7 +13,6 @@ import math
 import os
 import queue
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -24,11 +23,11 @@ import msgspec
 
 from tandem.common.errors import ConfigError, HelperLost, RewardError
 from tandem.common.messages import EngineServer
-from tandem.common.process_lifetime import TRACE, WATCH
+from tandem.common.process_lifetime import TRACE
 from tandem.common.returned import line
-from tandem.config import Config, config_to_json
-from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, framed, packed
-from tandem.rollout.environments.guarded import GuardedProcess
+from tandem.config import Config
+from tandem.rollout.environments.channel import Answer, Begin, Reader, Ready, packed
+from tandem.rollout.environments.guarded import ForkServer, how_it_ended
 from tandem.rollout.environments.outcomes import (
     KILLED_FROM_OUTSIDE,
     MOST_RETRIES,
@@ -52,117 +51,8 @@ _MOST_UNMADE, _PAUSE_S = 3, 0.5
 """Failed replacements of a worker in a row, each after a longer pause, before waiting jobs are lost."""
 _MOST_IDLE_DEATHS = 10
 """Deaths of idle workers since the last answer of any, before the pool gives up."""
-_imported = msgspec.msgpack.Decoder(Imported)
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
-
-
-class ForkServer:
-    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
-
-    It is restarted if it is killed from outside during the import, or has ended when it should fork.
-    """
-
-    def __init__(self, config: Config) -> None:
-        """Start it; it imports the environment's class while this process does something else."""
-        self._config = config
-        self._name = str(config.data.environment)
-        self._watches = False
-        self._start()
-
-    def _start(self) -> None:
-        self._process = GuardedProcess(f"{__package__}.fork_server")
-        self._commands, self._lifeline = self._process.commands, self._process.lifeline
-        with contextlib.suppress(ConnectionError):  # if it ended at once, that is noticed when it is waited for
-            self._commands.sendall(framed(config_to_json(self._config)))
-            if self._watches:
-                self._lifeline.sendall(WATCH)
-
-    def imported(self, deadline_s: float) -> Imported:
-        """Wait until the class is imported. Raises `ConfigError` if the import fails.
-
-        Raises `HelperLost` if each process that should import it was killed from outside.
-        """
-        deadline, how = time.monotonic() + deadline_s, ""
-        for attempt in range(_MOST_UNMADE):
-            if attempt:
-                self._start_again(how)
-            try:
-                imported = self._hear_of_import(deadline)
-            except TimeoutError as error:
-                raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
-            if imported is not None:
-                if imported.error:
-                    raise ConfigError(imported.error)
-                return imported
-            how = how_it_ended(self._lifeline)
-            if how not in KILLED_FROM_OUTSIDE:
-                raise ConfigError(f"env.{self._name}: importing its class ended the process: {how}")
-        raise self._lost(how)
-
-    def _hear_of_import(self, deadline: float) -> Imported | None:
-        """Wait for the process's report of the import; return None if it has ended. Raises `TimeoutError`."""
-        reader = Reader()
-        try:
-            while True:
-                self._commands.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (data := self._commands.recv(1 << 16)):
-                    return None
-                for message in reader.messages(data):
-                    return _imported.decode(message)
-        except ConnectionError:  # it ended before it read what to import
-            return None
-        finally:
-            self._commands.settimeout(None)
-
-    def fork(self) -> tuple[socket.socket, socket.socket]:
-        """Fork a worker; return the socket for its calls, and its lifeline.
-
-        Raises `HelperLost` if the fork server is killed again and again, `ConfigError` if another cannot import the
-        environment's class.
-        """
-        calls, theirs = socket.socketpair()
-        lifeline, far = socket.socketpair()
-        with theirs, far:
-            try:
-                self._order_fork([theirs.fileno(), far.fileno()])
-            except BaseException:
-                calls.close()
-                lifeline.close()
-                raise
-        return calls, lifeline
-
-    def _order_fork(self, descriptors: list[int]) -> None:
-        how = ""
-        for attempt in range(_MOST_UNMADE):
-            if attempt:
-                self._start_again(how)
-                self.imported(self._config.cluster.deadlines.build_s)
-            try:
-                socket.send_fds(self._commands, [b"."], descriptors)
-                return
-            except ConnectionError:
-                how = how_it_ended(self._lifeline)
-        raise self._lost(how)
-
-    def _start_again(self, how: str) -> None:
-        """Start another fork server in its place."""
-        print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
-        self._process.close()
-        self._start()
-
-    def _lost(self, how: str) -> HelperLost:
-        what = f"the process that forks workers has ended {_MOST_UNMADE} times in a row: {how}"
-        return HelperLost(f"environment {self._name!r}: {what}")
-
-    def watch(self) -> None:
-        """Have the guardian also end what this process starts, should this process be killed."""
-        self._watches = True
-        self._lifeline.sendall(WATCH)
-
-    def close(self) -> None:
-        """End the fork server and everything below it."""
-        self._process.close()
 
 
 class _Worker:
@@ -183,6 +73,10 @@ class _Worker:
         self.reader = Reader()
         self.outgoing = bytearray()
         self.ready: Ready | None = None
+        self.is_async = False
+        """Whether it does several calls at once."""
+        self.batch_size = 0
+        """Calls in a batch, if it scores batches; else 0."""
         self.jobs: dict[int, Job] = {}
         """Jobs by the numbers of their calls, in the order in which they were sent."""
         self.since = time.monotonic()
@@ -193,16 +87,6 @@ class _Worker:
         """Whether it has a job that must run by itself."""
         self.is_full = False
         """Whether its socket takes no more for now."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it does several calls at once."""
-        return self.ready is not None and self.ready.is_async
-
-    @property
-    def batch_size(self) -> int:
-        """Calls in a batch, if it scores batches; else 0."""
-        return 0 if self.ready is None else self.ready.batch_size
 
     def room(self, share: int) -> int:
         """Return how many jobs to send to it now; none before half of its jobs are done."""
@@ -326,7 +210,8 @@ class WorkerPool:
             for _ in range(self._settings.num_workers):
                 self._hire(is_first=True)
             while not self._is_closing:
-                self._fill_vacancies()
+                if self._vacancies:
+                    self._fill_vacancies()
                 self._assign()
                 for key, _ in self._selector.select(self._patience()):
                     if key.data is None:
@@ -413,11 +298,12 @@ class WorkerPool:
 
     def _understand(self, worker: _Worker, message: bytes) -> None:
         if worker.ready is None:
-            worker.ready = _ready.decode(message)
-            if worker.ready.error:
-                self._miss(worker, worker.ready.error)
+            worker.ready = ready = _ready.decode(message)
+            worker.is_async, worker.batch_size = ready.is_async, ready.batch_size
+            if ready.error:
+                self._miss(worker, ready.error)
                 return
-            self._first.put(worker.ready)
+            self._first.put(ready)
             return
         answer = _answers.decode(message)
         self._idle_deaths = 0
@@ -425,9 +311,13 @@ class WorkerPool:
             self.done.put((job, answer.outcome))
 
     def _patience(self) -> float:
-        due = (worker.due(self._build_s, self._timeout_s) for worker in self._workers)
-        vacancies = (vacancy.at for vacancy in self._vacancies)
-        return max(0.0, min(_PATIENCE_S, min((*due, *vacancies), default=math.inf) - time.monotonic()))
+        """Return the seconds until a worker is too slow, or a vacancy is due."""
+        due = time.monotonic() + _PATIENCE_S
+        for worker in self._workers:
+            due = min(due, worker.due(self._build_s, self._timeout_s))
+        for vacancy in self._vacancies:
+            due = min(due, vacancy.at)
+        return max(0.0, due - time.monotonic())
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
@@ -522,17 +412,3 @@ class WorkerPool:
         for worker in self._workers:
             worker.close()
         self._workers.clear()
-
-
-def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
-    """Ask the guardian how the process behind it has ended."""
-    try:
-        lifeline.settimeout(max(0.001, patience_s))
-        return said_of(int(lifeline.recv(16) or b"-9"))
-    except (OSError, ValueError):
-        return "nobody knows how"
-
-
-def said_of(code: int) -> str:
-    """Describe how a process ended that its guardian saw end with this code."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

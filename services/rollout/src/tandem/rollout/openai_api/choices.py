@@ -185,12 +185,15 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     If iteration ends early, generation stops.
     """
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
+    is_streamed = bool(request.stream)
 
     async def follow(number: int, wanted: Wanted) -> None:
         try:
             prompt_ids = job.prompts[wanted.prompt]
             growing = Growing(model, request, prompt_ids, wanted.seed)
-            chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed, job.images)
+            chunks = model.generator.generate(
+                prompt_ids, wanted.sampling, wanted.seed, job.images, is_streamed=is_streamed
+            )
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     pieces.put_nowait((number, growing.add(chunk)))
@@ -341,7 +344,7 @@ class ChatView:
 
     def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
         tokenizer = self._model.tokenizer
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        text = _named(self._model, self._request, token_id)
         return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 
 
@@ -430,10 +433,17 @@ class CompletionView:
         )
 
     def _text_of(self, token_id: int) -> str:
-        return self._model.tokenizer.decode([token_id], skip_special_tokens=False)
+        return _named(self._model, self._request, token_id)
 
 
 View = ChatView | CompletionView
+
+
+def _named(model: ServedModel, request: Generating, token_id: int) -> str:
+    """Return what log-probabilities call a token."""
+    if request.return_tokens_as_token_ids:
+        return f"token_id:{token_id}"
+    return model.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _ended(piece: Piece) -> FinishReason:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.rollout.engine import Completion, Engine, Request, Tokens
+from tandem.rollout.engine import Completion, Engine, NotHeld, Request, Tokens
+from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.openai_api.generator import Chunk
 from tandem.rollout.openai_api.refusals import Refused, unavailable
 
@@ -30,8 +32,10 @@ _MAX_UNFINISHED = 4096
 class _Stream:
     """The destination of one response's chunks."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, request: Request) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request: Request, is_streamed: bool) -> None:
         self.loop = loop
+        self.is_streamed = is_streamed
+        """Whether its consumer wants each token at once, and not all at the end."""
         self.request = request
         """The rest for the engine to do, under a number that is never reused."""
         self.chunks: asyncio.Queue[Chunk | Refused] = asyncio.Queue()
@@ -88,7 +92,13 @@ class EngineDriver:
     # --- called by the event loop ------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        seed: int,
+        images: tuple[ImageRef, ...] = (),
+        *,
+        is_streamed: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made; see `tandem.rollout.openai_api.generator.Generator`."""
         request = Request(
@@ -99,7 +109,7 @@ class EngineDriver:
             images=images,
             is_external=self._for_external_requests,
         )
-        stream = _Stream(asyncio.get_running_loop(), request)
+        stream = _Stream(asyncio.get_running_loop(), request, is_streamed)
         with self._changed:
             if self._closed is not None:
                 raise self._closed
@@ -147,6 +157,9 @@ class EngineDriver:
             waiting = [stream for stream in self._arrived if stream not in left]
             gone = [number for number, stream in self._streams.items() if stream in left]
             num_joining = max(0, self._most_at_once - len(self._streams) + len(gone))
+            if 0 < num_joining < len(waiting):
+                running = Counter(_version_of(each) for each in self._streams.values() if each not in left)
+                waiting = _in_turns(waiting, running)
             self._arrived = deque(waiting[num_joining:])
         for number in gone:
             del self._streams[number]
@@ -156,6 +169,8 @@ class EngineDriver:
             try:
                 self._engine.add_request(stream.request)
                 self._streams[stream.request.request_id] = stream
+            except NotHeld as error:
+                sent.append((stream, Refused(str(error), status=409, code="version_not_held")))
             except DataError as error:
                 sent.append((stream, Refused(str(error))))
         _send(sent)
@@ -168,10 +183,12 @@ class EngineDriver:
             stream = self._streams.pop(completion.request_id, None)
             if stream is None:
                 others.append(completion)
+            elif completion.finish_reason == "abort":
+                sent.append((stream, Refused("its weights give probabilities that are not numbers")))
             else:
                 sent.append((stream, _last_chunk(completion, stream.num_sent)))
-        starts = {number: stream.num_sent for number, stream in self._streams.items()}
-        for number, tokens in self._engine.made(starts).items():
+        starts = {number: stream.num_sent for number, stream in self._streams.items() if stream.is_streamed}
+        for number, tokens in (self._engine.made(starts) if starts else {}).items():
             if len(tokens.token_ids_T):
                 self._streams[number].num_sent += len(tokens.token_ids_T)
                 sent.append((self._streams[number], _chunk(tokens)))
@@ -181,13 +198,17 @@ class EngineDriver:
     def suspend(self) -> None:
         """Take all requests out of the engine, which does something else now; `admit` has them go on."""
         waiting = []
+        sent: list[tuple[_Stream, Chunk | Refused]] = []
         for number, stream in self._streams.items():
             made = self._engine.abort(number)
             if made is not None and len(made.token_ids_T):
+                if len(made.token_ids_T) > stream.num_sent:
+                    sent.append((stream, _chunk(made, stream.num_sent)))
                 stream.request = self._rest_of(stream.request, made)
                 stream.num_sent = 0
             waiting.append(stream)
         self._streams.clear()
+        _send(sent)
         with self._changed:
             self._arrived.extendleft(reversed(waiting))
 
@@ -226,12 +247,35 @@ class EngineDriver:
         )
 
 
-def _chunk(tokens: Tokens) -> Chunk:
+def _version_of(stream: _Stream) -> int | None:
+    sampling = stream.request.sampling
+    return sampling.weight_version if isinstance(sampling, ServedSampling) else None
+
+
+def _in_turns(waiting: Sequence[_Stream], running: Counter[int | None]) -> list[_Stream]:
+    """Order streams so that versions have equally many responses at a time; those of a version stay in order."""
+    queues: dict[int | None, deque[_Stream]] = {}
+    for stream in waiting:
+        queues.setdefault(_version_of(stream), deque()).append(stream)
+    if len(queues) < 2:
+        return [*waiting]
+    fewest = [(running[version], turn, version) for turn, version in enumerate(queues)]
+    heapq.heapify(fewest)
+    found: list[_Stream] = []
+    while fewest:
+        count, turn, version = heapq.heappop(fewest)
+        found.append(queues[version].popleft())
+        if queues[version]:
+            heapq.heappush(fewest, (count + 1, turn, version))
+    return found
+
+
+def _chunk(tokens: Tokens | Completion, start: int = 0) -> Chunk:
     return Chunk(
-        token_ids=tokens.token_ids_T.tolist(),
-        logprobs=tokens.logprobs_T.tolist(),
-        versions=tokens.versions_T.tolist(),
-        alternatives=tokens.alternatives,
+        token_ids=tokens.token_ids_T[start:].tolist(),
+        logprobs=tokens.logprobs_T[start:].tolist(),
+        versions=tokens.versions_T[start:].tolist(),
+        alternatives=None if tokens.alternatives is None else tokens.alternatives[start:],
     )
 
 

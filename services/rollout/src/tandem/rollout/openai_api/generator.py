@@ -40,11 +40,17 @@ class Generator(Protocol):
     """A maker of responses. A slow one may yield a response as a single chunk."""
 
     def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int, images: tuple[ImageRef, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        seed: int,
+        images: tuple[ImageRef, ...] = (),
+        *,
+        is_streamed: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made; closing or cancelling the iteration abandons the rest.
 
-        `images` are those of the prompt. Raises `Refused`.
+        `images` are those of the prompt. If it is not streamed, it may be yielded at its end. Raises `Refused`.
         """
         ...
 

@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 1 << 24
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
+_MOST_VERSIONS = 1024
 _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -59,6 +60,7 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 NumAlternatives = Annotated[int, Meta(ge=0, le=20)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Version = Annotated[int, Meta(ge=0, le=2**62)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Stop = str | Annotated[list[str], Meta(max_length=_MAX_STOPS)]
 
@@ -122,6 +124,12 @@ class Generating(Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """vLLM's field: the answer has ``prompt_token_ids`` and ``token_ids``."""
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's field: log-probabilities name a token by its id, as ``token_id:7``."""
+    weight_version: Version | None = None
+    """Our own field: the weight version that makes the response. Refused with 409 where the engine lacks it."""
+    kept_versions: Annotated[list[Version], Meta(max_length=_MOST_VERSIONS)] | None = None
+    """Our own field: versions that later requests may name."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -148,9 +156,10 @@ class Generating(Struct, frozen=True, kw_only=True):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             num_alternatives=self.num_alternatives,
             grammar=grammar,
+            weight_version=self.weight_version,
+            kept_versions=tuple(self.kept_versions or ()),
         )
-        asks_more = served.has_penalties or served.num_alternatives or grammar is not None
-        return served if asks_more else sampling
+        return served if served.changes_logits or served.weight_version is not None else sampling
 
     @property
     def wants_usage(self) -> bool:

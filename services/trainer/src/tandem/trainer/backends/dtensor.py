@@ -1,4 +1,4 @@
-"""The DTensor backend: FSDP2, with tensor and context parallelism.
+"""The DTensor backend: FSDP2, with tensor, context and expert parallelism.
 
 Trained parameters are float32, whatever the precision of the passes. On the CPU, the policy's parameters stay in shared
 memory, at the same addresses, as long as the backend lives. So engines can copy straight out of them or read them in
@@ -17,11 +17,11 @@ from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weight_client import Weights
 from tandem.trainer import shards
+from tandem.trainer.backend import Replicas
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.files import checkpoints
-from tandem.trainer.micro_batches import Replicas
 
 
 class DTensorBackend(HoldingBackend[HeldModel]):
@@ -59,9 +59,14 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         """Add a float64 tensor over the data-parallel ranks."""
         return self._ranks[self._model_group.name].sum_over_replicas(values)
 
+    @property
+    def policy(self) -> HeldModel:
+        """The policy."""
+        return self._held["policy", 0]
+
     def weights(self) -> Weights:
         """Return the shards of the policy that this rank holds, in the memory that it trains in."""
-        policy = self._held["policy", 0]
+        policy = self.policy
         return shards.weights_of(policy.parameters | policy.buffers, self._config.policy.adapters)
 
     def load(self, folder: Path) -> None:
@@ -74,10 +79,9 @@ class DTensorBackend(HoldingBackend[HeldModel]):
 
 def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, Ranks]:
     """Return the ranks of each model, arranged once for models with the same parallel sizes. Collective."""
-    by_sizes: dict[tuple[int, int], list[Model]] = {}
+    by_sizes: dict[tuple[int, ...], list[Model]] = {}
     for name in models:
-        sizes = config.settings_of(name).dtensor_cfg
-        by_sizes.setdefault((sizes.context_parallel_size, sizes.tensor_parallel_size), []).append(name)
+        by_sizes.setdefault(config.settings_of(name).dtensor_cfg.parallel_sizes, []).append(name)
     found: dict[Model, Ranks] = {}
     for names in by_sizes.values():
         ranks = Ranks([config.settings_of(name) for name in names], device)

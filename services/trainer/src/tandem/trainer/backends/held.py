@@ -30,23 +30,16 @@ from tandem.trainer import context, shards
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
+from tandem.trainer.backends.offload import Offloaded, state_of
+from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.dropout import Place
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.models import (
-    ScalarScorer,
-    Scorer,
-    TokenScorer,
-    TopScorer,
-    checkpoint_activations,
-    has_linear_head,
-    load_model,
-    load_scalar_model,
-)
-from tandem.trainer.offload import Offloaded, state_of
+from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.routing import RoutingReplay
+from tandem.trainer.scorers import ScalarScorer, Scorer, TokenScorer, TopScorer
 from tandem.trainer.scoring import Scores
 
 if TYPE_CHECKING:
@@ -88,7 +81,13 @@ class HeldModel:
         if self._adapters is not None:
             self._described = self._adapt(model, self._adapters, checkpoint)
         recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
-        if self.is_trained and recomputes:
+        recomputes = self.is_trained and recomputes
+        compiles_attention = settings.compile and self._has_kernel_of_rows()
+        if settings.compile:
+            from tandem.trainer.backends.compiling import compile_layers  # it imports torch's compiler
+
+            compile_layers(model, with_attention=compiles_attention, recomputes=recomputes)
+        elif recomputes:
             checkpoint_activations(model)
         ranks.shard(model, settings)
         self.model = model
@@ -99,10 +98,17 @@ class HeldModel:
         """Buffers, whole on every rank and never trained."""
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer = self._make_scorer(model, group, linear_head=linear_head)
+        self._scorer.compiles_attention = compiles_attention
         self.optimizer: torch.optim.Optimizer
         """The optimizer of a trained model."""
-        self._num_steps = 0
+        self.num_steps = 0
         self._offloaded: Offloaded | None = None
+
+    def _has_kernel_of_rows(self) -> bool:
+        """Tell whether attention is one kernel (`tandem.common.segments.attend_on_gpu`) for all micro-batches."""
+        is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
+        takes_it = self.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None
+        return is_packed and takes_it
 
     def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> Scorer:
         if self._head != "vocabulary":
@@ -128,6 +134,7 @@ class HeldModel:
             replay=self._replay(model),
             pictures=self._pictures,
             undrawable=() if self._pictures is None else self._pictures.undrawable,
+            score=function_of_scores(self._settings),
         )
 
     def start(self, checkpoint: Path | None) -> None:
@@ -139,32 +146,47 @@ class HeldModel:
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
+        return self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm)
+
+    def add_gradient(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> float:
+        """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._communicate(last=index == len(micro_batches) - 1)
             if self._place is not None:
-                self._place.enter(self._num_steps, index)
+                self._place.enter(self.num_steps, index)
             value = loss(batch, self._scorer(batch))
             # FSDP2 averages gradients over the ranks, but the loss is a sum.
             torch.autograd.backward(value * self._ranks.num_shards)
             total += value.detach()
         if self._place is not None:
             self._place.leave()
-        total_loss = float(self._ranks.sum_over_replicas(total)[0])
-        grad_norm = self._clip()
-        if not (abs(total_loss) < float("inf") and grad_norm < float("inf")):
+        return float(self._ranks.sum_over_replicas(total)[0])
+
+    def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
+        """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
+        grad_norm = self._clip(max_grad_norm)
+        if not (abs(loss) < float("inf") and grad_norm < float("inf")):
             self.optimizer.zero_grad(set_to_none=True)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
             raise NotFiniteError(
-                f"optimizer step {self._num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm "
-                f"{grad_norm}"
+                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
             )
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        advance(self._scheduler)
-        self._num_steps += 1
-        return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
+        advance(self.scheduler)
+        self.num_steps += 1
+        return OptimizerStep(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    def trained_here(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of each parameter that the optimizer changes, by reference."""
+        return {name: shards.local_of(parameter) for name, parameter in self._trained().items()}
+
+    def forget_steps(self) -> None:
+        """Make a new optimizer, without state, as if no step had been taken; forget the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._start_optimizer(num_steps=0)
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
@@ -186,10 +208,10 @@ class HeldModel:
         if self._adapters is not None:
             trained = self._trained()
             gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
-            return checkpoints.State(self.model, gathered, num_bytes, parts, self._num_steps, self._described)
+            return checkpoints.State(self.model, gathered, num_bytes, parts, self.num_steps, self._described)
         gathered = policy_files.gathered(self.model, self.parameters)
         num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        return checkpoints.State(self.model, gathered, num_bytes, parts, self._num_steps)
+        return checkpoints.State(self.model, gathered, num_bytes, parts, self.num_steps)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -342,25 +364,26 @@ class HeldModel:
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, if host memory can hold them whole until then.
 
-        On a GPU every backward pass is a last one to FSDP2. After others it keeps whole gradients of the embedding and
-        the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
+        On several GPUs every backward pass is a last one to FSDP2. After others it keeps whole gradients of the
+        embedding and the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
         """
-        if not isinstance(self.model, FSDPModule) or self.device.type != "cpu":
+        if not isinstance(self.model, FSDPModule) or (self.device.type != "cpu" and self._ranks.num_shards > 1):
             return
         self.model.set_requires_gradient_sync(last)
         self.model.set_reshard_after_backward(last)
         self.model.set_is_last_backward(last)
 
-    def _clip(self) -> float:
-        """Scale the gradients down to ``max_grad_norm``; return their norm before."""
+    def _clip(self, max_grad_norm: float | None) -> float:
+        """Scale the gradients down to a norm; return their norm before."""
         norm = shards.norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
-        if self._settings.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._settings.max_grad_norm, norm)
+        if max_grad_norm is not None:
+            for parameters in self._ranks.together(self.parameters.values()):
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         return float(norm)
 
     def _optimizer_tensors(self) -> dict[str, Any]:
         """Return the optimizer's state, by reference."""
-        if not self._num_steps:  # no step, no state
+        if not self.num_steps:  # no step, no state
             return {}
         state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         return {"state": {tensor_name(name): each for name, each in state.items()}}
@@ -369,15 +392,15 @@ class HeldModel:
         """Make a new optimizer, without state, with its schedule after `num_steps`."""
         settings = self._settings.optimizer
         assert settings is not None, "the configuration's checks require an optimizer"
-        self.optimizer = make_optimizer(settings, self._trained().values(), self.name)
-        self._scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
-        advance(self._scheduler, num_steps)
-        self._num_steps = num_steps
+        self.optimizer = make_optimizer(settings, self._ranks.together(self._trained().values()), self.name)
+        self.scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
+        advance(self.scheduler, num_steps)
+        self.num_steps = num_steps
         self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
         self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder, self.name)))
-        if self._num_steps:
+        if self.num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tandem.config.schema import Model
+from tandem.trainer.backend import Replicas
 from tandem.trainer.backends import tensor_plans
-from tandem.trainer.micro_batches import Replicas
 from tandem.trainer.models import decoder_layers
 
 
 class Ranks:
-    """The ranks of the default process group as a mesh: data × context × tensor, with the last varying fastest."""
+    """The ranks of the default process group as a mesh: data × context × tensor, with the last varying fastest.
+
+    Data and context ranks shard parameters, in whole replicas if `dp_replicate_size` is more than 1. Ranks that share
+    experts follow each other among them.
+    """
 
     def __init__(self, sections: Sequence[Model], device: torch.device) -> None:
         """Arrange them for models of equal parallel sizes; `device` is this rank's. Collective."""
@@ -32,14 +37,26 @@ class Ranks:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("data", "context", "tensor"))
         self.data, self.context, self.tensor = (mesh[name] for name in ("data", "context", "tensor"))
         # Parameters, gradients and optimizer state are sharded over data and context alike.
+        copies, experts = settings.dp_replicate_size, settings.expert_parallel_size
+        shards = num_replicas * context // copies
+        axes, names = ((), ()) if copies == 1 else ((copies,), ("replicate",))
+        self._over = names
+        """Axes of meshes beside ``shard`` over which FSDP2 averages gradients."""
         self._shards = init_device_mesh(
-            device_type, (num_replicas * context, tensor), mesh_dim_names=("shard", "tensor")
+            device_type, (*axes, shards, tensor), mesh_dim_names=(*names, "shard", "tensor")
         )
+        self._of_experts: DeviceMesh | None = None
+        if experts > 1:
+            self._of_experts = init_device_mesh(
+                device_type,
+                (*axes, shards // experts, experts, tensor),
+                mesh_dim_names=(*names, "shard", "expert", "tensor"),
+            )
 
     @cached_property
     def num_shards(self) -> int:
-        """Ranks over which FSDP2 shards parameters and averages gradients."""
-        return self._shards["shard"].size()
+        """Ranks over which FSDP2 shards parameters, replicas included, and averages gradients."""
+        return self.data.size() * self.context.size()
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -73,12 +90,18 @@ class Ranks:
         """Split a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
 
         It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded
-        layers between forward and backward pass, while GPU memory gathers them again. A single rank that computes in
-        the precision of the parameters has nothing to shard, gather or cast. Raises `ConfigError` if the model cannot
-        be split.
+        layers between forward and backward pass, while GPU memory gathers them again, unless a single rank only casts
+        them. A single rank that computes in the precision of the parameters has nothing to shard, gather or cast.
+        Raises `ConfigError` if the model cannot be split.
         """
         device_type, dtype = self._shards.device_type, getattr(torch, settings.precision)
         offloads = settings.dtensor_cfg.cpu_offload or settings.fsdp_offload_enabled
+        of_experts = None
+        if self._of_experts is not None:
+            from tandem.trainer.backends import experts  # models without experts need none of it
+
+            splits_sequences = settings.dtensor_cfg.sequence_parallel and self.tensor.size() > 1
+            of_experts = experts.Shared(model, self._of_experts, splits_sequences=splits_sequences)
         if self.tensor.size() > 1:
             tensor_plans.cut(
                 model,
@@ -95,9 +118,26 @@ class Ranks:
             policy = MixedPrecisionPolicy()
         # Engines read the parameters' memory, and shared memory is not pinned.
         offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
-        gather_again = device_type != "cpu"
-        mesh = self._shards["shard"]
+        gather_again = device_type != "cpu" and self.num_shards > 1
+        mesh = self._shards[(*self._over, "shard")]
+        if of_experts is not None:
+            of_experts.shard(
+                self._over, self.num_shards, policy, offload_policy=offload, reshard_after_forward=gather_again
+            )
         for part in (*decoder_layers(model), model):
             # The rest is needed by the output layer, so by the end of one pass and the start of the next.
             reshards = gather_again and part is not model
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
+
+    def together(self, parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """Return parameters in lists that one operation of torch can change: those of experts, and all others."""
+        parts: list[list[torch.nn.Parameter]] = [[], []]
+        for parameter in parameters:
+            is_of_experts = self._of_experts is not None and "expert" in _axes(parameter)
+            parts[is_of_experts].append(parameter)
+        return [part for part in parts if part]
+
+
+def _axes(parameter: torch.nn.Parameter) -> Sequence[str]:
+    """Return the names of the axes of a sharded parameter's mesh."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

@@ -51,10 +51,10 @@ _CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
 class Plain(ParallelStyle):
     """Keeps a module's own parameters whole, or split, and runs it on plain tensors."""
 
-    def __init__(self, placement: Placement, gradient: Placement) -> None:
-        """Take the placement of the parameters, and of their gradients on the ranks."""
+    def __init__(self, *placements: tuple[Placement, Placement]) -> None:
+        """Take the placement of the parameters, and of their gradients on the ranks, for each axis of the mesh."""
         super().__init__()
-        self._placement, self._gradient = placement, gradient
+        self._placements, self._gradients = zip(*placements, strict=True)
 
     @classmethod
     def whole(cls, *, sums: bool) -> Plain:
@@ -62,18 +62,18 @@ class Plain(ParallelStyle):
 
         With `sums`, ranks see different tokens or heads, so that their gradients are summed. Otherwise they are equal.
         """
-        return cls(Replicate(), Partial() if sums else Replicate())
+        return cls((Replicate(), Partial() if sums else Replicate()))
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         for name in dict(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, self._placement)
+            _distribute(module, name, device_mesh, *self._placements)
         module.forward = functools.partial(self._run, module, module.forward)
         return module
 
     def _run(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # An attribute of the instance hides the parameter of the same name.
         plain = {
-            name: parameter.to_local(grad_placements=[self._gradient])
+            name: parameter.to_local(grad_placements=self._gradients)
             for name, parameter in module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
@@ -204,6 +204,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank, and each rank then
     computes its own tokens. If one layer makes queries, keys and values, it is split by rows in any order, and its
     output is gathered: every rank attends with all heads. Of a model that sees, only the language model is split.
+    Experts that are shared out already stay as they are.
     """
     key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
     config = model.config if family is None else model.config.get_text_config()
@@ -239,7 +240,8 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     plan: dict[str, ParallelStyle] = {}
     towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
-        if name.startswith(towers):  # whole on every rank
+        is_shared_out = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+        if name.startswith(towers) or is_shared_out:
             continue
         end = name.rpartition(".")[2]
         if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
@@ -284,7 +286,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
     """Return the style of a module with parameters that no plan has split."""
     if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
-        return Plain(Shard(0), Shard(0))
+        return Plain((Shard(0), Shard(0)))
     return Plain.whole(sums=_sees_some_heads(model, name))
 
 
@@ -353,7 +355,7 @@ def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement
     module.register_forward_pre_hook(gather)
 
 
-def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, *placements: Placement) -> None:
     parameter = getattr(module, name)
-    placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    placed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
     module.register_parameter(name, torch.nn.Parameter(placed, requires_grad=parameter.requires_grad))

@@ -57,13 +57,26 @@ def of_the_rest(student_BTN: torch.Tensor, entropy_BT: torch.Tensor, settings: L
     return reverse_BT if settings.kl_type == "reverse" else (1 - settings.mixed_kl_weight) * reverse_BT
 
 
+def scaled(divergence_BT: torch.Tensor, logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the divergence scaled to the size of the negative log-likelihood of the tokens, plus the latter.
+
+    The scale is the ratio of their sums over the micro-batch's valid tokens, or 1 where the divergence is zero, and
+    carries no gradient. NeMo-RL forms it for each micro-batch too.
+    """
+    nll_BT = -logprobs_BT
+    with torch.no_grad():
+        sums = [torch.where(mask_BT, each, 0.0).sum().abs() for each in (nll_BT, divergence_BT)]
+        scale = torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
+    return scale * divergence_BT + nll_BT
+
+
 class DistillationLoss:
     """The mean over the valid tokens of the global batch of the divergence, and of the tokens' own loss.
 
     The loss is ``kl_loss_weight`` times the divergence, minus ``ce_loss_scale`` times the log-probability of each
-    token. Teacher and student are normalised distributions over the teacher's likeliest tokens. With
-    ``zero_outside_topk``, the student's distribution is over all tokens. ``topk_probability`` is the student's
-    probability of these tokens.
+    token. With ``dynamic_loss_scaling`` it is `scaled` instead. Teacher and student are normalised distributions over
+    the teacher's likeliest tokens. With ``zero_outside_topk``, the student's distribution is over all tokens.
+    ``topk_probability`` is the student's probability of these tokens.
     """
 
     NAMES = ("entropy", "teacher_entropy", "topk_probability")
@@ -82,9 +95,12 @@ class DistillationLoss:
             losses_BT = losses_BT + of_the_rest(student_BTN, scores_BT.entropy, self._settings)
         else:
             losses_BT = divergence(teacher_BTN, student_BTN.log_softmax(dim=-1), self._settings)
-        losses_BT = self._settings.kl_loss_weight * losses_BT
-        if self._settings.ce_loss_scale:
-            losses_BT = losses_BT - self._settings.ce_loss_scale * scores_BT.logprobs
+        if self._settings.dynamic_loss_scaling:
+            losses_BT = scaled(losses_BT, scores_BT.logprobs, batch.loss_mask_BT)
+        else:
+            losses_BT = self._settings.kl_loss_weight * losses_BT
+            if self._settings.ce_loss_scale:
+                losses_BT = losses_BT - self._settings.ce_loss_scale * scores_BT.logprobs
         entropy_BT = -(teacher_BTN.exp() * teacher_BTN).sum(dim=-1)
         self.report.add(batch.loss_mask_BT, scores_BT.entropy, entropy_BT, probability_BT)
         return aggregate(losses_BT, batch.loss_mask_BT, self._counts, token_level=True)

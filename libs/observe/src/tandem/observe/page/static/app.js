@@ -25,6 +25,7 @@ import * as state from "./state.js";
  * @property {"running" | "finished" | "failed" | "interrupted" | "ended"} state
  * @property {number | null} last_step
  * @property {number | null} num_steps
+ * @property {boolean} has_calls clients have driven it
  *
  * @typedef {object} Change
  * @property {boolean} steps a shown run finished a step
@@ -51,6 +52,7 @@ const TABS = panels([
   ["timeline", "Timeline", () => import("./timeline.js")],
   ["scheduler", "Scheduler", () => import("./scheduler.js")],
   ["refits", "Refits", () => import("./refits.js")],
+  ["calls", "Calls", () => import("./calls.js")],
   ["memory", "Memory", () => import("./memory.js")],
   ["config", "Configuration", () => import("./config.js")],
   ["log", "Log", () => import("./events.js")],
@@ -146,6 +148,7 @@ class Page {
     if (before === "running" && this.run()?.state !== before) this.refreshLive();
     if (!this.runs.length) fill(this.main, empty("There is no run to look at."));
     this.header.draw();
+    this.drawTabs();
     if (this.runs.length && !wereThere) {
       for (const { index, last_step } of this.runs) this.heard.set(index, { last_step, isLoaded: true });
       void this.open();
@@ -197,6 +200,7 @@ class Page {
     if (!this.runs.length) return;
     const [tab, name, load] = TABS.find(([id]) => id === state.tab()) ?? TABS[0];
     this.header.draw();
+    this.drawTabs();
     this.refreshLive();
     this.header.stepDone();
     hideTip();
@@ -233,6 +237,12 @@ class Page {
         state.go(id);
       },
     }, name)));
+  }
+
+  /** Offer calls only of runs that have any. */
+  drawTabs() {
+    const calls = /** @type {HTMLElement | null} */ (document.querySelector("#tabs a[data-tab=calls]"));
+    if (calls) calls.hidden = !this.run()?.has_calls;
   }
 
   buildTheme() {

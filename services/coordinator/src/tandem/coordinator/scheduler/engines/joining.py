@@ -50,37 +50,25 @@ class Joining:
         self._changed = changed
         self._requests = requests
         self._transfers = transfers
-        self._stages: dict[str, Stage] = {}
-        self._plan_request = 0
-        """The command to plan transfers for the engines in `PLANNING`."""
+        self.stages: dict[str, Stage] = {}
+        """The stage of each engine."""
+        self.plan_request = 0
+        """The newest command to plan transfers for engines in `PLANNING`."""
         self.refused: dict[str, str] = {}
         """The engines that cannot join, with the reason, until they are let go."""
         self.entered: list[str] = []
         """The engines that have entered the table. The reader empties it."""
 
     def __len__(self) -> int:
-        return len(self._stages)
+        return len(self.stages)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stages
-
-    @property
-    def is_any(self) -> bool:
-        """Whether an engine has joined and needs something done."""
-        return bool(self._stages) or bool(self.entered)
+        return name in self.stages
 
     @property
     def is_building(self) -> bool:
         """Whether an engine is built."""
         return bool(self._having(Stage.BUILDING))
-
-    def stages(self) -> dict[str, Stage]:
-        """Return the stage of each engine."""
-        return dict(self._stages)
-
-    def is_planned_by(self, command_id: int) -> bool:
-        """Tell whether a command is the newest one that plans for some of these engines."""
-        return command_id == self._plan_request
 
     def planned(self) -> list[str]:
         """Return the engines with layouts that the refit service already knows."""
@@ -88,12 +76,12 @@ class Joining:
 
     def add(self, name: str) -> None:
         """Add an engine that has joined."""
-        self._stages[name] = Stage.WAITING
+        self.stages[name] = Stage.WAITING
         self._changed()
 
     def remove(self, name: str) -> None:
         """Stop waiting for an engine that is let go or lost."""
-        del self._stages[name]
+        del self.stages[name]
         self.refused.pop(name, None)
         self._requests.drop(name)
         self._changed()
@@ -103,13 +91,13 @@ class Joining:
     ) -> list[Action]:
         """Build the engines that have joined, and plan transfers for those that are built."""
         joined = self._having(Stage.WAITING) if may_build else []
-        self._stages |= dict.fromkeys(joined, Stage.BUILDING)
+        self.stages |= dict.fromkeys(joined, Stage.BUILDING)
         actions: list[Action] = [self._transfers.request_build(name) for name in joined]
         built = self._having(Stage.BUILT)
         if built and is_service_able:
             command = self._transfers.request_plan(trainers, [*engines, *self.planned(), *built])
-            self._plan_request = command.command.command_id
-            self._stages |= dict.fromkeys(built, Stage.PLANNING)
+            self.plan_request = command.command.command_id
+            self.stages |= dict.fromkeys(built, Stage.PLANNING)
             actions.append(command)
         return actions
 
@@ -121,10 +109,10 @@ class Joining:
                 return self._take_plan(reply), []
             case EngineBuilt(layouts=layouts):
                 self._transfers.enter(process, layouts)
-                self._stages[process] = Stage.BUILT
+                self.stages[process] = Stage.BUILT
                 return [], []
             case _:  # its program is installed
-                del self._stages[process]
+                del self.stages[process]
                 return [], [process]
 
     def enter(self, name: str) -> None:
@@ -139,14 +127,14 @@ class Joining:
 
     def plan_again(self) -> None:
         """Note that the refit service is lost, and its plan with it."""
-        self._stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
+        self.stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
         self._changed()
 
     def stop(self) -> None:
         """Stop waiting for any engine: the run ends."""
         if self._having(Stage.PLANNING):
-            self._requests.close(self._plan_request)
-        for name in [*self._stages]:
+            self._requests.close(self.plan_request)
+        for name in [*self.stages]:
             self.remove(name)
 
     def _take_plan(self, plan: TransfersPlanned) -> list[Action]:
@@ -154,14 +142,14 @@ class Joining:
         actions: list[Action] = []
         for name in self._having(Stage.PLANNING):
             if self._transfers.extend(name, plan):
-                self._stages[name] = Stage.INSTALLING
+                self.stages[name] = Stage.INSTALLING
                 actions += self._transfers.request_install([name])
             else:
                 self.refused[name] = _STREAMED
         return actions
 
     def _having(self, stage: Stage) -> list[str]:
-        return [name for name, its in self._stages.items() if its is stage]
+        return [name for name, its in self.stages.items() if its is stage]
 
 
 MOST_FAILURES = 2

@@ -5,6 +5,7 @@ A run of weeks may lose a process now and then; one that loses them one after th
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterable, Mapping
 
 from tandem.common.errors import ServiceLost
@@ -26,24 +27,27 @@ class Processes:
             for kind, count in expected.items()
         }
         self._kinds: dict[str, ServiceKind] = {}
+        self.public_keys: dict[str, str] = {}
+        self.of_kind: dict[ServiceKind, list[str]] = {"trainer": [], "rollout": [], "refit": []}
+        """The processes of each kind, in the order of their index."""
 
-    def add(self, name: str, kind: ServiceKind) -> None:
+    def add(self, name: str, kind: ServiceKind, public_key: str = "") -> None:
         """Note a process that has joined, perhaps in the place of one of the same name."""
-        self._kinds[name] = kind
+        if name not in self._kinds:
+            bisect.insort(self.of_kind[kind], name, key=_index_of)
+        self._kinds[name], self.public_keys[name] = kind, public_key
         self._changed()
 
     def remove(self, name: str) -> None:
         """Note a process that has left."""
-        self._kinds.pop(name, None)
+        if name in self._kinds:
+            self.of_kind[self._kinds.pop(name)].remove(name)
+            del self.public_keys[name]
         self._changed()
 
     def kind(self, name: str) -> ServiceKind | None:
         """Return the kind of a process; None if it has not joined."""
         return self._kinds.get(name)
-
-    def all(self, kind: ServiceKind) -> list[str]:
-        """Return the processes of a kind, in the order of their index."""
-        return sorted((m for m, k in self._kinds.items() if k == kind), key=lambda m: int(m.rpartition("-")[2]))
 
     @property
     def is_complete(self) -> bool:
@@ -58,6 +62,10 @@ class Processes:
     def _num_missing(self, kind: ServiceKind) -> int:
         num = sum(name not in self._kinds for name in self._expected[kind])
         return num if num or kind in self._kinds.values() else 1  # one of the kind must be there, whichever it is
+
+
+def _index_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
 class Failures:

@@ -71,7 +71,8 @@ class EngineTable:
         """The engines with samples that no longer count. The reader empties it."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
-        self._leaving: dict[str, None] = {}
+        self.draining: dict[str, None] = {}
+        """The draining engines, and the vacant place if there is one."""
         self.departed = {*departed}
         """The engines that have left and were not replaced."""
         self.num_verified = 0
@@ -99,7 +100,7 @@ class EngineTable:
         self.departed.difference_update(self._engines)
         self._by_status = {status: {} for status in Status}
         self._by_status[Status.READY] = dict.fromkeys(self._engines)
-        self._leaving = {}
+        self.draining = {}
         self.num_verified = 0
         self._changed()
         self._changed_leaving()
@@ -122,7 +123,7 @@ class EngineTable:
         self.departed.add(name)
         self.verify(engine, is_verified=False)
         del self._by_status[engine.status][name]
-        self._leaving.pop(name, None)
+        self.draining.pop(name, None)
         self._changed()
         self._changed_leaving()
 
@@ -145,14 +146,14 @@ class EngineTable:
     def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
         """Note that an engine is draining."""
         engine.leave_by = leave_by
-        self._leaving[engine.name] = None
+        self.draining[engine.name] = None
         self._changed()
         self._changed_leaving()
 
     def stay(self, engine: Engine) -> None:
         """Note that the process in the place of an engine is not draining."""
         engine.leave_by = None
-        self._leaving.pop(engine.name, None)
+        self.draining.pop(engine.name, None)
         self._changed()
         self._changed_leaving()
 
@@ -164,17 +165,17 @@ class EngineTable:
         self._changed_leaving()
 
     @property
-    def is_any_leaving(self) -> bool:
-        """Whether an engine is draining, or a place is vacant."""
-        return bool(self._leaving)
+    def are_any_unverified(self) -> bool:
+        """Whether an engine holds a version that is not verified."""
+        return self.num_verified != len(self._by_status[Status.HOLDING])
 
     def leaving(self) -> list[str]:
         """Return the draining engines, and the vacant place if there is one."""
-        return list(self._leaving)
+        return list(self.draining)
 
     def staying(self) -> list[str]:
         """Return the others, in the order of their index."""
-        return [name for name in self._engines if name not in self._leaving]
+        return [name for name in self._engines if name not in self.draining]
 
     def names(self) -> list[str]:
         """Return all engines, in the order of their index."""

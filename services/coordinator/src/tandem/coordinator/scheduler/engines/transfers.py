@@ -7,7 +7,7 @@ partial weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -19,13 +19,12 @@ from tandem.common.messages import (
     InstallProgram,
     PlannedTransferGroup,
     PlanTransfers,
-    Refitted,
     RendezvousOpened,
     Reply,
     TrainerBuilt,
     TransfersPlanned,
 )
-from tandem.common.worker_shards import process_of, worker_shard_names
+from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
@@ -34,53 +33,52 @@ from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SERVICE = "refit-0"
+_NO_PLAN = TransfersPlanned(
+    command_id=0,
+    programs={},
+    senders=(),
+    transfer_groups=(),
+    num_bytes={},
+    predicted_s=0.0,
+    bound_s=0.0,
+    seconds=0.0,
+)
+"""The plan before there is one."""
 
 
 class Transfers:
     """Layouts in, programs and transfer groups out. Raises `ServiceError` where the run cannot go on."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, public_keys: Mapping[str, str]) -> None:
+        """`public_keys` has the key of each process that is there."""
         self._spec = spec
+        self._public_keys = public_keys
         self._build_s = spec.deadlines.build
         self._requests = requests
         self._rendezvous = ("", 0)
         self._layouts: dict[str, dict[str, bytes]] = {}
         """The layouts of each process, by part."""
-        self._planned: TransfersPlanned | None = None
+        self.plan = _NO_PLAN
         self._programmed: dict[str, dict[str, bytes]] = {}
         """The layouts that the plan's programs are for."""
         self._epochs: dict[str, int] = {}
         """How often each transfer group was connected."""
-        self._joining_engines: dict[int, tuple[str, ...]] = {}
-        """The engines that also get the weights that never change, by the id of the pending refit command."""
-
-    @property
-    def plan(self) -> TransfersPlanned:
-        """The plan, once it exists."""
-        assert self._planned is not None, "transfers are planned before anything else"
-        return self._planned
 
     def take(self, process: str, reply: Reply) -> None:
-        """Take the layouts, the plan or the byte counts in a reply."""
+        """Take the layouts or the plan in a reply."""
         match reply:
             case RendezvousOpened(host=host, port=port):
                 self._rendezvous = (host, port)
             case TrainerBuilt(layout=layout):
                 self._layouts[process] = {process: layout}
             case EngineBuilt(layouts=layouts):
-                self._take_layouts(process, by_part(process, layouts))
-            case TransfersPlanned() if self._planned is None:
-                self._planned, self._programmed = reply, dict(self._layouts)
+                self._take_layouts(process, by_shard(process, layouts))
+            case TransfersPlanned() if self.plan is _NO_PLAN:
+                self.plan, self._programmed = reply, dict(self._layouts)
             case TransfersPlanned():
                 pass  # from a replaced refit service: the installed programs stay
-            case Refitted():
-                self._check_bytes(process, reply)
             case _:
                 pass
-
-    def note_refit(self, command_id: int, joining_engines: tuple[str, ...]) -> None:
-        """Note the engines that also get the weights that never change with this refit."""
-        self._joining_engines[command_id] = joining_engines
 
     def request_build(self, engine: str) -> Dispatch:
         """Build an engine, which answers with its layout."""
@@ -91,11 +89,6 @@ class Transfers:
             **self._requests.open(engine, Phase.BUILDING, self._build_s),
         )
         return Dispatch(process=engine, command=command)
-
-    @property
-    def is_planning(self) -> bool:
-        """Whether the refit service has yet to answer that it knows all layouts."""
-        return self._requests.num_for(Phase.PLANNING) > 0
 
     def request_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
         """Plan all transfers from the layouts of trainers and engines."""
@@ -110,7 +103,7 @@ class Transfers:
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
-        self._layouts[engine] = by_part(engine, layouts)
+        self._layouts[engine] = by_shard(engine, layouts)
 
     def extend(self, engine: str, plan: TransfersPlanned) -> bool:
         """Take a joining engine's programs from a plan for all. Return False if others would have to take part.
@@ -129,7 +122,7 @@ class Transfers:
             {link: count for link, count in counts.items() if link.rpartition(">")[2] in parts}
             for counts in (plan.num_bytes, plan.num_bytes_frozen)
         )
-        self._planned = msgspec.structs.replace(
+        self.plan = msgspec.structs.replace(
             self.plan,
             programs={**self.plan.programs, **{part: plan.programs[part] for part in parts}},
             num_bytes={**self.plan.num_bytes, **links},
@@ -158,6 +151,10 @@ class Transfers:
         """Connect a transfer group, anew if it was connected before."""
         epoch = self._epochs[transfer_group.name] = self._epochs.get(transfer_group.name, -1) + 1
         host, port = self._rendezvous
+        processes = processes_in(transfer_group)
+        public_keys: dict[str, str] = {}
+        if self._spec.streams_over_tcp:
+            public_keys = {name: self._public_keys[name] for name in processes if name in self._public_keys}
         return [
             Dispatch(
                 process=process,
@@ -168,10 +165,11 @@ class Transfers:
                     epoch=epoch,
                     rendezvous_host=host,
                     rendezvous_port=port,
+                    public_keys=public_keys,
                     **self._requests.open(process, Phase.CONNECTING, self._build_s),
                 ),
             )
-            for process in processes_in(transfer_group)
+            for process in processes
         ]
 
     def transfer_group_of(self, engine: str) -> PlannedTransferGroup | None:
@@ -182,37 +180,20 @@ class Transfers:
         )
 
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
-        if self._planned is not None and self._layouts[engine] != layouts:
+        if self.plan is not _NO_PLAN and self._layouts[engine] != layouts:
             what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
             raise CommandFailed(engine, Phase.BUILDING.value, what)
         self._layouts[engine] = layouts
 
-    def _check_bytes(self, process: str, reply: Refitted) -> None:
-        """Raise `CommandFailed` if a link carried more or fewer bytes than planned."""
-        joining_engines = self._joining_engines.pop(reply.command_id, ())
-        for link, counted in reply.num_bytes.items():
-            planned = self._planned_bytes(link, joining_engines)
-            if counted != planned:
-                what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
-                raise CommandFailed(process, Phase.REFITTING.value, what)
-
-    def _planned_bytes(self, link: str, joining_engines: tuple[str, ...]) -> int | None:
-        """Return the bytes of one refit on a link; None if nothing was planned there."""
-        changing = self.plan.num_bytes.get(link)
-        if process_of(link.rpartition(">")[2]) not in joining_engines:
-            return changing
-        frozen = self.plan.num_bytes_frozen.get(link)
-        return None if changing is None and frozen is None else (changing or 0) + (frozen or 0)
+    def senders_for(self, engines: Sequence[str]) -> tuple[str, ...]:
+        """Return the senders in the transfer groups of these engines."""
+        groups = [group for group in map(self.transfer_group_of, engines) if group is not None]
+        return tuple(sender for sender in self.plan.senders if any(sender in group.members for group in groups))
 
 
 def processes_in(transfer_group: PlannedTransferGroup) -> list[str]:
     """Return the processes that have parts in a transfer group."""
     return list(dict.fromkeys(map(process_of, transfer_group.members)))
-
-
-def by_part(process: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
-    """Return the parts that a process sent, by their names."""
-    return dict(zip(worker_shard_names(process, len(sent)), sent, strict=True))
 
 
 _NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
@@ -227,7 +208,7 @@ class TransferGroups:
         self._transfers = transfers
         self._engines = engines
         self._requests = requests
-        self._connecting: dict[str, set[int]] = {}
+        self.connecting: dict[str, set[int]] = {}
         """The requests that must be answered before a transfer group is connected again."""
 
     def connect(self, *, may_join: bool) -> list[Action]:
@@ -241,17 +222,17 @@ class TransferGroups:
             if transfer_group is None:
                 self._engines.move(self._engines[name], Status.READY)
                 continue
-            if transfer_group.name in self._connecting or not may_join:
+            if transfer_group.name in self.connecting or not may_join:
                 continue
             if not {self._engines[other].status for other in self._engines_in(transfer_group)} & _NOT_TO_BE_CONNECTED:
                 commands = self._transfers.request_connect(transfer_group)
-                self._connecting[transfer_group.name] = {action.command.command_id for action in commands}
+                self.connecting[transfer_group.name] = {action.command.command_id for action in commands}
                 actions += commands
         return actions
 
     def take_reply(self, command_id: int) -> bool:
         """Take the answer of a process in a transfer group. Return whether the request was to connect the group."""
-        for name, awaited in self._connecting.items():
+        for name, awaited in self.connecting.items():
             if command_id in awaited:
                 awaited.discard(command_id)
                 if not awaited:
@@ -267,7 +248,7 @@ class TransferGroups:
 
     def stop(self) -> None:
         """Stop waiting for all transfer groups."""
-        for transfer_group in [*self._connecting]:
+        for transfer_group in [*self.connecting]:
             self._stop_connecting(transfer_group)
 
     def has_others(self, engine: str) -> bool:
@@ -277,8 +258,6 @@ class TransferGroups:
 
     def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
         """Leave out engines that would get older or partial weights, or none, from another engine of their group."""
-        if not self._transfers.plan.transfer_groups:
-            return able
         takers, chosen = [], set(able)
         for name in able:
             transfer_group = self._transfers.transfer_group_of(name)
@@ -288,7 +267,7 @@ class TransferGroups:
         return takers
 
     def _connected(self, name: str) -> None:
-        del self._connecting[name]
+        del self.connecting[name]
         self._changed()
         transfer_group = next(
             transfer_group for transfer_group in self._transfers.plan.transfer_groups if transfer_group.name == name
@@ -299,7 +278,7 @@ class TransferGroups:
 
     def _stop_connecting(self, transfer_group: str) -> None:
         """Stop waiting for a transfer group. Its processes wait in vain until the next attempt."""
-        for command_id in self._connecting.pop(transfer_group, ()):
+        for command_id in self.connecting.pop(transfer_group, ()):
             self._requests.close(command_id)
         self._changed()
 

@@ -14,6 +14,7 @@ generated again is the same group. Only this module tells a repeated result from
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from tandem.common.messages import Purpose, SampleScored, SamplesFinished
@@ -30,10 +31,26 @@ class GroupState(enum.Enum):
     TAKEN = "trained on, or counted"
 
 
+NO_VERSION = sys.maxsize
+"""The oldest version of no samples."""
+
+
 class Group:
     """One prompt and its samples."""
 
-    __slots__ = ("engine", "number", "purpose", "request", "results", "size", "state", "step", "unfinished")
+    __slots__ = (
+        "engine",
+        "newest_version",
+        "number",
+        "oldest_version",
+        "purpose",
+        "request",
+        "results",
+        "size",
+        "state",
+        "step",
+        "unfinished",
+    )
 
     def __init__(self, step: int, purpose: Purpose, number: int, size: GroupSize) -> None:
         self.step = step
@@ -50,21 +67,10 @@ class Group:
         """The numbers of the samples in flight."""
         self.results: dict[int, SampleScored] = {}
         """The results, by the sample's place in the group."""
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest weights that any of its samples were made with."""
-        return min(sample.oldest_version for sample in self.results.values())
-
-    @property
-    def newest_version(self) -> int:
-        """The newest weights that any of its samples were made with."""
-        return max(sample.newest_version for sample in self.results.values())
-
-    def records(self) -> list[SampleRecord]:
-        """Return the records of the finished samples, in order."""
-        assert self.engine is not None, "a result comes from an engine"
-        return [SampleRecord(self.results[sample], self.engine, self.request) for sample in sorted(self.results)]
+        self.oldest_version = NO_VERSION
+        """The oldest weights that any of these were made with."""
+        self.newest_version = -1
+        """The newest weights that any of these were made with."""
 
 
 class StepGroups:
@@ -89,7 +95,11 @@ class StepGroups:
 
     def records(self) -> list[SampleRecord]:
         """Return the records of all finished samples, in the order of groups and samples."""
-        return [record for group in self.groups for record in group.records()]
+        return [
+            SampleRecord(group.results[sample], str(group.engine), group.request)
+            for group in self.groups
+            for sample in sorted(group.results)
+        ]
 
 
 class GroupTable:
@@ -121,7 +131,8 @@ class GroupTable:
         """The number of groups that each engine is generating, without engines that generate none."""
 
     def __iter__(self) -> Iterator[Group]:
-        return (group for step in self._steps.values() for group in step.groups)
+        for step in self._steps.values():
+            yield from step.groups
 
     def of_step(self, step: int, purpose: Purpose) -> StepGroups | None:
         """Return the groups of a step; None if it has not begun or is done."""
@@ -184,6 +195,10 @@ class GroupTable:
                 continue
             group.unfinished.discard(sample.sample)
             group.results[sample.sample] = sample
+            if sample.oldest_version < group.oldest_version:
+                group.oldest_version = sample.oldest_version
+            if sample.newest_version > group.newest_version:
+                group.newest_version = sample.newest_version
             self._await_tokens(group, -1)
             if group.purpose == "train":
                 of_engine = self._stored.setdefault(engine, {})
@@ -216,6 +231,7 @@ class GroupTable:
             self._count_in_flight(group, -(group.state is GroupState.IN_FLIGHT))
             group.state = GroupState.WAITING
             group.unfinished, group.results = set(), {}
+            group.oldest_version, group.newest_version = NO_VERSION, -1
             if of_step.newest_versions.pop(group.engine, None) is not None:
                 changed[group.engine] = None
         for engine in changed:
@@ -226,7 +242,10 @@ class GroupTable:
 
     def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
         """Return how many groups an engine is generating, of some purposes or of any."""
-        return sum(self._num_in_flight[purpose].get(engine, 0) for purpose in purposes or self._num_in_flight)
+        num = 0
+        for purpose in purposes or self._num_in_flight:
+            num += self._num_in_flight[purpose].get(engine, 0)
+        return num
 
     @property
     def num_generating(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.common.errors import ServiceError
 from tandem.coordinator.scheduler.events import Action, Finish, Say
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 from tandem.observe.run_folder.ending import Outcome
 
@@ -29,9 +30,9 @@ def interrupt(tables: Tables) -> list[Action]:
         tables.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
     tables.requests.drop_all(*GENERATION)  # while training goes on, too
     tables.stop_generating()
-    tables.progress.is_validated |= tables.progress.is_validating
-    tables.progress.is_validating = False
-    if tables.steps.has_started and not tables.progress.is_trained and not tables.progress.is_training:
+    if tables.progress.state is StepState.VALIDATING:
+        tables.progress.state = StepState.VALIDATED
+    if tables.steps.has_started and tables.progress.state is StepState.GENERATING:
         tables.abandon_step()
     return []
 

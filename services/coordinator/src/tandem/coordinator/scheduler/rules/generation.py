@@ -18,6 +18,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.groups.table import Group, GroupState, StepGroups
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
 from tandem.coordinator.scheduler.rules import regeneration
+from tandem.coordinator.scheduler.spec import DynamicSampling
 from tandem.coordinator.scheduler.tables import Tables
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -31,7 +32,9 @@ def draw(tables: Tables) -> list[Action] | None:
         tables.steps.drawn += 1
         return draw_groups(tables, "train", tables.steps.drawn, num_groups)
     of_step = tables.groups.of_step(tables.step, "train")
-    if of_step is None or not is_complete(tables, of_step) or not lacks_groups(tables, of_step):
+    if of_step is None or not is_complete(tables, of_step):
+        return None
+    if spec.dynamic_sampling is None or not lacks_groups(tables, of_step, spec.dynamic_sampling):
         return None
     return draw_groups(tables, "train", tables.step, num_groups)
 
@@ -41,27 +44,36 @@ def assign(tables: Tables) -> list[Action] | None:
     full: dict[str, None] = {}
     chosen: dict[str, int] = {}
 
+    most = tables.spec.max_stored_tokens
+
     def can_generate(engine: str, group: Group) -> bool:
-        if not _holds_young_weights(tables, engine, group):
+        """Tell whether an engine holds weights young enough for a group, and has room for its samples."""
+        if group.purpose == "validate":  # which needs the weights of its step, and stores nothing
+            return tables.weights.can_generate(engine, group.step, group.step)
+        if not tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1):
             return False
-        if group.purpose == "train" and not _has_room(tables, engine, group, chosen.get(engine, 0)):
-            full[engine] = None
-            return False
-        chosen[engine] = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
+        if most is not None:
+            num_tokens = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
+            if tables.groups.num_tokens(engine) + num_tokens > most:
+                full[engine] = None
+                return False
+            chosen[engine] = num_tokens
         return True
 
     chosen_groups = tables.assignment.choose(can_generate, tables.requests.now)
-    actions = _say_who_is_full(tables, full)
+    actions = _say_who_is_full(tables, full) if full or tables.full else []
     if not chosen_groups:
         return actions or None
-    assigned = [group for groups in chosen_groups.values() for group in groups]
-    dropped = regeneration.drop_restored(tables, assigned) if tables.restored.groups else []
+    dropped = regeneration.drop_restored(tables, chosen_groups) if tables.restored.groups else []
     for engine, groups in chosen_groups.items():
         while groups:
             first = groups[0]
             together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
             groups = [g for g in groups if g not in together]
-            actions += _dispatch_groups(tables, engine, together)
+            if tables.restored.groups:
+                actions += _dispatch_or_restore(tables, engine, together)
+            else:
+                actions.append(_dispatch_prompts(tables, engine, together))
     return [*dropped, *actions]
 
 
@@ -80,8 +92,14 @@ def take_results(tables: Tables, process: str, finished: SamplesFinished) -> lis
     news = tables.groups.take_results(process, finished)
     for group, num_samples in news:
         tables.assignment.finished(process, group, num_samples)
-    ready = [group for group, _ in news if group.state is GroupState.READY]
-    return regeneration.drop_too_old(tables, ready) if ready else []
+    old = [
+        group
+        for group, _ in news
+        if group.state is GroupState.READY
+        and group.purpose == "train"
+        and group.oldest_version < tables.spec.oldest_version(group.step)
+    ]
+    return regeneration.drop_too_old(tables, old) if old else []
 
 
 # --- the groups of a step --------------------------------------------------------------------------------------------
@@ -97,12 +115,12 @@ def is_complete(tables: Tables, of_step: StepGroups) -> bool:
     return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
 
 
-def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
+def lacks_groups(tables: Tables, of_step: StepGroups, dynamic: DynamicSampling) -> bool:
     """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` at the limit."""
-    dynamic, needed = tables.spec.dynamic_sampling, tables.spec.num_groups
-    if dynamic is None:
-        return False
-    found = sum(tables.is_informative([record.scored for record in group.records()]) for group in of_step.groups)
+    needed = tables.spec.num_groups
+    found = 0
+    for group in of_step.groups:
+        found += tables.is_informative([group.results[sample] for sample in sorted(group.results)])
     if found >= needed:
         return False
     if of_step.num_batches == dynamic.max_batches:
@@ -119,19 +137,6 @@ def lacks_groups(tables: Tables, of_step: StepGroups) -> bool:
 # --- assigning -------------------------------------------------------------------------------------------------------
 
 
-def _holds_young_weights(tables: Tables, engine: str, group: Group) -> bool:
-    """Tell whether an engine holds weights young enough for a group. Validation needs the weights of its step."""
-    if group.purpose == "validate":
-        return tables.weights.can_generate(engine, group.step, group.step)
-    return tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1)
-
-
-def _has_room(tables: Tables, engine: str, group: Group, num_chosen: int) -> bool:
-    """Tell whether a rollout can keep the samples of one more group until they are trained on."""
-    most, num_tokens = tables.spec.max_stored_tokens, group.size.num_samples * group.size.num_tokens
-    return most is None or tables.groups.num_tokens(engine) + num_chosen + num_tokens <= most
-
-
 def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
     """Report each engine that has no room for new samples, once a step."""
     new = [engine for engine in full if engine not in tables.full]
@@ -146,10 +151,8 @@ def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
     ]
 
 
-def _dispatch_groups(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
+def _dispatch_or_restore(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
     """Ask an engine for groups of one step, and to restore those of them that are on disk."""
-    if not tables.restored.groups:
-        return [_dispatch_prompts(tables, engine, groups)]
     kept = [group for group in groups if tables.restored.has(group)]
     made = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, made)] if made else []

@@ -16,6 +16,7 @@ from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.events import Action, LetGo, Say
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.rules import recovery, regeneration
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 
 _STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
@@ -95,12 +96,12 @@ def welcome(tables: Tables) -> list[Action] | None:
         tables.assignment.withdraw(joining.entered.pop())
     if not len(joining):
         return None
-    if tables.steps.is_interrupted or (tables.is_last and tables.progress.is_committed):
+    if tables.steps.is_interrupted or (tables.is_last and tables.progress.state is StepState.COMMITTED):
         joining.stop()
         return []
     if joining.refused:
         return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
-    engines, is_service_able = tables.engines.names(), tables.service.is_able
+    engines, is_service_able = tables.engines.names(), tables.is_service_able
     may_build = not tables.trainers_use_devices
     trainers = tables.weights.trainers
     return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
@@ -129,7 +130,7 @@ def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
         return []
     if not staying and (stuck := _cannot_be_trained(tables, name)):
         return _hand_back(tables, name, stuck)
-    if not others and tables.is_last and tables.progress.is_trained:
+    if not others and tables.is_last and tables.progress.state >= StepState.TRAINED:
         return _stay(tables, engine)
     return depart(tables, engine, "it was told to") if _may_go(tables, engine) else None
 
@@ -157,7 +158,7 @@ def _may_go(tables: Tables, engine: Engine) -> bool:
 def _needed(tables: Tables, name: str) -> list[Group]:
     """Return the groups that an engine is generating, or that are ready or may be being fetched by trainers."""
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
-    if tables.progress.is_training:
+    if tables.progress.state is StepState.TRAINING:
         of_step = tables.groups.of_step(tables.step, "train")
         groups += [group for group in ([] if of_step is None else of_step.groups) if group.engine == name]
     return groups

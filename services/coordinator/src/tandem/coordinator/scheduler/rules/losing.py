@@ -29,23 +29,24 @@ import math
 from collections.abc import Mapping
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost, Standstill
-from tandem.common.messages import Failed, ServiceKind
+from tandem.common.messages import Failed
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
-from tandem.coordinator.scheduler.events import Action, Say
+from tandem.coordinator.scheduler.events import Action, Joined, Say
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 
 _MOST_UNUSABLE = 3
 """The times in a row that trainers cannot use an engine's samples before it counts as lost."""
 
 
-def take_joined(tables: Tables, process: str, kind: ServiceKind) -> list[Action]:
+def take_joined(tables: Tables, joined: Joined) -> list[Action]:
     """Note a process that has joined. One in the place of a lost engine is brought to the state of the others."""
-    tables.processes.add(process, kind)
-    engines = tables.engines
+    process, kind, engines = joined.process, joined.kind, tables.engines
+    tables.processes.add(process, kind, joined.public_key)
     if tables.error is not None:
         return []
     if process in engines and not engines[process].is_vacant:
@@ -103,7 +104,7 @@ def take_failure(tables: Tables, process: str, failed: Failed) -> list[Action]:
         return tables.recording.take_failure(failed.command_id, failed.error)
     if process in tables.joining:
         return leaving.turn_away(tables, process, failed.error)
-    if tables.joining.is_planned_by(failed.command_id):
+    if failed.command_id == tables.joining.plan_request:
         tables.joining.refuse_planned(failed.error)
         return []
     if tables.restored.is_restored(failed.command_id):
@@ -198,10 +199,9 @@ def _check_requests(tables: Tables) -> list[Action]:
 
 def _is_stuck(tables: Tables) -> bool:
     """Tell whether nothing is going on that could make room."""
-    progress, engines = tables.progress, tables.engines
-    is_trained_on = progress.is_training or progress.is_trained
+    engines = tables.engines
     return (
-        not is_trained_on
+        tables.progress.state is StepState.GENERATING
         and not tables.requests.num_for(Phase.GENERATING)
         and tables.weights.is_settled
         and engines.num_having(Status.HOLDING) == len(engines) > 0
@@ -212,7 +212,7 @@ def _check_standstill(tables: Tables) -> None:
     """Raise `Standstill` if no request has been pending for a while, as no event would ever come."""
     now = tables.requests.now
     is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
-    is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
+    is_awaited = len(tables.requests) or tables.recording.waiting or is_replaced
     if is_awaited or tables.stage is not None:
         tables.still_since = math.inf
         return

@@ -42,6 +42,7 @@ from tandem.coordinator.scheduler.rules.recovery import build
 from tandem.coordinator.scheduler.rules.regeneration import discard
 from tandem.coordinator.scheduler.rules.setting_up import set_up, start
 from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, publish_checkpoint, save, train, validate
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 
 _WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
@@ -62,13 +63,13 @@ SET_UP = Rule(
 LET_GO = Rule(
     fire=let_go,
     opens_with=(Table.LEAVING,),
-    is_open=lambda tables: tables.engines.is_any_leaving,
+    is_open=lambda tables: bool(tables.engines.draining),
     reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
 )
 WELCOME = Rule(
     fire=welcome,
     opens_with=(Table.JOINING,),
-    is_open=lambda tables: tables.joining.is_any,
+    is_open=lambda tables: bool(tables.joining.stages or tables.joining.entered),
     reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
 )
 BUILD = Rule(
@@ -91,7 +92,7 @@ DISCARD = Rule(
 RECORD = Rule(
     fire=record,
     opens_with=(Table.RECORDING,),
-    is_open=lambda tables: tables.recording.is_waiting,
+    is_open=lambda tables: bool(tables.recording.waiting),
 )
 START = Rule(
     fire=start,
@@ -102,13 +103,15 @@ START = Rule(
 OFFER = Rule(
     fire=offer,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.progress.is_training,
+    is_open=lambda tables: tables.progress.state is StepState.TRAINING,
     reads=_WEIGHTS,
 )
 VALIDATE = Rule(
     fire=validate,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.may_validate,
+    is_open=lambda tables: (
+        tables.steps.has_started and StepState.TRAINED <= tables.progress.state < StepState.VALIDATED
+    ),
     reads=(*_WEIGHTS, Table.READY),
 )
 PUBLISH_CHECKPOINT = Rule(
@@ -120,24 +123,29 @@ PUBLISH_CHECKPOINT = Rule(
 SAVE = Rule(
     fire=save,
     opens_with=(Table.STEPS, Table.SAVING),
-    is_open=lambda tables: tables.saving.is_copied or (tables.must_save and not tables.saving.is_out),
+    is_open=lambda tables: tables.saving.copied is not None or (tables.must_save and not tables.saving.is_out),
     reads=(*_WEIGHTS, Table.JOINING),
 )
 COMMIT = Rule(
     fire=commit,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.progress.is_trained and not tables.progress.is_committed,
+    is_open=lambda tables: StepState.TRAINED <= tables.progress.state < StepState.COMMITTED,
     reads=(*_WEIGHTS, Table.SAVING),
 )
 ADVANCE = Rule(
     fire=advance,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.progress.is_committed,
+    is_open=lambda tables: tables.progress.state is StepState.COMMITTED,
 )
 DRAW = Rule(
     fire=draw,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.may_draw,
+    is_open=lambda tables: (
+        tables.steps.has_started
+        and tables.spec.has_engines
+        and not tables.steps.is_interrupted
+        and (tables.spec.dynamic_sampling is not None or tables.steps.drawn < tables.newest_step)
+    ),
     reads=(Table.READY, Table.ENGINES),
 )
 ASSIGN = Rule(
@@ -149,13 +157,22 @@ ASSIGN = Rule(
 TRAIN = Rule(
     fire=train,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.may_train,
+    is_open=lambda tables: (
+        tables.progress.state is StepState.GENERATING and tables.steps.has_started and not tables.steps.is_interrupted
+    ),
     reads=(Table.READY, Table.ENGINES, Table.WEIGHTS, Table.JOINING),
 )
 FINISH = Rule(
     fire=finish,
     opens_with=(Table.STEPS,),
-    is_open=lambda tables: tables.is_at_end,
+    is_open=lambda tables: (
+        tables.error is not None
+        or (
+            tables.progress.state is StepState.COMMITTED
+            and tables.steps.has_started
+            and (tables.steps.is_interrupted or tables.is_last)
+        )
+    ),
     reads=(*_WEIGHTS, Table.RECORDING, Table.SAVING),
 )
 

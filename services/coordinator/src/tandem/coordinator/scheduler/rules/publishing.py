@@ -1,19 +1,27 @@
 """Weight sync: bring the version that trainers hold to engines that may take it, and verify it.
 
-`publish` is one rule (`rules.command`). It does whatever is possible now, in this order: connect transfer groups anew,
-record what is verified, refit engines, ask for digests, compare them.
+`publish` is one rule (`rules.order`). It does whatever is possible now, in this order: connect transfer groups anew,
+record what is verified, refit engines, ask for digests, compare them. `take_reply` takes what processes answer to that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tandem.common.messages import Refit
+from tandem.common.messages import (
+    DigestsReported,
+    Refit,
+    Refitted,
+    Reply,
+    ReportDigests,
+    TransfersPlanned,
+    VersionCommitted,
+    WeightsCopied,
+)
 from tandem.coordinator.scheduler.engines.table import COMING_BACK, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.tables import Tables
-from tandem.coordinator.scheduler.weights.version import Weights
+from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED, READABLE, VersionState, Weights
 
 _SHARE_OF_TRANSFER = 0.8
 """The share of a refit's deadline for the transfer. The rest is for reporting a failure, with its peer and tensor."""
@@ -22,72 +30,68 @@ _SHARE_OF_TRANSFER = 0.8
 def publish(tables: Tables) -> list[Action] | None:
     """Take the next possible steps for the version to reach engines and be verified."""
     weights = tables.weights
-    actions = [
-        *weights.transfer_groups.connect(may_join=weights.is_readable),
-        *_finish_record(weights),
-        *_refit_engines(weights, tables.is_free),
-        *_begin_verifying(weights),
-        *_compare(weights, is_service_able=tables.service.is_able),
-    ]
+    is_readable = weights.state in READABLE
+    actions: list[Action] = []
+    if weights.engines.num_having(Status.CONNECTING):
+        actions += weights.transfer_groups.connect(may_join=is_readable)
+    if weights.record.engines:
+        actions += _finish_record(weights)
+    if is_readable:
+        actions += _refit_engines(tables)
+    if weights.state is VersionState.UNDER_WAY:
+        actions += _begin_verifying(weights)
+    if weights.state in HAS_ARRIVED and not weights.verification.awaited and tables.is_service_able:
+        actions += _compare(weights)
     return actions or None
 
 
-def _refit_engines(weights: Weights, is_free: Callable[[str], bool]) -> list[Action]:
-    """Bring engines to the version that trainers hold: all together, or later ones by themselves.
-
-    `is_free` tells whether an engine with an older version may take this one now.
-    """
-    if not weights.is_readable:
+def _refit_engines(tables: Tables) -> list[Action]:
+    """Bring engines to the version that trainers hold: all together, or later ones by themselves."""
+    weights = tables.weights
+    is_begun = weights.state is not VersionState.OFFERED
+    if is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
         return []
-    if weights.is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
-        return []
-    if not weights.is_begun and weights.spec.is_synchronous and weights.engines.num_having(*COMING_BACK):
+    if not is_begun and weights.spec.is_synchronous and weights.engines.num_having(*COMING_BACK):
         return []  # no engine could go on without them
-    able = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(weights, name, is_free)]
-    takers = weights.transfer_groups.who_get_it_whole(able, weights.version)
+    takers = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(tables, name)]
+    if weights.transfers.plan.transfer_groups:
+        takers = weights.transfer_groups.who_get_it_whole(takers, weights.version)
     if not takers:
         return []
     now = weights.requests.now
-    if weights.is_begun:
+    if is_begun:
         weights.record.deadline = max(weights.record.deadline, now + weights.spec.deadlines.refit)
         return _refit(weights, takers, everybody=False)
-    weights.is_begun = True
+    weights.state = VersionState.UNDER_WAY
     quarantined = weights.record.quarantined  # of the version before, which is already recorded
     weights.begin_record(now + weights.spec.deadlines.refit)
     weights.record.quarantined = quarantined
-    return _refit(weights, takers, everybody=_is_for_all(weights, takers))
+    return _refit(weights, takers, everybody=weights.may_address_all and len(takers) == len(weights.engines))
 
 
-def _may_take(weights: Weights, name: str, is_free: Callable[[str], bool]) -> bool:
-    """Tell whether an engine can be refitted: it lacks the version, and its own is verified and no longer needed."""
-    engine = weights.engines[name]
+def _may_take(tables: Tables, name: str) -> bool:
+    """Tell whether an engine can be refitted: it lacks the version, and its own is verified and no longer needed.
+
+    Where updates may come in flight, only validation still needs it.
+    """
+    engine, weights = tables.engines[name], tables.weights
     if engine.status is Status.READY:
         return True
-    return engine.version < weights.version and engine.is_verified and is_free(name)
-
-
-def _is_for_all(weights: Weights, takers: list[str]) -> bool:
-    """Tell whether a refit includes all engines of the plan."""
-    return weights.may_address_all and len(takers) == len(weights.engines)
+    if engine.version >= weights.version or not engine.is_verified:
+        return False
+    return not tables.groups.num_in_flight(name, *(("validate",) if weights.spec.updates_in_flight else ()))
 
 
 def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Action]:
     """Have engines receive the version, and other processes send what they need for it."""
-    if not takers:
-        return []
-    senders = weights.transfers.plan.senders
-    if not everybody:
-        transfer_groups = [
-            transfer_group
-            for transfer_group in map(weights.transfers.transfer_group_of, takers)
-            if transfer_group is not None
-        ]
-        senders = tuple(
-            member for member in senders if any(member in transfer_group.members for transfer_group in transfer_groups)
-        )
+    plan = weights.transfers.plan
+    senders = plan.senders if everybody else weights.transfers.senders_for(takers)
     joining_engines: tuple[str, ...] = ()
-    if weights.transfers.plan.num_bytes_frozen:
+    if plan.num_bytes_frozen:
         joining_engines = tuple(name for name in takers if not weights.engines[name].has_frozen)
+    whole: tuple[str, ...] = ()
+    if weights.spec.sends_differences:
+        whole = tuple(name for name in takers if weights.engines[name].status is Status.READY)
     actions: list[Action] = []
     for process in dict.fromkeys([*senders, *takers]):
         fields = weights.requests.open(process, Phase.REFITTING, weights.remaining_s())
@@ -97,31 +101,43 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
             weights.engines[process].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
-        weights.transfers.note_refit(fields["command_id"], joining_engines)
-        command = Refit(version=weights.version, only=only, joining_engines=joining_engines, **fields)
+        if joining_engines:
+            weights.verification.note_joining(fields["command_id"], joining_engines)
+        command = Refit(version=weights.version, only=only, joining_engines=joining_engines, whole=whole, **fields)
         actions.append(Dispatch(process=process, command=command))
     return actions
 
 
 def _begin_verifying(weights: Weights) -> list[Action]:
     """Take digests of a version that has reached every engine it was begun with, while the run goes on."""
-    if not weights.is_begun or weights.is_transferred or weights.engines.num_having(Status.REFITTING):
+    engines = weights.engines
+    if engines.num_having(Status.REFITTING):
         return []
-    if weights.spec.is_synchronous and weights.engines.num_having(Status.READY, *COMING_BACK):
+    if weights.spec.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
         return []
-    weights.is_transferred = True
-    weights.record.transferred(weights.requests.now)
-    holders = [
-        name for name in weights.engines.having(Status.HOLDING) if weights.engines[name].version == weights.version
-    ]
-    return weights.verify(holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
+    weights.state = VersionState.ARRIVED
+    weights.record.note("transfer", weights.requests.now)
+    holders = [name for name in engines.having(Status.HOLDING) if engines[name].version == weights.version]
+    return _take_digests(weights, holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
 
 
-def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
-    """Compare the digests of engines once they are all here, unless others are still computing theirs."""
-    if not weights.is_transferred or not weights.verification.may_compare or not is_service_able:
+def _take_digests(weights: Weights, processes: list[str]) -> list[Action]:
+    """Take digests of the version on these processes, unless the run does not verify."""
+    if not weights.spec.is_verified:
         return []
-    weights.record.verified(weights.requests.now)
+    weights.verification.wait_for(processes)
+    actions: list[Action] = []
+    for process in processes:
+        fields = weights.requests.open(process, Phase.VERIFYING, weights.remaining_s())
+        actions.append(Dispatch(process=process, command=ReportDigests(version=weights.version, **fields)))
+    return actions
+
+
+def _compare(weights: Weights) -> list[Action]:
+    """Compare the digests of engines once they are all here, unless others are being compared."""
+    if weights.verification.comparing is not None or not weights.engines.are_any_unverified:
+        return []
+    weights.record.note("attest" if "transfer" in weights.record.seconds else "transfer", weights.requests.now)
     return weights.verification.compare(
         weights.trainers, weights.version, weights.remaining_s(), has_update=weights.has_update
     )
@@ -129,9 +145,70 @@ def _compare(weights: Weights, *, is_service_able: bool) -> list[Action]:
 
 def _finish_record(weights: Weights) -> list[Action]:
     """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
-    is_known = weights.record.digest is not None and weights.record.engines
-    if not is_known or weights.is_verifying or not weights.is_everything_verified():
-        return []
     done = weights.record
+    if done.digest is None or weights.verification.is_going_on or not weights.is_everything_verified:
+        return []
     weights.begin_record(done.deadline)
     return [done.committed(weights.version, weights.transfers.plan, weights.requests.now)]
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
+    """Take a reply to a pending request about weights or their set-up."""
+    if process in tables.joining.stages or reply.command_id == tables.joining.plan_request:
+        return recovery.take_joining(tables, process, reply)
+    weights = tables.weights
+    match reply:
+        case Refitted():
+            weights.verification.check_bytes(process, reply)
+        case DigestsReported(digests=digests):
+            weights.verification.take_digests(process, digests)
+            return []
+        case WeightsCopied(digests=digests):
+            weights.take_copied(process, digests)
+            return []
+        case VersionCommitted():
+            _take_committed(tables, reply)
+            return []
+        case _:
+            weights.transfers.take(process, reply)
+            if isinstance(reply, TransfersPlanned) and weights.version >= 0:  # from a replacement of the refit service
+                weights.take_service()
+                return []
+    return _take_answer(tables, process, reply)
+
+
+def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
+    """Advance an engine by one status if no other answer of it is awaited."""
+    groups = tables.weights.transfer_groups
+    if groups.connecting and groups.take_reply(reply.command_id):
+        return []
+    engine = tables.engines.get(process)
+    if engine is None or reply.command_id not in engine.awaited:
+        return []
+    engine.awaited.discard(reply.command_id)
+    if engine.awaited:
+        return []
+    if engine.status is not Status.REFITTING:
+        return tables.recovery.go_on(engine)
+    tables.engines.move(engine, Status.HOLDING)
+    engine.has_frozen = True
+    return _take_digests(tables.weights, [engine.name]) if tables.weights.state in HAS_ARRIVED else []
+
+
+def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
+    """Take the result of the refit service: the engines that are verified, and those that differ."""
+    verification, record, engines = tables.weights.verification, tables.weights.record, tables.engines
+    for name in verification.end_comparison():
+        engine = engines.get(name)
+        if engine is None:
+            continue
+        if name in reply.differing:
+            what = f"it does not hold version {reply.version}: {reply.differing[name]}"
+            recovery.quarantine(tables, engine, Phase.VERIFYING.value, what)
+        else:
+            engines.verify(engine, is_verified=True)
+            record.engines.append(name)
+    record.digest = reply.digest

@@ -1,4 +1,4 @@
-"""Recovery of lost or invalidated engines and of the refit service, and replies about weights.
+"""Recovery of lost or invalidated engines and of the refit service.
 
 An engine is invalidated when its part of a refit fails, or when its digests differ from the trainers'. It is refitted
 once more, and if that fails too, the run ends. A lost engine is replaced. The new process is built, gets its transfer
@@ -8,38 +8,25 @@ program, and is brought to the current version while trainers and other engines 
 from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded
-from tandem.common.messages import DigestsReported, Failed, Reply, TransfersPlanned, VersionCommitted, WeightsCopied
+from tandem.common.messages import Failed, Reply
 from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
 from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
 
-# --- replies ---------------------------------------------------------------------------------------------------------
 
-
-def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
-    """Take a reply to a pending request about weights or their set-up."""
-    if process in tables.joining or tables.joining.is_planned_by(reply.command_id):
-        actions, entering = tables.joining.take_reply(process, reply)
-        for name in entering:
-            _enter(tables, name)
-        return actions
-    weights = tables.weights
-    tables.transfers.take(process, reply)
-    match reply:
-        case DigestsReported(digests=digests):
-            weights.verification.take_digests(process, digests)
-        case WeightsCopied(digests=digests):
-            weights.take_copied(process, digests)
-        case VersionCommitted():
-            _take_committed(tables, reply)
-        case TransfersPlanned() if weights.version >= 0:  # from a replacement of the refit service
-            weights.take_service()
-        case _:
-            return _take_answer(tables, process, reply)
-    return []
+def take_joining(tables: Tables, process: str, reply: Reply) -> list[Action]:
+    """Take a reply about engines that are joining. Bring those that are ready to the state of the others."""
+    actions, entering = tables.joining.take_reply(process, reply)
+    for name in entering:
+        tables.engines.add(name)
+        tables.joining.enter(name)
+        if tables.weights.state in HAS_ARRIVED:
+            tables.weights.expect_one()
+    return actions
 
 
 def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> None:
@@ -60,41 +47,6 @@ def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> 
     times[process] = times.get(process, 0) + 1
     if times[process] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
         raise CommandFailed(process, failed.phase, failed.account)
-
-
-def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
-    """Advance an engine by one status if no other answer of it is awaited."""
-    engine = tables.engines.get(process)
-    is_of_group = tables.weights.transfer_groups.take_reply(reply.command_id)
-    if is_of_group or engine is None or reply.command_id not in engine.awaited:
-        return []
-    engine.awaited.discard(reply.command_id)
-    if engine.awaited:
-        return []
-    if engine.status is not Status.REFITTING:
-        return tables.recovery.go_on(engine)
-    tables.engines.move(engine, Status.HOLDING)
-    engine.has_frozen = True
-    return tables.weights.verify([engine.name]) if tables.weights.is_transferred else []
-
-
-def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
-    """Take the result of the refit service: the engines that are verified, and those that differ."""
-    record = tables.weights.record
-    verified, differing = tables.weights.verification.take_compared(reply)
-    record.engines += [engine.name for engine in verified]
-    for engine in differing:
-        what = f"it does not hold version {reply.version}: {reply.differing[engine.name]}"
-        quarantine(tables, engine, Phase.VERIFYING.value, what)
-    record.digest = reply.digest
-
-
-def _enter(tables: Tables, name: str) -> None:
-    """Bring an engine that has joined to the state of the others."""
-    tables.engines.add(name)
-    tables.joining.enter(name)
-    if tables.weights.is_transferred:
-        tables.weights.expect_one()
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

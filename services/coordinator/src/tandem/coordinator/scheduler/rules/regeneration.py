@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tandem.common.messages import Failed, Purpose
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, Say
+from tandem.coordinator.scheduler.groups.assignment import Assigned
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import GENERATION
 from tandem.coordinator.scheduler.tables import Tables
@@ -32,16 +33,17 @@ def discard(tables: Tables) -> list[Action] | None:
 
 def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     """Let groups wait again that were begun with weights too old for their step."""
-    old = [g for g in groups if g.purpose == "train" and g.oldest_version < tables.spec.oldest_version(g.step)]
-    if not old:
-        return []
-    tables.num_too_old += len(old)
-    return put_back(tables, old)
+    tables.num_too_old += len(groups)
+    return put_back(tables, groups)
 
 
-def drop_restored(tables: Tables, groups: Sequence[Group]) -> list[Action]:
-    """Drop restored groups made with the weights of steps that are generated again, which may differ."""
+def drop_restored(tables: Tables, assigned: Assigned) -> list[Action]:
+    """Drop restored groups made with the weights of steps that are generated again, which may differ.
+
+    `assigned` are the groups that are generated now, or restored.
+    """
     kept = tables.restored
+    groups = [group for of_engine in assigned.values() for group in of_engine]
     made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
     dropped = kept.drop_from(min(made)) if made else set()
     if not dropped:

@@ -6,6 +6,7 @@ from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpene
 from tandem.coordinator.scheduler.events import Action, Dispatch, FindRestored
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import leaving
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 
 
@@ -19,7 +20,7 @@ def set_up(tables: Tables) -> list[Action] | None:
     match tables.stage:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
-            engines = tables.engines_to_begin = tables.processes.all("rollout")
+            engines = tables.engines_to_begin = [*tables.processes.of_kind["rollout"]]
             builds: list[Action] = [transfers.request_build(engine) for engine in engines]
             return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
         case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
@@ -58,13 +59,13 @@ def start(tables: Tables) -> list[Action] | None:
     tables.steps.has_started = True
     tables.watch.begin_step(tables.requests.now)  # the time before is not part of a step
     is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.steps.is_interrupted
-    tables.progress.is_committed = not is_validated
+    tables.progress.state = StepState.TRAINED if is_validated else StepState.COMMITTED
     return []
 
 
 def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
     """Build every rank, now that their meeting place is known."""
-    ranks = tables.processes.all("trainer")
+    ranks = tables.processes.of_kind["trainer"]
     return [
         Dispatch(
             process=rank,

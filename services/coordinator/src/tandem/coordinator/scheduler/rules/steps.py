@@ -7,6 +7,7 @@ from tandem.common.messages import Purpose
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch, Say, StepValidated
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import generation, losing, regeneration
+from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
 
 
@@ -15,11 +16,11 @@ def validate(tables: Tables) -> list[Action] | None:
     progress = tables.progress
     if tables.is_refitting:
         return None
-    if not progress.is_validating:
-        progress.is_validating = _is_validation_due(tables)
-        progress.is_validated = not progress.is_validating
-        if not progress.is_validating:
+    if progress.state is StepState.TRAINED:
+        if not _is_validation_due(tables):
+            progress.state = StepState.VALIDATED
             return []
+        progress.state = StepState.VALIDATING
         if not tables.spec.has_engines:
             return dispatch_batches(tables, "validate")
         return generation.draw_groups(tables, "validate", progress.number, tables.spec.num_validation_groups)
@@ -29,20 +30,20 @@ def validate(tables: Tables) -> list[Action] | None:
     if tables.spec.has_engines:
         tables.groups.take(tables.step, "validate")
         actions = _record_validation(tables)
-    progress.is_validating, progress.is_validated = False, True
+    progress.state = StepState.VALIDATED
     return actions
 
 
 def save(tables: Tables) -> list[Action] | None:
     """Copy what is to be saved on the trainers; then write it while the run goes on."""
-    if tables.saving.is_copied:
+    if tables.saving.copied is not None:
         if tables.requests.num_for(Phase.SAVING):
             return None
-        return tables.saving.write(tables.processes.all("trainer"))
+        return tables.saving.write(tables.processes.of_kind["trainer"])
     if not tables.may_commit or tables.engines_use_devices:
         return None
     tables.steps.saved = tables.step
-    return tables.saving.copy(tables.step, tables.processes.all("trainer"))
+    return tables.saving.copy(tables.step, tables.processes.of_kind["trainer"])
 
 
 def publish_checkpoint(tables: Tables) -> list[Action] | None:
@@ -56,9 +57,9 @@ def publish_checkpoint(tables: Tables) -> list[Action] | None:
 
 def commit(tables: Tables) -> list[Action] | None:
     """Write to the journal that the step is done."""
-    if not tables.may_commit or tables.must_save or tables.saving.is_copied:
+    if not tables.may_commit or tables.must_save or tables.saving.copied is not None:
         return None
-    tables.progress.is_committed = True
+    tables.progress.state = StepState.COMMITTED
     step = tables.step
     validated = tables.groups.of_step(step, "validate")
     committed = CommitStep(
@@ -129,11 +130,15 @@ def train(tables: Tables) -> list[Action] | None:
         of_step = tables.groups.of_step(tables.step, "train")
         if of_step is None or not generation.is_complete(tables, of_step) or not tables.weights.may_step:
             return None
-        if generation.lacks_groups(tables, of_step) or tables.engines_use_devices:
+        dynamic = tables.spec.dynamic_sampling
+        if dynamic is not None and generation.lacks_groups(tables, of_step, dynamic):
+            return None
+        if tables.engines_use_devices:
             return None
         tables.groups.take(tables.step, "train")
-        tables.num_in_store = tables.groups.num_ready_after(tables.step)
-    progress.is_training = True
+        if not tables.spec.is_synchronous:
+            tables.num_in_store = tables.groups.num_ready_after(tables.step)
+    progress.state = StepState.TRAINING
     progress.num_fetches += 1
     tables.weights.withdraw()
     return dispatch_batches(tables, "train")
@@ -150,7 +155,7 @@ def offer(tables: Tables) -> list[Action] | None:
         return None
     if tables.unusable:
         _forget_unusable(tables)
-    progress.is_training, progress.is_trained = False, True
+    progress.state = StepState.TRAINED
     of_step = tables.groups.of_step(progress.number, "train")
     if of_step is not None:
         tables.recording.begin(progress.number, "train", {str(group.engine) for group in of_step.groups})
@@ -164,14 +169,14 @@ def dispatch_batches(tables: Tables, purpose: Purpose) -> list[Action]:
     phase = Phase.TRAINING if purpose == "train" else Phase.VALIDATING
     return [
         DispatchBatch(process=rank, step=tables.step, purpose=purpose, **tables.open(rank, phase))
-        for rank in tables.processes.all("trainer")
+        for rank in tables.processes.of_kind["trainer"]
     ]
 
 
 def _make_again(tables: Tables) -> list[Action]:
     """Regenerate the samples that trainers could not fetch. No rank has stepped."""
     progress = tables.progress
-    missing, progress.missing, progress.is_training = progress.missing, {}, False
+    missing, progress.missing, progress.state = progress.missing, {}, StepState.GENERATING
     why = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
     if not tables.spec.has_engines and progress.num_fetches == _MAX_FETCHES:
         tried = f"{why} ({_MAX_FETCHES} times in this step)"

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import enum
+
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
+
+
+class StepState(enum.IntEnum):
+    """How far the step in progress is. Each state comes after those before it."""
+
+    GENERATING = 0
+    """Its groups are generated, or its batch waits."""
+    TRAINING = 1
+    TRAINED = 2
+    """The optimizer has stepped. The weights that a run starts with count as a trained step."""
+    VALIDATING = 3
+    VALIDATED = 4
+    """Validation is done, or given up, or was not due."""
+    COMMITTED = 5
+    """The step is in the journal."""
 
 
 class StepProgress(Tracked):
     """The state of the step in progress, except for its groups."""
 
-    def __init__(self, number: int, changed: Changed, *, is_trained: bool = False, is_committed: bool = False) -> None:
+    def __init__(self, number: int, changed: Changed, state: StepState = StepState.GENERATING) -> None:
         super().__init__(changed)
         self.number = number
-        self.is_training = False
+        self.state = state
         self.missing: dict[str, str] = {}
         """Engines that trainers could not fetch samples from, with the reason, until all ranks have said so."""
         self.num_fetches = 0
         """The times that trainers were asked to fetch the step's samples."""
-        self.is_trained = is_trained
-        """Whether the optimizer has stepped. The weights that a run starts with count as a trained step."""
         self.has_update = False
         """Whether the step must have changed the weights."""
-        self.is_validating = False
-        """Whether validation is going on."""
-        self.is_validated = False
-        """Whether validation is done, or given up."""
-        self.is_committed = is_committed
-        """Whether the step is in the journal."""
 
 
 class Steps(Tracked):
@@ -33,7 +42,7 @@ class Steps(Tracked):
 
     def __init__(self, first_step: int, changed: Changed) -> None:
         super().__init__(changed)
-        self.progress = StepProgress(first_step - 1, changed, is_trained=True)
+        self.progress = StepProgress(first_step - 1, changed, StepState.TRAINED)
         self.has_started = False
         """Whether the weights to start from have reached the engines."""
         self.drawn = first_step - 1
@@ -48,4 +57,4 @@ class Steps(Tracked):
 
     def go_back(self) -> None:
         """Go back to the end of the step before, which was done."""
-        self.progress = StepProgress(self.progress.number - 1, self._changed, is_trained=True, is_committed=True)
+        self.progress = StepProgress(self.progress.number - 1, self._changed, StepState.COMMITTED)

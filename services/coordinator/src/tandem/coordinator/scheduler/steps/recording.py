@@ -34,10 +34,12 @@ class Recording:
         self._is_on = bool(spec.samples_folder)
         self._allowed_s = spec.deadlines.save
         self._requests = requests
-        self._waiting: dict[Part, float] = {}
+        self.waiting: dict[Part, float] = {}
         """The parts that no rollout was asked for, and the time until which they may wait."""
         self._asked: dict[int, Part] = {}
         """The parts that rollouts were asked for, by the id of the command."""
+        self._num_left: dict[tuple[int, Purpose], int] = {}
+        """The parts of each step that are not written or given up, or of its validation."""
         self._num_bytes: dict[tuple[int, Purpose], int] = {}
         """Bytes written so far for each step that is not whole, or for its validation."""
         self._rollouts: dict[tuple[int, Purpose], list[str]] = {}
@@ -46,18 +48,13 @@ class Recording:
         """The rollouts that can be asked."""
         self._said: set[str] = set()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a part waits for a rollout to write it."""
-        return bool(self._waiting)
-
     def is_pending(self, up_to: int) -> bool:
         """Tell whether a part of a step, or of one before it, has yet to be written."""
         return any(step <= up_to for step, _ in self._num_bytes)
 
     def is_awaited_from(self, rollout: str) -> bool:
         """Tell whether a part with a rollout's samples, or one that it was asked for, has yet to be written."""
-        parts = [*self._waiting, *self._asked.values()]
+        parts = [*self.waiting, *self._asked.values()]
         return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, Phase.RECORDING))
 
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
@@ -67,7 +64,8 @@ class Recording:
         """
         if self._is_on and rollouts:
             until = self._requests.now + self._allowed_s
-            self._waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            self.waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            self._num_left[step, purpose] = len(rollouts)
             self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
             self._changed()
         return self._is_on and bool(rollouts)
@@ -75,10 +73,10 @@ class Recording:
     def run_rule(self) -> list[Action]:
         """Ask rollouts to write the parts that wait, as far as there is a rollout to ask."""
         actions: list[Action] = []
-        for part in [*self._waiting] if self._able else []:
+        for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
             fields = self._requests.open(process, Phase.RECORDING, self._allowed_s)
-            del self._waiting[part]
+            del self.waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
             actions.append(DispatchRecord(process=process, **of_part, **fields))
@@ -95,7 +93,7 @@ class Recording:
         self._able.pop(rollout, None)
         for request in [*self._requests.of(rollout, Phase.RECORDING)]:
             self._requests.close(request.command_id)
-            self._waiting[self._asked.pop(request.command_id)] = request.deadline
+            self.waiting[self._asked.pop(request.command_id)] = request.deadline
         self._changed()
 
     def take_recorded(self, reply: SamplesRecorded) -> list[Action]:
@@ -113,19 +111,21 @@ class Recording:
 
     def give_up_late(self) -> list[Action]:
         """Give up the parts that have waited too long for a rollout."""
-        late = [part for part, until in self._waiting.items() if self._requests.now > until]
+        late = [part for part, until in self.waiting.items() if self._requests.now > until]
         actions: list[Action] = []
         for part in late:
-            del self._waiting[part]
+            del self.waiting[part]
             actions += [*self._say(part, f"those of {part.rollout}: no rollout is there"), *self._close(part)]
         return actions
 
     def _close(self, part: Part, num_bytes: int = 0) -> list[Action]:
         key = part.step, part.purpose
         self._num_bytes[key] += num_bytes
+        self._num_left[key] -= 1
         self._changed()
-        if any((other.step, other.purpose) == key for other in [*self._waiting, *self._asked.values()]):
+        if self._num_left[key]:
             return []
+        del self._num_left[key]
         rollouts, num_bytes = self._rollouts.pop(key), self._num_bytes.pop(key)
         recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
         return [recorded]

@@ -24,17 +24,12 @@ class Saving(Tracked):
         super().__init__(changed)
         self._spec = spec
         self._requests = requests
-        self._copied: int | None = None
-        """The step that trainers copy, or have copied."""
+        self.copied: int | None = None
+        """The step that trainers copy, or have copied and do not write yet."""
         self._written: int | None = None
         """The step of the copies that they write."""
         self._awaited: set[str] = set()
         """Trainers that have not written all of their part."""
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether copies were requested that are not being written yet."""
-        return self._copied is not None
 
     @property
     def is_out(self) -> bool:
@@ -43,7 +38,7 @@ class Saving(Tracked):
 
     def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
         """Copy on the trainers what they hold, which is the state after `step`. No checkpoint is being written."""
-        self._copied = step
+        self.copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
             Dispatch(process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
@@ -52,8 +47,8 @@ class Saving(Tracked):
 
     def write(self, trainers: Sequence[str]) -> list[Action]:
         """Ask trainers to report when their copies are on disk."""
-        assert self._copied is not None, "copies come first"
-        step, self._copied = self._copied, None
+        assert self.copied is not None, "copies come first"
+        step, self.copied = self.copied, None
         self._written, self._awaited = step, set(trainers)
         return [
             Dispatch(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))

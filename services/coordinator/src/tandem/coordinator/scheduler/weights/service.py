@@ -35,33 +35,26 @@ class RefitService(Tracked):
         self._requests = requests
         self._transfers = transfers
         self._verification = verification
-        self._replace_by: float | None = None
-
-    @property
-    def is_absent(self) -> bool:
+        self.is_absent = False
         """Whether a replacement is awaited."""
-        return self._replace_by is not None
-
-    @property
-    def is_able(self) -> bool:
-        """Whether it knows all layouts, and can compare digests."""
-        return not self.is_absent and not self._transfers.is_planning
+        self._replace_by = 0.0
 
     def replace(self, why: str) -> list[Action]:
         """Ask for a replacement."""
         self._requests.drop(SERVICE)
         self._verification.forget_comparison()
+        self.is_absent = True
         self._replace_by = self._requests.now + self._join_s
         return [Replace(process=SERVICE, why=why)]
 
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell the replacement which layouts the processes hold and want."""
-        self._replace_by = None
+        self.is_absent = False
         return [self._transfers.request_plan(trainers, engines)]
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error for an overdue replacement."""
-        if self._replace_by is None or self._requests.now <= self._replace_by:
+        if not self.is_absent or self._requests.now <= self._replace_by:
             return None
         what = f"no process has taken its place within {self._join_s:g} s"
         return DeadlineExceeded(SERVICE, Status.ABSENT.value, what)

@@ -1,4 +1,4 @@
-"""Verification that engines hold the trainers' weights, by digests taken while the run goes on.
+"""Verification that engines hold the trainers' weights: by bytes counted, and by digests.
 
 digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is verified
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.messages import CommitVersion, ReportDigests, TransfersPlanned, VersionCommitted
+from tandem.common.errors import CommandFailed
+from tandem.common.messages import CommitVersion, Refitted, TransfersPlanned
+from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
-from tandem.coordinator.scheduler.engines.transfers import SERVICE, by_part
+from tandem.coordinator.scheduler.engines.table import EngineTable, Status
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -22,71 +24,72 @@ from tandem.coordinator.scheduler.spec import RunSpec
 class Verification:
     """The digests of one version that are known so far, and the processes that have yet to send theirs."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, changed: Changed) -> None:
+    def __init__(
+        self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, transfers: Transfers, changed: Changed
+    ) -> None:
         self._changed = changed
+        self._spec = spec
+        self._transfers = transfers
         self._is_verified = spec.is_verified
         self._requests = requests
         self._engines = engines
         self._digests: dict[str, dict[str, bytes]] = {}
         """Digests of the weights that each process holds, by slice."""
-        self._unverified: set[str] = set()
+        self.awaited: set[str] = set()
         """Processes that were asked for digests and have not sent them."""
-        self._unverified_trainers: set[str] = set()
-        """The trainers among them. Their weights must not change before."""
-        self._comparing: list[str] | None = None
+        self.comparing: list[str] | None = None
         """Engines with digests that the refit service is comparing; None if it compares none."""
+        self._joining_engines: dict[int, tuple[str, ...]] = {}
+        """The engines that also get the weights that never change, by the id of the pending refit command."""
 
     @property
     def is_going_on(self) -> bool:
         """Whether an engine has yet to be verified."""
-        if not len(self._engines):
-            return False
-        is_asked = bool(self._unverified) or self._comparing is not None
-        return is_asked or self._engines.num_verified != self._engines.num_having(Status.HOLDING)
+        is_asked = bool(self.awaited) or self.comparing is not None
+        return len(self._engines) > 0 and (is_asked or self._engines.are_any_unverified)
 
     @property
     def needs_trainers(self) -> bool:
         """Whether trainers have yet to take digests of weights that must not change before."""
-        return bool(self._unverified_trainers)
+        return any(process not in self._engines for process in self.awaited)
 
-    @property
-    def may_compare(self) -> bool:
-        """Whether all requested digests are there, and those of some engine were not compared."""
-        if self._unverified or self._comparing is not None:
-            return False
-        return self._engines.num_verified != self._engines.num_having(Status.HOLDING)
+    def note_joining(self, command_id: int, joining_engines: tuple[str, ...]) -> None:
+        """Note the engines that also get the weights that never change with this refit."""
+        self._joining_engines[command_id] = joining_engines
+
+    def check_bytes(self, process: str, reply: Refitted) -> None:
+        """Raise `CommandFailed` if a link carried more or fewer bytes than planned; differences may be fewer."""
+        plan, joining_engines = self._transfers.plan, self._joining_engines.pop(reply.command_id, ())
+        for link, counted in reply.num_bytes.items():
+            planned = plan.num_bytes.get(link)
+            if joining_engines and process_of(link.rpartition(">")[2]) in joining_engines:
+                frozen = plan.num_bytes_frozen.get(link)
+                planned = planned if frozen is None else (planned or 0) + frozen
+            is_fewer = self._spec.sends_differences and planned is not None and counted <= planned
+            if counted != planned and not is_fewer:
+                what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
+                raise CommandFailed(process, Phase.REFITTING.value, what)
 
     def begin_version(self) -> None:
         """Forget the digests of the version before."""
         self._digests = {}
         self._changed()
 
-    def command(self, processes: Sequence[str], version: int, allowed_s: float) -> list[Action]:
-        """Take digests of the weights that these processes hold, unless the run does not verify."""
-        if not self._is_verified:
-            return []
-        self._unverified.update(processes)
-        self._unverified_trainers.update(process for process in processes if process not in self._engines)
+    def wait_for(self, processes: Sequence[str]) -> None:
+        """Note that these processes take digests of what they hold."""
+        self.awaited.update(processes)
         self._changed()
-        return [
-            Dispatch(
-                process=process,
-                command=ReportDigests(version=version, **self._requests.open(process, Phase.VERIFYING, allowed_s)),
-            )
-            for process in processes
-        ]
 
     def take_digests(self, process: str, digests: tuple[bytes, ...]) -> None:
         """Note the digests of the weights that a process holds, or that a trainer has copied."""
-        self._digests[process] = by_part(process, digests)
-        self._unverified.discard(process)
-        self._unverified_trainers.discard(process)
+        self._digests[process] = by_shard(process, digests)
+        self.awaited.discard(process)
         self._changed()
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
         """Compare the digests of unverified engines with those of trainers, on the refit service."""
         waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_verified]
-        self._comparing = waiting
+        self.comparing = waiting
         self._changed()
         known = [self._digests[name] for name in [*trainers, *waiting]] if self._is_verified else []
         command = CommitVersion(
@@ -97,19 +100,15 @@ class Verification:
         )
         return [Dispatch(process=SERVICE, command=command)]
 
-    def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
-        """Take the result of the refit service; return the engines that are now verified, and those that differ."""
-        compared, self._comparing = self._comparing or [], None
+    def end_comparison(self) -> list[str]:
+        """Note that the refit service has compared digests; return the engines that they are of."""
+        compared, self.comparing = self.comparing or [], None
         self._changed()
-        engines = [self._engines[name] for name in compared if name in self._engines]
-        verified = [engine for engine in engines if engine.name not in reply.differing]
-        for engine in verified:
-            self._engines.verify(engine, is_verified=True)
-        return verified, [engine for engine in engines if engine.name in reply.differing]
+        return compared
 
     def forget_comparison(self) -> None:
         """Note that the refit service is lost, and its comparison with it."""
-        self._comparing = None
+        self.comparing = None
         self._changed()
 
     def prove_again(self, version: int) -> None:
@@ -122,9 +121,9 @@ class Verification:
     def forget(self, engine: str) -> None:
         """Forget the digests of an engine that is lost or invalidated."""
         self._digests.pop(engine, None)
-        self._unverified.discard(engine)
-        if self._comparing is not None and engine in self._comparing:
-            self._comparing.remove(engine)
+        self.awaited.discard(engine)
+        if self.comparing is not None and engine in self.comparing:
+            self.comparing.remove(engine)
         self._changed()
 
 
@@ -142,18 +141,10 @@ class RefitProgress(Tracked):
         self.num_failures_to_send: dict[str, int] = {}
         self._since = started_at
 
-    def transferred(self, now: float) -> None:
-        """Note that every engine holds the version."""
-        self._note("transfer", now)
-
-    def verified(self, now: float) -> None:
-        """Note that all digests are here."""
-        self._note("attest" if "transfer" in self.seconds else "transfer", now)
-
     def committed(self, version: int, plan: TransfersPlanned, now: float) -> RecordRefit:
         """Return the journal entry: the refit service has compared all digests."""
         assert self.digest is not None, "it comes with the comparison"
-        self._note("commit", now)
+        self.note("commit", now)
         return RecordRefit(
             version=version,
             engines=tuple(sorted(set(self.engines))),
@@ -164,6 +155,7 @@ class RefitProgress(Tracked):
             quarantined=self.quarantined,
         )
 
-    def _note(self, phase: str, now: float) -> None:
+    def note(self, phase: str, now: float) -> None:
+        """Note the end of a phase: `transfer` ends when every engine holds the version, `attest` with the digests."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

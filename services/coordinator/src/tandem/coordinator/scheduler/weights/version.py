@@ -15,6 +15,8 @@ lost or invalidated meanwhile are handled in `rules.recovery`.
 
 from __future__ import annotations
 
+import enum
+
 from tandem.common.messages import CopyWeights
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
@@ -24,6 +26,23 @@ from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.weights.verification import RefitProgress, Verification
+
+
+class VersionState(enum.Enum):
+    """How far the newest version is on its way to the engines."""
+
+    NONE = "there is none"
+    COPYING = "trainers copy it"
+    OFFERED = "engines may be brought to it"
+    UNDER_WAY = "engines are brought to it"
+    ARRIVED = "every engine that it was begun with holds it"
+    WITHDRAWN = "they hold it, and trainers no longer have it"
+
+
+READABLE = (VersionState.OFFERED, VersionState.UNDER_WAY, VersionState.ARRIVED)
+"""The states in which trainers, or their copies, still have it, so that engines can be brought to it."""
+HAS_ARRIVED = (VersionState.ARRIVED, VersionState.WITHDRAWN)
+"""The states after every engine that it was begun with holds it, and digests are taken."""
 
 
 class Weights(Tracked):
@@ -39,21 +58,18 @@ class Weights(Tracked):
         self.transfers = transfers
         self.version = -1
         """The version that trainers hold, or held before the step in progress."""
+        self.state = VersionState.NONE
         self.has_update = False
         """Whether it must differ from the version before."""
-        self.is_readable = False
-        """Whether trainers, or their copies, still have it, so that engines can be brought to it."""
         self._uncopied: set[str] = set()
         """Trainers that have yet to copy it."""
-        self.is_begun = False
-        """Whether any engine was sent it."""
-        self.is_transferred = False
-        """Whether every engine that it was begun with holds it, and digests are taken."""
         self.num_behind = 0
         """Engines that hold an older version than the newest one."""
         self.trainers: list[str] = []
+        self.outlasts_step = False
+        """Whether engines can read a version while trainers step: there is a copy, and no trainer has to send it."""
         self.record = RefitProgress(changed)
-        self.verification = Verification(spec, requests, engines, changed)
+        self.verification = Verification(spec, requests, engines, transfers, changed)
         self.transfer_groups = TransferGroups(transfers, engines, requests, changed)
         self.may_address_all = True
         """Whether a refit can address all processes with a program without naming them, as no engine has left."""
@@ -63,33 +79,33 @@ class Weights(Tracked):
     @property
     def is_transferring(self) -> bool:
         """Whether the version that trainers hold is on its way to its first engines."""
-        if self._uncopied:
-            return len(self.engines) > 0
-        is_on_its_way = self.is_begun or self.spec.is_synchronous
-        return self.is_readable and is_on_its_way and not self.is_transferred and len(self.engines) > 0
-
-    @property
-    def holds_up_step(self) -> bool:
-        """Whether the step that has made the version waits for that."""
-        return self.is_transferring and (bool(self._uncopied) or not self._outlasts_step)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every engine has what it needs of the trainers' version, and that is verified."""
-        if not len(self.engines):
-            return True
-        is_read = self.is_transferred and not self.engines.num_having(Status.REFITTING)
-        return is_read and not self.is_verifying and self.is_everything_verified()
-
-    @property
-    def is_verifying(self) -> bool:
-        """Whether an engine has yet to be verified."""
-        return self.verification.is_going_on
+        is_to_begin = self.state is VersionState.OFFERED and self.spec.is_synchronous
+        is_on_its_way = is_to_begin or self.state in (VersionState.COPYING, VersionState.UNDER_WAY)
+        return is_on_its_way and len(self.engines) > 0
 
     @property
     def may_offer(self) -> bool:
         """Whether no engine reads the version before, and what was read is verified."""
-        return not self.is_verifying and not self.engines.num_having(Status.REFITTING)
+        return not self.verification.is_going_on and not self.engines.num_having(Status.REFITTING)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every engine has what it needs of the trainers' version, and that is verified."""
+        return not len(self.engines) or (self.state in HAS_ARRIVED and self.may_offer and self.is_everything_verified)
+
+    @property
+    def is_everything_verified(self) -> bool:
+        """Whether every engine that must be is verified: in synchronous training all, else those with a version."""
+        expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)
+        return self.engines.num_verified == expected
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every engine has the version, and all of it is verified and recorded, as is usual."""
+        if not len(self.engines):
+            return True
+        is_read = self.state in HAS_ARRIVED and not self.num_behind
+        return is_read and self.engines.num_verified == len(self.engines) and not self.record.engines
 
     @property
     def may_step(self) -> bool:
@@ -99,9 +115,9 @@ class Weights(Tracked):
         """
         if self.spec.is_synchronous or not len(self.engines):
             return self.is_settled
-        if self._outlasts_step:
-            return self.is_readable
-        is_read = self.is_transferred and not self.num_behind
+        if self.outlasts_step:
+            return self.state in READABLE
+        is_read = self.state in HAS_ARRIVED and not self.num_behind
         is_read &= not self.engines.num_having(Status.READY, Status.REFITTING)
         return is_read and not self.verification.needs_trainers
 
@@ -111,51 +127,23 @@ class Weights(Tracked):
         # No engine takes a version before its present one is verified.
         return engine is None or version < engine.version or engine.is_verified
 
-    def can_generate(self, engine: str, oldest_version: int, newest_version: int) -> bool:
-        """Tell whether an engine holds weights within these bounds, and need not finish its samples to take others."""
-        state = self.engines.get(engine)
-        return (
-            state is not None
-            and state.status is Status.HOLDING
-            and state.leave_by is None
-            and self._is_transferred_to(state)
-            and (self.spec.updates_in_flight or not self.is_behind(state))
-            and oldest_version <= state.version <= newest_version
-        )
+    def can_generate(self, name: str, oldest_version: int, newest_version: int) -> bool:
+        """Tell whether an engine holds weights within these bounds, and need not finish its samples to take others.
 
-    @property
-    def _outlasts_step(self) -> bool:
-        """Whether engines can read a version while trainers step: there is a copy, and no trainer has to send it."""
-        return self.spec.keeps_copy and not self.transfers.plan.senders
-
-    def _is_transferred_to(self, engine: Engine) -> bool:
-        """Tell whether an engine may serve tokens. In synchronous training, the others must hold it as well."""
-        if not self.spec.is_synchronous:
-            return True
-        return self.is_transferred or engine.version < self.version or not self.is_readable
-
-    # --- what the rules in `publishing` ask --------------------------------------------------------------------------
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every engine has the version, and all of it is verified and recorded, as is usual."""
-        if not len(self.engines):
-            return True
-        is_read = self.is_transferred and not self.num_behind
-        return is_read and self.engines.num_verified == len(self.engines) and not self.record.engines
-
-    def is_everything_verified(self) -> bool:
-        """Tell whether every engine is verified; in synchronous training, also whether all hold the version."""
-        expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)
-        return self.engines.num_verified == expected
+        In synchronous training, the others must hold the newest version as well.
+        """
+        engine = self.engines.get(name)
+        if engine is None or engine.status is not Status.HOLDING or engine.leave_by is not None:
+            return False
+        if not oldest_version <= engine.version <= newest_version:
+            return False
+        if engine.version == self.version:
+            return not self.spec.is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
+        return self.spec.updates_in_flight or not self.is_behind(engine)
 
     def is_behind(self, engine: Engine) -> bool:
         """Tell whether an engine can be brought to a newer version than its own."""
-        return self.is_readable and engine.status is Status.HOLDING and engine.version < self.version
-
-    def verify(self, processes: list[str]) -> list[Action]:
-        """Take digests of the version on these processes."""
-        return self.verification.command(processes, self.version, self.remaining_s())
+        return self.state in READABLE and engine.status is Status.HOLDING and engine.version < self.version
 
     def begin_record(self, deadline: float) -> None:
         """Begin a new record of the version; `deadline` is that of its refit."""
@@ -171,7 +159,8 @@ class Weights(Tracked):
         """Enter the processes of the run, now that transfers are planned, installed and connected."""
         self.trainers = trainers
         self.engines.fill(engines)
-        if not self.spec.keeps_copy or self._outlasts_step:
+        self.outlasts_step = self.spec.keeps_copy and not self.transfers.plan.senders
+        if not self.spec.keeps_copy or self.outlasts_step:
             return []
         return [
             Say(
@@ -185,17 +174,15 @@ class Weights(Tracked):
 
         Call it only when `may_offer`.
         """
-        is_skipped = self.version >= 0 and not self.is_begun
+        self.has_update = has_update or (self.state is VersionState.OFFERED and self.has_update)
         self.version = version
-        self.has_update = has_update or (is_skipped and self.has_update)
-        self.is_begun = self.is_transferred = False
         for name in self.engines:
             self.engines[name].num_failures = 0
         self.verification.begin_version()
         if not self.spec.keeps_copy:
-            self._make_readable()
+            self._let_engines_read()
             return []
-        self.is_readable = False
+        self.state = VersionState.COPYING
         self._uncopied = {*self.trainers}
         return [
             Dispatch(
@@ -211,29 +198,31 @@ class Weights(Tracked):
 
     def withdraw(self) -> None:
         """Note that trainers begin to step. The version can no longer be read, unless from a copy."""
-        self.is_readable = self._outlasts_step
+        if self.state is VersionState.ARRIVED and not self.outlasts_step:
+            self.state = VersionState.WITHDRAWN
 
     def resume(self) -> None:
         """Note that trainers have not stepped. The version can be read as before `withdraw`."""
-        self.is_readable = True
+        if self.state is VersionState.WITHDRAWN:
+            self.state = VersionState.ARRIVED
 
     def stop(self) -> None:
         """Ask nothing more of engines, because the run is being interrupted."""
         self.transfer_groups.stop()
         self.engines.fill([])
-        self.is_transferred = False
+        self.state = VersionState.NONE
 
     def take_copied(self, trainer: str, digests: tuple[bytes, ...]) -> None:
         """Note that a trainer has copied the version. Once all have, engines can read it."""
         self.verification.take_digests(trainer, digests)
         self._uncopied = self._uncopied - {trainer}
         if not self._uncopied:
-            self._make_readable()
+            self._let_engines_read()
 
     def take_service(self) -> None:
         """Note that a replacement of the refit service is able. What was verified is verified again."""
         self.record.deadline = max(self.record.deadline, self.requests.now + self.spec.deadlines.refit)
-        if self.is_transferred:
+        if self.state in HAS_ARRIVED:
             self.verification.prove_again(self.version)
 
     def forget(self, engine: Engine) -> None:
@@ -248,6 +237,6 @@ class Weights(Tracked):
         if not self.record.seconds:
             self.begin_record(self.record.deadline)
 
-    def _make_readable(self) -> None:
-        self.is_readable = True
+    def _let_engines_read(self) -> None:
+        self.state = VersionState.OFFERED
         self.num_behind = self.engines.num_having(Status.HOLDING)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import DataError, ModelError, TandemError
+from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
@@ -18,6 +19,7 @@ from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.routing import ASKED
+from tandem.rollout.engines.vllm.speculation import engine_argument
 from tandem.rollout.engines.vllm.workers import Workers, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 
@@ -100,7 +102,10 @@ class VllmEngine(RefittedEngine):
         """
         insides.check_release()
         arguments = self._arguments(model_folder, settings, extra or {})
-        arguments["hf_overrides"] = {**arguments["hf_overrides"], **(config_overrides or {})}
+        replaced = dict(config_overrides or {})
+        if settings.precision == float8.PRECISION:
+            replaced.pop("quantization_config", None)  # the engine's own, whatever the checkpoint has
+        arguments["hf_overrides"] = {**arguments["hf_overrides"], **replaced}
         if with_weights:
             if settings.precision == float8.PRECISION:
                 raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")
@@ -149,7 +154,9 @@ class VllmEngine(RefittedEngine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+        insides.forbid(params, sampling.bad_token_ids)
         if isinstance(sampling, ServedSampling):
+            self._require_held(request)
             if sampling.grammar is not None:
                 raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
             params.logprobs = sampling.num_alternatives
@@ -299,6 +306,8 @@ def _likeliest(logprobs: Mapping[int, Any], request: Request) -> Alternatives:
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's engine. Raises `ConfigError` for an argument in `extra` that it does not take."""
     further = forwarded(extra)
+    if further.get(KEY) is not None:
+        further[KEY] = engine_argument(further[KEY], settings)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
         overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))

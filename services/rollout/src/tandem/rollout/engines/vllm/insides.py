@@ -15,7 +15,7 @@ import multiprocessing.connection
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,6 +87,15 @@ def is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def forbid(params: Any, sequences: Sequence[Sequence[int]]) -> None:
+    """Add sequences of tokens that a response may not contain to vLLM's parameters of a request.
+
+    vLLM makes them of ``bad_words`` by its tokenizer, and has none here.
+    """
+    if sequences:
+        params._bad_words_token_ids = [[*each] for each in sequences]
 
 
 def _installed(distribution: str) -> str | None:

@@ -29,7 +29,7 @@ from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
     from tandem.refit.transfer import TransferGroup
-    from tandem.refit.transports.process_group import Meeting
+    from tandem.refit.transports.meeting import Meeting
     from tandem.refit.weight_client import Weights
 
 
@@ -74,7 +74,8 @@ class Part:
         self._is_asleep = False
         self._meter = MemoryMeter()
         self._runner = runner
-        self._packed = packed
+        own = {id(module) for module in runner.get_model().modules()}
+        self._packed = [each for each in packed if id(each.layer) in own]  # others are of a model that drafts
         self._rank = rank
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)

@@ -21,6 +21,7 @@ from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
+from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -32,6 +33,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+
+    spare_llvmlite()
 else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
@@ -60,7 +63,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
-            super().load_model(*args, **kwargs)
+            with draft_with_weights(self.vllm_config):
+                super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
             self.part = Part(self.model_runner, (), self.rank, sleeper=self)
             return
@@ -68,7 +72,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
             float8.install_cpu_kernels()
         if self.parallel_config.enable_expert_parallel:
             map_experts()
-        with kept_parameters() as packed:
+        if self.vllm_config.speculative_config is not None:
+            mend_for_cpus()
+        with kept_parameters() as packed, draft_with_weights(self.vllm_config):
             super().load_model(*args, **kwargs)
         runner = self.model_runner
         self.part = Part(runner, packed, self.rank)

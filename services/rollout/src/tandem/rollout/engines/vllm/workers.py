@@ -15,7 +15,7 @@ from tandem.refit.digests.comparison import Digests, from_bytes
 from tandem.refit.digests.task import Sampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.process_group import Meeting
+from tandem.refit.transports.meeting import Meeting
 from tandem.rollout.engines.vllm.insides import Llm
 
 _SAY_SO_S = 10.0

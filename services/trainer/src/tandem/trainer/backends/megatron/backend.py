@@ -8,21 +8,23 @@ straight out of them or read them in place.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weight_client import Weights
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas
 from tandem.trainer.backends.holding import HoldingBackend
-from tandem.trainer.backends.megatron.held import Described, HeldModel, sum_over_replicas
-from tandem.trainer.backends.megatron.model import make_groups
+from tandem.trainer.backends.megatron.groups import Division, divided
+from tandem.trainer.backends.megatron.held import Described, HeldModel
 from tandem.trainer.files import checkpoints
-from tandem.trainer.micro_batches import Replicas
+from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.scoring import Scores
 
 
 class MegatronBackend(HoldingBackend[HeldModel]):
@@ -43,32 +45,40 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         if dist.get_rank() == 0:
             for notice in dict.fromkeys(notice for each in described for notice in each.settings.notices):
                 print(notice, flush=True)
-        make_groups(first.settings, datetime.timedelta(seconds=config.cluster.deadlines.train_s))
-        sizes = first.settings.sizes
-        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self.data_parallel_size = sizes.dp
-        self.sequence_divisor = 2 * sizes.cp if sizes.cp > 1 else 1
-        if any(each.settings.transformer.sequence_parallel for each in described):
-            self.sequence_divisor *= sizes.tp
+        timeout = datetime.timedelta(seconds=config.cluster.deadlines.train_s)
+        self._divisions = divided(((each.name, each.settings) for each in described), self.device, timeout)
+        replicas = self._divisions[first.name].replicas
+        self.data_parallel_rank, self.data_parallel_size = replicas.rank, replicas.size
+        self.sequence_divisor = replicas.sequence_divisor
         for each in described:
-            self._held[each.name, each.number] = HeldModel(each, config, self.device, checkpoint=checkpoint)
+            division = self._divisions[each.name]
+            with division.entered():
+                held = HeldModel(each, config, division, self.device, checkpoint=checkpoint)
+            self._held[each.name, each.number] = held
         for model in self._trained():
-            model.start(checkpoint)
+            with self._divisions[model.name].entered():
+                model.start(checkpoint)
         proof.conclude()
 
     def replicas(self, model: Model) -> Replicas:
-        """Return the policy's replicas. Megatron-Core divides the ranks once, for all models."""
-        return Replicas(
-            sizes=(self.data_parallel_size,),
-            rank=self.data_parallel_rank,
-            size=self.data_parallel_size,
-            sequence_divisor=self.sequence_divisor,
-            sum=self.sum_over_ranks,
-        )
+        """Return the division of the ranks by a model, from the parallel sizes of its own section."""
+        return self._division_of(model).replicas
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+    ) -> OptimizerStep:
+        """Take an optimizer step of a model in its own groups."""
+        with self._division_of(model).entered():
+            return super().train_step(micro_batches, loss, model)
+
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
+        """Return a model's scores, computed in its own groups."""
+        with self._division_of(model).entered():
+            return super().scores(micro_batches, model, number)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a float64 tensor over the replicas, counting each replica's last stage once."""
-        return sum_over_replicas(values, self.device)
+        """Add a float64 tensor over the replicas of the first model, counting each replica's last stage once."""
+        return self._divisions[self._model_group.name].sum_over_replicas(values)
 
     def weights(self) -> Weights:
         """Return the policy's weights that this rank holds, in the memory that it trains in."""
@@ -77,4 +87,8 @@ class MegatronBackend(HoldingBackend[HeldModel]):
     def close(self) -> None:
         """Release models and optimizers, and leave Megatron-Core's groups."""
         super().close()
-        parallel_state.destroy_model_parallel()
+        self._divisions.clear()
+
+    def _division_of(self, model: Model) -> Division:
+        """Return a model's division; the reference of a policy with adapters is the policy itself."""
+        return self._divisions.get(model) or self._divisions["policy"]

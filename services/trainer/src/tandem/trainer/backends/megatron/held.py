@@ -30,17 +30,19 @@ from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
+from tandem.trainer.backends.megatron.groups import Division
 from tandem.trainer.backends.megatron.model import Chunk, build_chunks
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
 from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import Joined
 from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
+from tandem.trainer.backends.offload import Offloaded
+from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import State, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
-from tandem.trainer.offload import Offloaded
 from tandem.trainer.scoring import Scores
 
 if TYPE_CHECKING:
@@ -93,15 +95,23 @@ class Described:
 class HeldModel:
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
-    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Call
-    `tandem.trainer.backends.megatron.model.make_groups` first. Raises `ModelError` or `CheckpointError`.
+    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Build it,
+    and have it train and score, in its `Division`. Raises `ModelError` or `CheckpointError`.
     """
 
-    def __init__(self, described: Described, config: Config, device: torch.device, *, checkpoint: Path | None) -> None:
+    def __init__(
+        self,
+        described: Described,
+        config: Config,
+        division: Division,
+        device: torch.device,
+        *,
+        checkpoint: Path | None,
+    ) -> None:
         """Build and fill the model. If it is trained, `start` makes its optimizer. Collective."""
         self.name = name = described.name
         self.device = device
-        self._described, self._config = described, config
+        self._described, self._config, self._division = described, config, division
         self.settings = settings = described.settings
         self.is_trained = name in config.declaration.trains
         pictures = self._pictures = self._see()
@@ -140,6 +150,8 @@ class HeldModel:
             learns_entropy=self.is_trained and config.learns_entropy,
             pictures=pictures,
             undrawable=() if pictures is None else pictures.undrawable,
+            score=function_of_scores(config.settings_of(name)),
+            row_divisor=settings.row_divisor,
         )
         self.optimizer: Any
         """The optimizer of a trained model."""
@@ -170,7 +182,7 @@ class HeldModel:
         # Megatron-Core divides by the tokens of all rows, which is right for the losses that balance experts.
         self._pipeline.run(rows, scored, scale=self._num_tokens(sum(row.token_ids_1M.numel() for row in rows)))
         self.optimizer.prepare_grads()
-        total_loss = float(sum_over_replicas(total, self.device)[0])
+        total_loss = float(self._division.sum_over_replicas(total)[0])
         norm = float(self.optimizer.get_grad_norm())
         if not (math.isfinite(total_loss) and math.isfinite(norm)):
             for buffer, before in biases:
@@ -296,17 +308,3 @@ class HeldModel:
 def _bits(scores: Sequence[Scores]) -> torch.Tensor:
     """Return all numbers end to end, with other four-byte types as floats of the same bits."""
     return torch.cat([values.flatten().view(torch.float32) for scores_BT in scores for values in scores_BT])
-
-
-def sum_over_replicas(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Add a float64 tensor over the replicas, counting each replica's last stage once."""
-    is_heard = (
-        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_context_parallel_rank() == 0
-    )
-    total = values.detach().to(device, copy=True)
-    if not is_heard:
-        total.zero_()
-    dist.all_reduce(total)
-    return total

@@ -1,15 +1,13 @@
-"""A rank's part of the model: process groups, and the chunks that Megatron-Core's pipeline runs."""
+"""A rank's part of the model: the chunks that Megatron-Core's pipeline runs."""
 
 from __future__ import annotations
 
-import datetime
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 
@@ -64,24 +62,6 @@ class ScalarChunk(Chunk):
         return head
 
 
-def make_groups(settings: Settings, timeout: datetime.timedelta) -> None:
-    """Divide the default process group into Megatron-Core's groups, for this process. Collective."""
-    sizes = settings.sizes
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
-        order="tp-cp-ep-dp-pp",
-        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
-        create_gloo_process_groups=False,
-    )
-    if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # modules ask for it, though nothing random is left
-
-
 def build_chunks(
     section: Model,
     model: Mapping[str, Any],
@@ -89,7 +69,8 @@ def build_chunks(
     head: Head = "vocabulary",
     make: Callable[..., Chunk] | None = None,
 ) -> list[Chunk]:
-    """Return this rank's chunks, without values in their parameters. Call `make_groups` first.
+    """Return this rank's chunks, without values in their parameters. Call it in the model's
+    `tandem.trainer.backends.megatron.groups.Division`.
 
     Args:
         section: the model's section of the configuration.

@@ -17,6 +17,7 @@ from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import (
     Scores,
+    StudentScores,
     TokenScores,
     TokenValues,
     TopTokens,
@@ -44,6 +45,8 @@ class Pipeline:
         learns_entropy: bool = False,
         pictures: Callable[[Row, torch.nn.Module], dict[str, Any]] | None = None,
         undrawable: Sequence[int] = (),
+        score: Callable[..., TokenScores | StudentScores] = score_tokens,
+        row_divisor: int = 1,
     ) -> None:
         """Take the chunks and their sizes.
 
@@ -57,8 +60,11 @@ class Pipeline:
             learns_entropy: whether the entropy has a gradient.
             pictures: what gives a chunk of a model that sees its inputs beside a row's tokens.
             undrawable: tokens that have no probability, as in engines.
+            score: `score_tokens`, or what does the same.
+            row_divisor: divisor of the length of rows, as in `rows_of`.
         """
-        self._pictures, self._undrawable = pictures, tuple(undrawable)
+        self.row_divisor = row_divisor
+        self._pictures, self._undrawable, self._score_tokens = pictures, tuple(undrawable), score
         self._num_likeliest, self._learns_entropy = num_likeliest, learns_entropy
         self._chunks = list(chunks)
         self._last: Chunk = unwrap_model(self._chunks[-1])
@@ -72,7 +78,8 @@ class Pipeline:
         sizes = self._sizes
         rank = parallel_state.get_context_parallel_rank()
         has_virtual = sizes.vpp > 1
-        return rows_of(batches, rank, sizes.cp, round_to=sizes.pp if has_virtual else 1, equal=has_virtual)
+        round_to = sizes.pp if has_virtual else 1
+        return rows_of(batches, rank, sizes.cp, round_to=round_to, equal=has_virtual, divisor=self.row_divisor)
 
     def run(self, rows: Sequence[Row], scored: Scored, *, scale: float = 1.0, forward_only: bool = False) -> None:
         """Go forward, and unless `forward_only` backward, over the rows; call `scored` for each on the last stage.
@@ -142,7 +149,7 @@ class Pipeline:
                 undrawable=self._undrawable,
             )
         others_BTN = batch.others_BTN
-        return score_tokens(
+        return self._score_tokens(
             hidden_LE,
             weight_VE,
             batch.token_ids_BT[batch.loss_mask_BT][row.valid_L],

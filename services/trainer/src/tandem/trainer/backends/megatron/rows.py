@@ -35,7 +35,9 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """Indices of these among the ``K`` valid tokens."""
 
 
-def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: int, equal: bool) -> list[Row]:
+def rows_of(
+    batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: int, equal: bool, divisor: int = 1
+) -> list[Row]:
     """Return the share of each micro-batch for one context-parallel rank.
 
     Args:
@@ -44,13 +46,14 @@ def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: in
         size: context-parallel size.
         round_to: divisor of the number of micro-batches in virtual pipelines. Rows without a micro-batch fill up.
         equal: whether all rows must have the same length, by padding.
+        divisor: divisor of the length of a whole row, by padding; a multiple of that of a sequence's length.
     """
     packed = [as_row(batch) for batch in batches]
     longest = max(sum(row.lengths) for row in packed)
-    rows = [
-        _share(batch, _extended(row, longest) if equal else row, rank, size)
-        for batch, row in zip(batches, packed, strict=True)
-    ]
+    rows = []
+    for batch, row in zip(batches, packed, strict=True):
+        num_tokens = longest if equal else sum(row.lengths)
+        rows.append(_share(batch, _extended(row, -(-num_tokens // divisor) * divisor), rank, size))
     idle = msgspec.structs.replace(rows[0], batch=None)
     return rows + [idle] * (-len(rows) % round_to)
 

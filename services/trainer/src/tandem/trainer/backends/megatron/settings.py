@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from tandem.common.errors import ModelError
 from tandem.config import Config, schema
+from tandem.config.low_precision import Products, products_of
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
@@ -50,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True):
     optimizer: OptimizerConfig
     sizes: Megatron
     """The parallel sizes, as the weight plane knows them."""
+    row_divisor: int
+    """Divisor of the tokens of a row that context-parallel ranks share."""
     notices: tuple[str, ...]
     """The settings that differ from the configuration, one a line."""
 
@@ -64,14 +68,18 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
         name: name of the model, which has its own section in the configuration.
 
     Raises:
-        ModelError: Megatron-Core does not support the model.
+        ModelError: Megatron-Core does not support the model, or this machine not its products of fewer bits.
     """
     notices: list[str] = []
     section = config.settings_of(name)
-    transformer = _transformer(section, model, notices)
+    place = f"{'policy' if name == 'reference' else name}.megatron_cfg."
+    products = products_of(section.megatron_cfg)
+    for each in products:
+        has_gpu = torch.cuda.is_available()
+        require_kernels(place, each, HAS_TRANSFORMER_ENGINE, torch.cuda.get_device_capability() if has_gpu else None)
+    transformer = transformer_of(section, model, notices)
     optimizer = _optimizer(section, transformer, notices)
     data_parallel = _data_parallel(section, optimizer, notices)
-    place = f"{'policy' if name == 'reference' else name}.megatron_cfg."
     ranks_a_replica = (
         transformer.tensor_model_parallel_size
         * transformer.pipeline_model_parallel_size
@@ -91,10 +99,52 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
         transformer_engine=HAS_TRANSFORMER_ENGINE,
         experts="grouped" if HAS_TRANSFORMER_ENGINE else "sequential",
     )
-    return Settings(transformer, data_parallel, optimizer, sizes, tuple(f"{place}{notice}" for notice in notices))
+    row_divisor = row_divisor_of(products, transformer)
+    said = tuple(f"{place}{notice}" for notice in notices)
+    return Settings(transformer, data_parallel, optimizer, sizes, row_divisor, said)
 
 
-def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
+def require_kernels(
+    place: str, products: Products, has_transformer_engine: bool, capability: tuple[int, int] | None
+) -> None:
+    """Check that this machine has the kernels of products of fewer bits.
+
+    Args:
+        place: prefix of the keys of the section.
+        products: the products.
+        has_transformer_engine: whether Transformer Engine is installed.
+        capability: compute capability of the GPU; None without a GPU.
+
+    Raises:
+        ModelError: it does not have them. Megatron-Core would multiply in the precision of the model, or stop late.
+    """
+    what = f"{place}{products.key}: {products.value} needs"
+    if not has_transformer_engine:
+        raise ModelError(f"{what} Transformer Engine, which is not installed here")
+    if capability is None:
+        raise ModelError(f"{what} a GPU")
+    if capability < products.capability:
+        least, own = (".".join(map(str, each)) for each in (products.capability, capability))
+        raise ModelError(f"{what} a GPU of compute capability {least} for {products.recipe}; this one has {own}")
+
+
+def row_divisor_of(products: Sequence[Products], transformer: TransformerConfig) -> int:
+    """Return the divisor of a row's tokens with which every rank has as many as its kernels take.
+
+    1 if products are in the precision of the model.
+    """
+    if not products:
+        return 1
+    shares = 2 * transformer.context_parallel_size if transformer.context_parallel_size > 1 else 1
+    shares *= transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+    return shares * max(each.token_divisor for each in products)
+
+
+def transformer_of(section: schema.Model, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
+    """Return Megatron-Core's configuration of a model, and add to `notices` what differs from its section.
+
+    Raises `ModelError`.
+    """
     megatron, dtype = section.megatron_cfg, getattr(torch, section.precision)
     arguments = transformer_arguments(model)
     has_experts = "num_moe_experts" in arguments
@@ -114,6 +164,8 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
     arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
     arguments |= _with_types(megatron.forwarded)
+    for products in products_of(megatron):
+        arguments |= products.arguments
     if has_kernels():  # feed-forward layers then look at what `layers_of` names, unless they are to fuse by themselves
         arguments["use_te_activation_func"] = not arguments["bias_activation_fusion"]
     arguments |= {

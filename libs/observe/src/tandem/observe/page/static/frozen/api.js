@@ -8,10 +8,10 @@ export class ApiError extends Error {}
 /** @type {any[]} */
 const runs = JSON.parse(document.getElementById("frozen")?.textContent ?? "[]");
 
-/** The panels of a report: its tables first. Samples are in the file where a model saw pictures.
+/** The panels of a report: its tables first. Samples are in the file where a model saw pictures, calls never.
  * @template Tab @param {[string, string, Tab][]} all @returns {[string, string, any][]} */
 export const panels = (all) => [["summary", "Summary", () => import("./summary.js")],
-  ...all.filter(([id]) => id !== "samples" || runs.some((run) => run.samples))];
+  ...all.filter(([id]) => id !== "calls" && (id !== "samples" || runs.some((run) => run.samples)))];
 
 /** A thumbnail within the file. @param {number} run @param {string} digest @returns {string | null} */
 export const pictureOf = (run, digest) => runs[run].pictures?.[digest] ?? null;

@@ -1,17 +1,18 @@
-"""``coordinator replay``: train again on what a run recorded."""
+"""``coordinator replay``: train again on what a run recorded, or by the calls of its clients."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import Commands
 from tandem.coordinator.commands.running import run_to_end
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    replay = commands.add_parser("replay", help="train again on the samples that a run recorded, with no engine")
+    replay = commands.add_parser("replay", help="train again on what a run recorded, with no engine")
     replay.add_argument("run", type=Path, metavar="RUN", help="run folder; with --resume that of the replay")
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that replace the run's")
     replay.add_argument(
@@ -29,9 +30,17 @@ def add(commands: Commands) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.preparing.replay import begin_replay, continue_replay, describe_start, source_of
+    from tandem.coordinator.preparing.replay import (
+        begin_replay,
+        continue_replay,
+        describe_start,
+        is_driven,
+        source_of,
+    )
 
     run: Path = arguments.run
+    if is_driven(run):
+        return _replay_calls(arguments)
     if arguments.resume:
         config = continue_replay(run, arguments.overrides)
         words = ["coordinator", "replay", str(run), *arguments.overrides, "--resume"]
@@ -41,3 +50,16 @@ def _replay(arguments: argparse.Namespace) -> int:
         print(line, flush=True)
     words = ["coordinator", "replay", config.logger.log_dir, "--resume"]
     return run_to_end(source_of(run), config, "new", None, words)
+
+
+def _replay_calls(arguments: argparse.Namespace) -> int:
+    """Replay a run that clients have driven."""
+    from tandem.coordinator.replaying.calls import replay_calls
+
+    given = {"--from": arguments.from_step, "--to": arguments.to_step, "--resume": arguments.resume or None}
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option}: {arguments.run} was driven by clients, and their calls are replayed as a whole"
+            )
+    return replay_calls(arguments.run, arguments.overrides)

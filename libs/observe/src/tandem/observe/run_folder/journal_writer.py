@@ -1,0 +1,181 @@
+"""The writer of the journal: a step is done only when `Journal.commit_step` returns.
+
+Its metrics and seconds are written in one transaction, which is synced to disk. One process writes, from one thread. A
+lock in the folder, which the kernel releases however the process ends, excludes others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from tandem.common.descriptors import Reserve
+from tandem.common.errors import RunFolderError
+from tandem.observe.run_folder.journal import JournalReader, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal_file import (
+    SCHEMA_VERSION,
+    connect_checked,
+    file_errors,
+    new_run_id,
+    refuse_journal,
+    require_journal,
+    take_folder,
+    write_new_file,
+)
+
+_SHORTAGE_S = 8.0
+"""Longest wait for a descriptor if other threads have taken the reserve's, too: connections of strangers end after five
+seconds (`tandem.common.curve`)."""
+_LOOK_S = 0.05
+
+
+class Journal(JournalReader):
+    """The only writer of a run's journal. It must be used from the thread that opened it."""
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self._lock = lock
+        self.reserve = Reserve()
+        """Descriptors for the run's record: this journal, and what else its thread must write."""
+        try:
+            super().__init__(folder, connection)
+        except BaseException:
+            self.reserve.close()
+            raise
+
+    @classmethod
+    def create(cls, folder: Path, config_json: bytes, algorithm: str, run_id: str | None = None) -> Self:
+        """Start a run in `folder`, which is created if necessary; without `run_id` it gets a new one.
+
+        Raises:
+            RunFolderError: the folder already holds a run, is in use by a coordinator, or cannot be written.
+
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from error
+        lock = take_folder(folder)
+        try:
+            refuse_journal(folder)
+            write_new_file(folder, run_id or new_run_id(), config_json, algorithm)
+            return cls(folder, connect_checked(folder), lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Continue the run in `folder`.
+
+        Raises:
+            RunFolderError: there is no run, a coordinator is running in it, or the journal cannot be read.
+
+        """
+        require_journal(folder)
+        lock = take_folder(folder)
+        try:
+            return cls(folder, connect_checked(folder), lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def commit_step(self, record: StepRecord) -> StepRecord:
+        """Write a complete step to disk; return it with its commit time.
+
+        Raises:
+            RunFolderError: the disk is full or the file cannot be written; the journal then does not have the step.
+
+        """
+        record = msgspec.structs.replace(record, committed_at=time.time())
+        with self.transaction() as connection:
+            cursor = connection.execute(
+                "INSERT INTO steps (step, committed_at, version, checkpoint) VALUES (?, ?, ?, ?)",
+                (record.step, record.committed_at, record.version, record.checkpoint),
+            )
+            step_id = cursor.lastrowid
+            connection.executemany(
+                "INSERT INTO metrics VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.metrics.items()]
+            )
+            connection.executemany(
+                "INSERT INTO seconds VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.seconds.items()]
+            )
+        return record
+
+    def record_checkpoint(self, step: int, folder: str) -> None:
+        """Record that the checkpoint of a finished step is complete."""
+        with self.transaction() as connection:
+            connection.execute(
+                "UPDATE steps SET checkpoint = ? WHERE step = ? AND superseded_at IS NULL", (folder, step)
+            )
+
+    def record_refit(self, record: RefitRecord) -> None:
+        """Record that a weight version reached engines."""
+        # A digest is an unsigned 64-bit number, which SQLite lacks: hence JSON.
+        encoded = msgspec.json.encode(record).decode()
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO refits (at, step, record) VALUES (?, ?, ?)", (time.time(), record.version, encoded)
+            )
+
+    def record_event(self, member: str, text: str) -> None:
+        """Record an event of a process: registered, lost, failed."""
+        with self.transaction() as connection:
+            connection.execute("INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), member, text))
+
+    def record_config(self, config_json: bytes) -> None:
+        """Record the configuration with which the run continues; earlier ones stay."""
+        with self.transaction() as connection:
+            connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (time.time(), config_json))
+
+    def forget_after(self, step: int) -> int:
+        """Mark everything after `step` as superseded, for a run that resumes there; return the number of steps."""
+        now = time.time()
+        with self.transaction() as connection:
+            for table in ("steps", "refits"):
+                connection.execute(
+                    f"UPDATE {table} SET superseded_at = ? WHERE step > ? AND superseded_at IS NULL", (now, step)
+                )
+            (count,) = connection.execute("SELECT count(*) FROM steps WHERE superseded_at = ?", (now,)).fetchone()
+            return int(count)
+
+    def close(self) -> None:
+        """Close the file and release the folder."""
+        super().close()
+        self.reserve.close()
+        os.close(self._lock)
+
+    def _begin(self) -> None:
+        """Begin a transaction; if even the reserve has no descriptor for it, wait for one."""
+        deadline = time.monotonic() + _SHORTAGE_S
+        while True:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                # The first statement that writes opens the rollback file.
+                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            except sqlite3.OperationalError as error:
+                self._connection.execute("ROLLBACK")
+                if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or time.monotonic() > deadline:
+                    raise
+            else:
+                return
+            time.sleep(_LOOK_S)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Write in one transaction, synced to disk."""
+        with file_errors(self.folder), self.reserve.lent():
+            self._begin()
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
+                    self._connection.execute("ROLLBACK")
+                raise

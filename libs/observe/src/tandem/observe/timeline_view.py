@@ -1,0 +1,175 @@
+"""The page's picture of a timeline: a lane per process, and the flame graph of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.observe.timeline import COORDINATOR, Span, StepSpans, What, read_timeline
+
+_LEAST_S = 1e-3
+"""Shorter waits are left out: they are the time of messages."""
+_PHASES: dict[str, What] = {
+    "generation": "generating",
+    "get_logprobs": "log-probabilities",
+    "value_inference": "log-probabilities",
+    "teacher_logprob_inference": "log-probabilities",
+    "value_training": "training",
+    "policy_training": "training",
+    "refit": "refitting",
+    "validation": "validating",
+    "checkpointing": "saving",
+}
+"""Names of a step's phases, in order of time."""
+_KINDS = ("coordinator", "trainer", "rollout", "refit")
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The time span of a step."""
+
+    step: int
+    start: float
+    end: float
+
+
+class LaneSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """An activity of a process."""
+
+    what: What
+    step: int
+    start: float
+    end: float
+    detail: str
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """All activities of one process."""
+
+    process: str
+    spans: list[LaneSpan]
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """A bar of a flame graph; bars lie within one of the depth above."""
+
+    name: str
+    start: float
+    end: float
+    process: str
+    depth: int
+
+
+class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest steps, their lanes, and possibly a flame graph."""
+
+    steps: list[StepTimes]
+    lanes: list[Lane]
+    flame: list[Frame] = []
+
+
+Recorded = tuple[float, Mapping[str, float]]
+"""When a step was committed, and its seconds by phase."""
+
+
+def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
+    """Return the newest steps up to a given one."""
+    rows = read_timeline(folder, num_steps, to)
+    if not rows:
+        return TimelineView(steps=[], lanes=[])
+    first, last = rows[0].start, rows[-1].end
+    of_process: dict[str, list[Span]] = {}
+    for span in _clipped(_spans(rows), first, last):
+        of_process.setdefault(span.process, []).append(span)
+    return TimelineView(
+        steps=[StepTimes(step=row.step, start=row.start, end=row.end) for row in rows],
+        lanes=[
+            Lane(process=process, spans=_lane(of_process[process], first, last))
+            for process in sorted(of_process, key=_place)
+        ],
+    )
+
+
+def flame(
+    folder: Path, step: int, seconds_of: Callable[[int], tuple[float, Mapping[str, float]] | None]
+) -> list[Frame]:
+    """Return a step, its phases, and the processes' activities in them; an activity is cut where each phase ends.
+
+    Without a timeline it is made of what the journal has of the step, its commit time and seconds by phase
+    (`seconds_of`).
+    """
+    rows = [row for row in read_timeline(folder, 1, step) if row.step == step]
+    if not rows:
+        return _flame_of_seconds(step, seconds_of(step))
+    (row,) = rows
+    frames = [Frame(name=f"step {step}", start=row.start, end=row.end, process=COORDINATOR, depth=0)]
+    spans = list(_clipped(row.spans, row.start, row.end))
+    for phase in sorted((span for span in spans if span.process == COORDINATOR), key=_start):
+        frames.append(_frame(phase, 1))
+        within = [span for span in spans if span.process != COORDINATOR]
+        within = sorted(_clipped(within, phase.start, phase.end), key=lambda span: (_place(span.process), span.start))
+        frames += [_frame(span, 2) for span in within]
+    return frames
+
+
+def _flame_of_seconds(step: int, found: Recorded | None) -> list[Frame]:
+    if found is None:
+        return []
+    committed_at, seconds = found
+    at = start = committed_at - seconds.get("total", 0.0)
+    frames = [Frame(name=f"step {step}", start=start, end=committed_at, process=COORDINATOR, depth=0)]
+    for name, what in _PHASES.items():
+        if seconds.get(name, 0.0) > 0:
+            frames.append(Frame(name=what, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
+            at += seconds[name]
+    return frames
+
+
+def _lane(spans: Sequence[Span], first: float, last: float) -> list[LaneSpan]:
+    """Return a process's activities and waits, in order; the coordinator has no waits."""
+    ordered = sorted(spans, key=_start)
+    if ordered[0].process != COORDINATOR:
+        ordered = sorted([*ordered, *_waits(ordered, first, last)], key=_start)
+    return [LaneSpan(what=s.what, step=s.step, start=s.start, end=s.end, detail=s.detail) for s in ordered]
+
+
+def _waits(ordered: Sequence[Span], first: float, last: float) -> Iterator[Span]:
+    at = first
+    for span in ordered:
+        if span.start - at > _LEAST_S:
+            yield _wait(span, at, span.start)
+        at = max(at, span.end)
+    if last - at > _LEAST_S:
+        yield _wait(ordered[-1], at, last)
+
+
+def _wait(for_what: Span, start: float, end: float) -> Span:
+    return Span(process=for_what.process, what="waiting", step=for_what.step, start=start, end=end)
+
+
+def _spans(rows: Iterable[StepSpans]) -> Iterator[Span]:
+    for row in rows:
+        yield from row.spans
+
+
+def _clipped(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]:
+    """Yield the parts of spans between two moments."""
+    for span in spans:
+        start, end = max(first, span.start), min(last, span.end)
+        if end > start:
+            yield msgspec.structs.replace(span, start=start, end=end)
+
+
+def _frame(span: Span, depth: int) -> Frame:
+    return Frame(name=span.what, start=span.start, end=span.end, process=span.process, depth=depth)
+
+
+def _start(span: Span) -> float:
+    return span.start
+
+
+def _place(process: str) -> tuple[int, int, str]:
+    """Return the sort key of processes: their kind, then their number."""
+    kind, _, number = process.partition("-")
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), int(number) if number.isdigit() else 0, process

@@ -1,0 +1,85 @@
+"""The choice of the data set that each place is drawn from: by weights, in turn, or by a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tandem.common.dotted import named
+from tandem.common.errors import DataError
+from tandem.common.returned import line, shown
+from tandem.config import Config
+from tandem.config.schema import Data
+from tandem.config.schema.data import set_names
+
+_KEY = "data.custom_dataloader"
+_FINEST = 1000
+"""Most places of a pattern, to which weights are rounded."""
+
+
+class ChosenSets:
+    """Sets that a user's function chooses (``data.custom_dataloader``), step by step."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        """Import the function. Raise `ConfigError` if that fails."""
+        self._path = str(config.data.chooser)
+        self._choose: Callable[..., object] = named(self._path, _KEY)
+        self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
+        self._per_step = config.rollout_section.max_prompts_per_step
+        self._numbers = {name: number for number, name in enumerate(self._sizes)}
+        self._steps: list[list[int]] = []
+        """For each step, the sets of its places."""
+        self._before = [[0] * len(sizes)]
+        """For each step, the number of items drawn from each set before it."""
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
+        step, place = divmod(position, self._per_step)
+        while len(self._steps) <= step:
+            chosen = self._asked(len(self._steps) + 1)
+            self._steps.append(chosen)
+            self._before.append([count + chosen.count(n) for n, count in enumerate(self._before[-1])])
+        chosen = self._steps[step]
+        return chosen[place], self._before[step][chosen[place]] + chosen[:place].count(chosen[place])
+
+    def _asked(self, step: int) -> list[int]:
+        where = f"{_KEY}: {self._path}"
+        try:
+            given = self._choose(step, dict(self._sizes), self._per_step)
+        except Exception as error:  # the function is the user's
+            raise DataError(f"{where} raised {type(error).__name__} for step {step}: {line(str(error))}") from error
+        names = [*given] if isinstance(given, list | tuple) else []
+        if len(names) != self._per_step or any(name not in self._numbers for name in names):
+            raise DataError(
+                f"{where} returned {shown(given)} for step {step}, not {self._per_step} names of data sets "
+                f"({', '.join(self._numbers)})"
+            )
+        return [self._numbers[name] for name in names]
+
+
+def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
+    """Return the set of each place in the repeated pattern; zeros where the sets are drawn from as one."""
+    if len(data.train) != num_sets or num_sets < 2:
+        return (0,)
+    if data.use_multiple_dataloader and data.chooser is None:
+        num_prompts = data.num_prompts_per_dataloader or 1
+        return tuple(number for number in range(num_sets) for _ in range(num_prompts))
+    if all(each.weight is None for each in data.train):
+        return (0,)
+    return _spread([1.0 if each.weight is None else each.weight for each in data.train])
+
+
+def _spread(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the shortest pattern with these proportions, each spread evenly; every set has at least one place."""
+    wanted = [weight / sum(weights) * _FINEST for weight in weights]
+    counts = [max(1, int(share)) for share in wanted]
+    by_rest = sorted(range(len(wanted)), key=lambda number: int(wanted[number]) - wanted[number])
+    for number in by_rest[: max(0, _FINEST - sum(counts))]:
+        counts[number] += 1
+    divisor = math.gcd(*counts)
+    places = [
+        ((place + 0.5) / (count // divisor), number)
+        for number, count in enumerate(counts)
+        for place in range(count // divisor)
+    ]
+    return tuple(number for _, number in sorted(places))

@@ -1,0 +1,207 @@
+"""Reading of the rollout log: its shards, whole or in part, as tables or samples.
+
+`tandem.samples.sample_record` has its format.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest
+
+from tandem.common.errors import SamplesError
+from tandem.common.messages import Branch, Purpose, SampleScored
+from tandem.samples.batch import Batch, Float32s
+from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
+from tandem.samples.routed_experts import COLUMN, Bytes
+from tandem.samples.sample_files import LOGPROBS, SHARD, files
+from tandem.samples.sample_record import (
+    ARRAYS,
+    DIGEST,
+    EXPERTS,
+    IMAGES,
+    LOGPROBS_SCHEMA,
+    NO_DIGEST,
+    SCHEMA,
+    SEEING,
+    UNREADABLE,
+    RecordedSample,
+    check_schema,
+    unreadable,
+)
+
+_SCORED = SampleScored.__struct_fields__
+_FROM_ARROW: dict[str, Callable[[Any], Any]] = {
+    "components": dict,
+    "spent": dict,
+    "tokens_by_version": tuple,
+    "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
+}
+"""Conversions of a column's values to fields, where the two differ."""
+
+
+def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
+    """Return the steps that have shards, in order."""
+    return sorted({file.step for file in files(folder, SHARD, purpose)})
+
+
+def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train") -> list[RecordedSample]:
+    """Return the samples of a step, ordered by group and sample; none if it has no shard.
+
+    Raises `SamplesError`, which names the file, for a shard that is damaged, has another format, or belongs to a run
+    other than `run_id`, if that is given.
+    """
+    shards = [file.path for file in files(folder, SHARD, purpose) if file.step == step]
+    samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
+    return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
+
+
+def read_shard(
+    path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
+) -> pa.Table:
+    """Return a shard's table, or some columns of it; the whole table is bitwise the one that was written.
+
+    Raises `SamplesError`, as `read_step` does.
+    """
+    try:
+        content = None if columns is not None else path.read_bytes()
+        source = path if content is None else pa.BufferReader(content)
+        with pq.ParquetFile(source, page_checksum_verification=True) as file:
+            digest = (file.metadata.metadata or {}).get(DIGEST)
+            if content is not None and digest is not None:  # checked first, since damage may affect the later checks
+                _check_digest(path, content, digest)
+            check_schema(path, file.schema_arrow, run_id, schema)
+            if digest is None:
+                raise SamplesError(f"{path} cannot be read as part of the rollout log: it has no digest")
+            return file.read(columns=columns)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
+def read_rows(
+    path: Path, rows: Sequence[int], run_id: str | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Return some rows of a shard, in this order, reading only the row groups that hold them.
+
+    Raises `SamplesError`, as `read_step` does.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            check_schema(path, file.schema_arrow, run_id)
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            wanted, places, first, num_read = {*rows}, dict[int, int](), 0, 0
+            groups = []
+            for number, size in enumerate(sizes):
+                inside = [row for row in range(first, first + size) if row in wanted]
+                if inside:
+                    groups.append(number)
+                    places |= {row: num_read + row - first for row in inside}
+                    num_read += size
+                first += size
+            return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
+def _check_digest(path: Path, content: bytes, digest: bytes) -> None:
+    """Raise `SamplesError` unless the bytes of a shard are those that were written."""
+    at = content.rfind(digest)
+    if xxh3_64_hexdigest(content[:at] + NO_DIGEST + content[at + len(NO_DIGEST) :]).encode() != digest:
+        raise SamplesError(f"{path} cannot be read as part of the rollout log: its bytes have changed")
+
+
+def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
+    """Return the trainers' log-probabilities of a step's samples, by group and index; empty if there are none.
+
+    An array covers each token of the sequence, or of all branches end to end; NaN where the trainer has none. Raises
+    `SamplesError`, as `read_step` does.
+    """
+    found: dict[tuple[int, int], dict[int, Float32s]] = {}
+    for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
+        table = read_shard(path, run_id, schema=LOGPROBS_SCHEMA)
+        names = ("group", "sample", "branch")
+        keys = zip(*(table[name].to_pylist() for name in names), strict=True)
+        for (group, sample, branch), logprobs in zip(keys, _lists(table["logprobs"]), strict=True):
+            found.setdefault((group, sample), {})[branch] = logprobs
+    return {key: np.concatenate([branches[number] for number in sorted(branches)]) for key, branches in found.items()}
+
+
+def samples_of(table: pa.Table) -> list[RecordedSample]:
+    """Return the samples of a table, in its order; if the table lacks the columns of arrays, the arrays are empty."""
+    names = SEEING.names if IMAGES in table.column_names else SCHEMA.names
+    columns = {name: _values(table, name) for name in names}
+    return [
+        RecordedSample(
+            step=row["step"],
+            rollout=row["rollout"],
+            command_id=row["command_id"],
+            scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
+            arrays=Batch(
+                lengths_S=np.array(
+                    [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
+                ),
+                **{field: row[column] for column, field in ARRAYS.items()},
+                **_columns(row[EXPERTS], len(row["token_ids"])),
+                **_images(row.get(IMAGES), row["branches"]),
+            ),
+            advantage=row["advantage"],
+            problem_id=row["problem_id"],
+            question=row["question"],
+            answer=row["reference_answer"],
+            prompt=row["prompt"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"],
+        )
+        for row in (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    ]
+
+
+def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
+    """Return the per-token columns of a row beside its arrays."""
+    return {} if experts is None else {COLUMN: np.frombuffer(experts, np.uint8).reshape(num_tokens, -1)}
+
+
+def _images(images: list[dict[str, Any]] | None, branches: Sequence[object]) -> dict[str, NDArray[Any]]:
+    """Return the columns of a row's images."""
+    if images is None:
+        return {}
+    digests = np.frombuffer(b"".join(image["digest"] for image in images), dtype=np.uint8)
+    branch_I = np.array([image["branch"] for image in images], dtype=np.int64)
+    return {
+        "num_images_S": np.bincount(branch_I, minlength=max(1, len(branches))).astype(np.int32),
+        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
+        "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
+    }
+
+
+def _values(table: pa.Table, column: str) -> Sequence[Any]:
+    """Return a column row by row; arrays are views of one contiguous array."""
+    if column == EXPERTS and column not in table.column_names:
+        return [None] * table.num_rows
+    if column not in ARRAYS:
+        return list(table[column].to_pylist())
+    if column not in table.column_names:
+        return [np.zeros(0, SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
+    return _lists(table[column])
+
+
+def _lists(column: pa.ChunkedArray) -> list[Any]:
+    """Return the arrays of a column of lists."""
+    chunks: list[pa.ListArray] = column.chunks
+    return [
+        numbers[start:end]
+        for chunk in chunks
+        for offsets, numbers in [(chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False))]
+        for start, end in itertools.pairwise(offsets)
+    ]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,53 @@
+"""The groups that a step leaves out: drawn in vain, of equal rewards, or with impossible numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.bounds import within
+from tandem.common.messages import SampleScored
+from tandem.common.returned import beyond
+from tandem.config.schema import Rollouts
+from tandem.coordinator.algorithms.rewards import has_spread
+
+
+def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
+    """Return the rows of the samples to train on, and the counts of groups, under NeMo-RL's names.
+
+    They are those of the first `num_prompts_per_step` informative groups, in the order in which the step drew them,
+    whatever order they finished in.
+    """
+    size = section.num_generations_per_prompt
+    firsts = range(0, len(samples), size)
+    useful = [first for first in firsts if has_spread(section, samples[first : first + size])]
+    kept = useful[: section.num_prompts_per_step]
+    assert len(kept) == section.num_prompts_per_step, "the scheduler goes on until there are as many"
+    return [row for first in kept for row in range(first, first + size)], {
+        "dynamic_sampling_num_gen_batches": len(firsts) / section.num_prompts_per_batch,
+        "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
+        "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
+    }
+
+
+def rows_of_equal_rewards(section: Rollouts, samples: Sequence[SampleScored]) -> set[int]:
+    """Return the rows of the samples in groups whose rewards are all equal."""
+    size = section.num_generations_per_prompt
+    firsts = range(0, len(samples), size)
+    equal = [first for first in firsts if not has_spread(section, samples[first : first + size])]
+    return {row for first in equal for row in range(first, first + size)}
+
+
+def set_aside_note(
+    samples: Sequence[SampleScored], rewards_S: NDArray[np.float64], advantages_S: NDArray[np.float32]
+) -> str:
+    """Name the first sample with a reward or advantage that no run can compute with."""
+    place = int((~(within(rewards_S) & within(advantages_S))).argmax())
+    what, value = ("reward", rewards_S[place]) if not within(rewards_S)[place] else ("advantage", advantages_S[place])
+    sample = samples[place]
+    return (
+        f"group {sample.group}, sample {sample.sample}: its {what} is {beyond(float(value))}: "
+        "groups with such a sample are set aside"
+    )

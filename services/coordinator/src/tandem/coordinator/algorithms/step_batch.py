@@ -1,0 +1,214 @@
+"""The batch of a step: its samples as columns, with their advantages, or with their rewards for PPO.
+
+Shapes: ``S`` samples, in ``G`` groups of ``N``; in a batch ``S`` sequences, of which an agent's episode has several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.bounds import within
+from tandem.config import Config
+from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
+from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
+from tandem.coordinator.algorithms.rewards import scaled, shaped
+from tandem.coordinator.algorithms.selection import dynamic_sampling, rows_of_equal_rewards, set_aside_note
+from tandem.coordinator.algorithms.step_metrics import age_metrics, sample_metrics
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import Batch
+
+_BRANCHES = attrgetter("scored.branches")
+
+
+class SampleColumns(NamedTuple):
+    """Samples as columns: a number, or a word, of each."""
+
+    group_S: NDArray[np.int64]
+    sample_S: NDArray[np.int64]
+    prompt_lengths_S: NDArray[np.int64]
+    response_lengths_S: NDArray[np.int64]
+    num_tokens_S: NDArray[np.int64]
+    rewards_S: NDArray[np.float64]
+    is_correct_S: NDArray[np.bool_]
+    is_dropped_S: NDArray[np.bool_]
+    finish_reasons_S: NDArray[np.str_]
+    rollouts_S: NDArray[np.str_]
+    command_S: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, records: Sequence[SampleRecord]) -> Self:
+        """Return the columns of samples, in their order."""
+        return cls(*map(np.array, zip(*map(_FIELDS, records), strict=True)))
+
+    @property
+    def is_truncated_S(self) -> NDArray[np.bool_]:
+        """Whether a token limit cut the sample off."""
+        return np.asarray(self.finish_reasons_S == "length")
+
+
+class _Sequences(NamedTuple):
+    """The sequences of samples: each whole, or an episode's branches."""
+
+    place_S: NDArray[np.int64]
+    """Place of the sample that each belongs to."""
+    branch_S: NDArray[np.int64]
+    prompt_lengths_S: NDArray[np.int64]
+    num_made_S: NDArray[np.int64]
+    lengths_S: NDArray[np.int64]
+
+
+_FIELDS = attrgetter(
+    "scored.group",
+    "scored.sample",
+    "scored.prompt_length",
+    "scored.response_length",
+    "scored.num_tokens",
+    "scored.reward",
+    "scored.correct",
+    "scored.dropped",
+    "scored.finish_reason",
+    "rollout",
+    "command_id",
+)
+"""Reads the columns of a record, in their order."""
+
+
+def batch_of_step(
+    config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+) -> tuple[Batch, dict[str, float]]:
+    """Return the batch of a step, and the metrics of its samples with their ages; see `training_batch`."""
+    batch, metrics = training_batch(config, records, prompts)
+    if config.max_trajectory_age_steps:
+        metrics |= age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
+    return batch, metrics
+
+
+def training_batch(
+    config: Config, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+) -> tuple[Batch, dict[str, float]]:
+    """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
+
+    `prompts` has a key for each group, which is equal for equal prompts.
+    """
+    grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
+    num_samples = grpo.num_generations_per_prompt
+    columns, samples = SampleColumns.of(records), [record.scored for record in records]
+    place_S = columns.group_S * num_samples + columns.sample_S
+    assert (place_S == np.arange(len(samples))).all(), "groups are whole and in order"
+    metrics = sample_metrics(config, columns, samples)
+    if grpo.use_dynamic_sampling:
+        rows, counts = dynamic_sampling(grpo, samples)
+        records, samples = [records[row] for row in rows], [samples[row] for row in rows]
+        columns = SampleColumns.of(records)
+        metrics |= counts | {"filtered_reward": float(columns.rewards_S[~columns.is_dropped_S].mean())}
+    counts_S, rewards_S = ~columns.is_dropped_S, columns.rewards_S.astype(np.float64)
+    if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
+        rewards_S = scaled(rewards_S, grpo.reward_scaling)
+        rewards_S = shaped(rewards_S, columns.response_lengths_S, columns.is_truncated_S, grpo.reward_shaping)
+        if counts_S.any():
+            metrics["training_reward"] = float(rewards_S[counts_S].mean())
+    rewards_GN, counts_GN = rewards_S.reshape(-1, num_samples), counts_S.reshape(-1, num_samples)
+    if estimator is None or estimator.name == "opd":  # trainers make the advantages, or learn without any
+        advantages_GN = np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+    else:
+        if estimator.name == "gdpo":
+            components_SC = gdpo_components(config, samples)
+            components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
+            advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
+        else:
+            advantages_GN = advantages(rewards_GN, estimator, counts_GN)
+        if grpo.advantage_bounds is not None:
+            advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
+    kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
+    of_equal_rewards: set[int] = set()
+    if grpo.leaves_out_equal_rewards:
+        of_equal_rewards = rows_of_equal_rewards(grpo, samples)
+        metrics["groups_filtered"] = len(of_equal_rewards) / num_samples
+    notes: tuple[str, ...] = ()
+    if not kept_S.all():
+        metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
+        notes = (set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
+    batch = batch_of(
+        records,
+        prompts,
+        advantages_S=np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32),
+        rewards_S=np.where(kept_S, rewards_S, 0).astype(np.float32),
+        filters_overlong=grpo.overlong_filtering,
+        columns=environment_columns(config, samples) if config.loss_fn.environment_columns else {},
+        set_aside={*np.flatnonzero(~kept_S).tolist()} | of_equal_rewards,
+        notes=notes,
+    )
+    return batch, metrics
+
+
+def batch_of(
+    records: Sequence[SampleRecord],
+    prompts: Mapping[int, Hashable],
+    *,
+    advantages_S: NDArray[np.float32],
+    rewards_S: NDArray[np.float32],
+    filters_overlong: bool,
+    columns: Mapping[str, NDArray[np.float32]] = {},
+    set_aside: Collection[int] = (),
+    notes: Sequence[str] = (),
+) -> Batch:
+    """Return the batch of these samples, in this order. Each branch of an agent's episode is a sequence.
+
+    No token counts if the sample was dropped, is to be set aside or, with `filters_overlong`, was truncated. A sample's
+    values are those of each of its sequences.
+    """
+    each = SampleColumns.of(records)
+    counts_S = ~each.is_dropped_S
+    counts_S[[*set_aside]] = False
+    if filters_overlong:
+        counts_S &= ~each.is_truncated_S
+    of = _Sequences(
+        place_S=np.arange(len(records)),
+        branch_S=np.zeros(len(records), dtype=np.int64),
+        prompt_lengths_S=each.prompt_lengths_S,
+        num_made_S=each.response_lengths_S,
+        lengths_S=each.num_tokens_S,
+    )
+    if any(map(_BRANCHES, records)):
+        of = _with_branches(of, records)
+    # Nothing predicts the first token of a sequence, so that it does not count even if the policy made it.
+    num_valid_S = np.where(counts_S[of.place_S], of.num_made_S - (of.prompt_lengths_S == 0), 0)
+    prompt_S, first_rows = np.full(len(num_valid_S), NO_PROMPT), dict[Hashable, int]()
+    for row in np.flatnonzero(num_valid_S).tolist():
+        scored = records[of.place_S[row]].scored
+        if not scored.branches:
+            prompt_S[row] = first_rows.setdefault(prompts[scored.group], row)
+    rollouts, source_S = np.unique(each.rollouts_S, return_inverse=True)
+    return Batch(
+        lengths_S=of.lengths_S.astype(np.int32),
+        num_valid_S=num_valid_S.astype(np.int32),
+        prompt_S=prompt_S.astype(np.int32),
+        prompt_lengths_S=of.prompt_lengths_S.astype(np.int32),
+        rank_S=np.zeros(len(num_valid_S), dtype=np.int32),
+        advantages_S=advantages_S[of.place_S],
+        rewards_S=rewards_S[of.place_S],
+        source_S=source_S[of.place_S].astype(np.int32),
+        command_S=each.command_S[of.place_S].astype(np.int64),
+        group_S=each.group_S[of.place_S].astype(np.int32),
+        sample_S=each.sample_S[of.place_S].astype(np.int32),
+        branch_S=of.branch_S.astype(np.int32),
+        **{name: values[of.place_S] for name, values in columns.items()},
+    ).with_sources(rollouts.tolist(), notes)
+
+
+def _with_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Sequences:
+    """Return the sequences of samples of which some, or all, are episodes with branches."""
+    sequences: list[tuple[int, ...]] = []
+    for place, own in enumerate(zip(*samples[1:], strict=True)):
+        branches = records[place].scored.branches
+        sequences += [
+            (place, number, branch.prompt_length, branch.num_made, branch.num_tokens)
+            for number, branch in enumerate(branches)
+        ] or [(place, *own)]
+    return _Sequences(*map(np.array, zip(*sequences, strict=True)))

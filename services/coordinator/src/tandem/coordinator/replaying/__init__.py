@@ -1,0 +1,1 @@
+"""Replay: a run's training once more, from its recorded samples or from the calls of its clients."""

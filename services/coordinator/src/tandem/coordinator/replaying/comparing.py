@@ -1,0 +1,98 @@
+"""The comparison of calls that were done again with those of the record."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from pathlib import Path
+
+from tandem.coordinator.tinker.call_files import Done, GradientDone, RestoreDone, SaveDone, StepDone, digest_of
+from tandem.coordinator.tinker.calls import Scored
+
+_NAMES = {GradientDone: "gradient", StepDone: "step", SaveDone: "saved state", RestoreDone: "load"}
+
+
+class Comparison:
+    """The calls of one model, as far as they were done again."""
+
+    def __init__(self, model: str, why_over: str) -> None:
+        self._model = model
+        self._why_over = why_over
+        self._counts = dict.fromkeys((GradientDone, StepDone, SaveDone), 0)
+        """Calls that were compared."""
+        self._num_equal = 0
+        self._first = ""
+        """The first difference."""
+        self._gap = 0.0
+        """The largest relative difference of a loss or norm."""
+        self.has_failed = False
+        """Whether a call failed that had not, so that the model cannot go on."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self._first
+
+    def gradient(self, done: GradientDone, scored: Scored | None, error: str) -> None:
+        """Compare a gradient: its loss, and the log-probabilities that it was taken at."""
+        why = self._failure(done, error)
+        if not why and scored is not None:
+            why = self._number("loss", done.loss, scored.loss)
+            why = why or ("" if digest_of(scored) == done.logprobs else "its log-probabilities differ")
+        self._count(done, why)
+
+    def step(self, done: StepDone, norm: float | None, error: str) -> None:
+        """Compare a step: the norm of its gradient."""
+        why = self._failure(done, error)
+        if not why and norm is not None:
+            why = self._number("norm", done.norm, norm)
+        self._count(done, why)
+
+    def saved(self, done: SaveDone, state: str, error: str) -> None:
+        """Compare a saved state: the digests of its tensors, those of the optimizer too."""
+        why = self._failure(done, error)
+        if not why and state != done.state:
+            why = "its tensors differ" if done.state else "the record has no digests of its tensors"
+        self._count(done, why)
+
+    def other(self, done: RestoreDone, error: str) -> None:
+        """Note that a state was loaded, or could not be."""
+        self._note(done, self._failure(done, error))
+
+    def describe(self, run: Path, changed: Collection[str]) -> str:
+        """Return a line about the model, and a second one if its record has ended early."""
+        counted = [
+            f"{count} {_NAMES[kind]}{'' if count == 1 else 's'}" for kind, count in self._counts.items() if count
+        ]
+        what = " and ".join(filter(None, [", ".join(counted[:-1]), *counted[-1:]])) or "no calls"
+        if self.is_equal:
+            said = f"{self._model}: {what}: equal to the bit to those of {run}"
+        else:
+            why = f"as {', '.join(changed)} changed" if changed else "though nothing was changed"
+            num = f"{self._num_equal} of {sum(self._counts.values())}"
+            gap = f"losses and norms within {self._gap:.1g}"
+            said = f"{self._model}: {what}: {num} are equal to the bit to those of {run}, {gap}, {why}"
+            said = f"{said}; the first that differs is {self._first}"
+        return said if not self._why_over else f"{said}\n{self._model}: its record ends there: {self._why_over}"
+
+    def _count(self, done: Done, why: str) -> None:
+        self._counts[type(done)] += 1
+        self._num_equal += not why
+        self._note(done, why)
+
+    def _note(self, done: Done, why: str) -> None:
+        if why and not self._first:
+            self._first = f"call {done.index}, a {_NAMES[type(done)]}: {why}"
+
+    def _failure(self, done: Done, error: str) -> str:
+        """Return how a failure differs from the record; empty if both have failed, or neither."""
+        if error and not done.error:
+            self.has_failed = True
+            return f"it has failed: {error}"
+        return "it has not failed, and had before" if done.error and not error else ""
+
+    def _number(self, name: str, before: float, after: float) -> str:
+        if struct.pack("<d", before) == struct.pack("<d", after) or (before != before and after != after):
+            return ""
+        self._gap = max(self._gap, abs(after - before) / max(abs(before), 1e-30))
+        return f"its {name} is {after!r}, and was {before!r}"

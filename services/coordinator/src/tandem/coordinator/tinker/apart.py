@@ -1,0 +1,52 @@
+"""The loop where engines hold the adapters of several models, each with its own versions.
+
+Before a newer version of a model comes, its own samples in progress are made while no more begin. All others go on.
+What was published before is brought to the engines again only if one of them lacks it: one that has come in the place
+of a lost one, or has needed the room.
+"""
+
+from __future__ import annotations
+
+from tandem.coordinator.tinker.calls import Held, Pending, Publish, Recall
+from tandem.coordinator.tinker.loop import CallLoop
+
+
+class ApartLoop(CallLoop):
+    """One attempt of a run that clients drive, whose engines hold several models."""
+
+    @property
+    def _sets(self) -> Held:
+        assert self._desk.held is not None, "else it is another loop"
+        return self._desk.held
+
+    def _may_publish(self, pending: Pending) -> bool:
+        """Let no more samples of the model's last version begin; tell whether none is being made."""
+        if self._publishing is not None:
+            return False
+        if isinstance(pending.call, Publish):
+            number = self._desk.published_of(pending.number)
+            self._sets.renewed.add(number)
+            if self._sets.num_samples[number]:
+                return False
+        self._closing = pending
+        return True
+
+    def _has_published(self, version: int, published: Pending) -> None:
+        """Answer a call for which engines hold a version."""
+        desk, number = self._desk, published.number
+        if isinstance(published.call, Publish):
+            number = desk.published_of(number)
+            desk.newest[number] = version
+        desk.version, desk.holding = version, number
+        self._sets.versions[number] = version
+        self._let_begin(published)
+        published.answer(version)
+
+    def _reopen(self) -> None:
+        if self._closing is not None:
+            self._let_begin(self._closing)
+        self._closing = None
+
+    def _let_begin(self, pending: Pending) -> None:
+        if not isinstance(pending.call, Recall):
+            self._sets.renewed.discard(self._desk.published_of(pending.number))

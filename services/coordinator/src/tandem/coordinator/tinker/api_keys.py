@@ -1,0 +1,89 @@
+"""API keys: a file of mode 0600 with the SHA-256 of each key, by its owner's name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.common.errors import ConfigError
+from tandem.common.keys import refuse_others
+from tandem.common.regular_files import irregular
+
+PREFIX = "tml-"
+"""Begin of every key, which the SDK asks for."""
+DEFAULT_FILE = Path("tinker_keys.json")
+_MOST_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a key file."""
+
+    keys: dict[str, Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]]
+
+
+class ApiKeys:
+    """The keys that are admitted, none of which is kept itself."""
+
+    def __init__(self, hashed: dict[str, str]) -> None:
+        self._hashed = hashed
+
+    def owner_of(self, key: str) -> str | None:
+        """Return the owner of a key; None if it is none of these."""
+        given = hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+        found = [name for name, hashed in self._hashed.items() if hmac.compare_digest(hashed, given)]
+        return found[0] if found else None
+
+
+def read_keys(path: Path) -> ApiKeys:
+    """Read a key file. Raises `ConfigError` if there is none, or if others can read it."""
+    kept = _read(path)
+    if kept is None or not kept.keys:
+        raise ConfigError(f"--keys {path}: there is no key yet; make one: coordinator tinker keys NAME --keys {path}")
+    return ApiKeys(kept.keys)
+
+
+def add_key(path: Path, name: str) -> str:
+    """Make a key for `name`, in the place of one that it may have; return it. Raises `ConfigError`."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r}: a key's name has letters, digits, '.', '_' and '-', at most 64")
+    kept = _read(path)
+    key = PREFIX + secrets.token_urlsafe(32)
+    keys = {**({} if kept is None else kept.keys), name: hashlib.sha256(key.encode()).hexdigest()}
+    text = msgspec.json.format(msgspec.json.encode(_Kept(keys))) + b"\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise ConfigError(f"--keys {path}: cannot write it: {error.strerror}") from error
+    return key
+
+
+def _read(path: Path) -> _Kept | None:
+    if not path.exists():
+        return None
+    if (kind := irregular(path)) is not None:
+        raise ConfigError(f"--keys {path}: it is {kind}, not a file")
+    try:
+        with path.open("rb") as file:
+            refuse_others(path, os.fstat(file.fileno()))
+            return msgspec.json.decode(file.read(_MOST_BYTES), type=_Kept)
+    except OSError as error:
+        raise ConfigError(f"--keys {path}: cannot read it: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--keys {path}: it is no file of keys: {error}") from error

@@ -1,0 +1,238 @@
+"""Files of calls: the data of all that changed a model, in the order of its calls, to be done again.
+
+A run that clients drive has a file for each model, ``RUN/calls/MODEL.calls``. It is a row of frames: the length of a
+message of msgpack, its digest, a digest of these two, the message. The first is a `Head`, the others are calls with
+their outcomes. The last frame may be cut off, since a server that is killed writes no more of it; anything else that is
+wrong is damage.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tandem.common.errors import RunFolderError
+from tandem.common.messages import LossOfCall
+from tandem.coordinator.tinker.calls import (
+    INPUTS,
+    AddGradients,
+    CallFailed,
+    GivenSequence,
+    Restore,
+    Save,
+    Scored,
+    TakeStep,
+)
+
+FOLDER = "calls"
+"""Folder of the files within the run folder."""
+SUFFIX = ".calls"
+_FORMAT = 1
+_SIZES = struct.Struct("<IQ")
+_PREFIX = struct.Struct("<IQI")
+_MOST_BYTES = 1 << 29
+"""Bytes of the largest frame; the most tokens of a gradient have a fifth of it."""
+
+
+class _Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The base of all frames."""
+
+
+class Head(_Frame, frozen=True, kw_only=True):
+    """The first frame."""
+
+    format: int = _FORMAT
+    run_id: str
+    model: str
+    """Id of the model."""
+    began_at: float
+    """Unix time."""
+
+
+class _Done(_Frame, frozen=True, kw_only=True):
+    """The base of calls."""
+
+    index: int
+    """Place among the calls of the model, from 0 on."""
+    error: str = ""
+    """The reason for a failure, as the client was told; empty without one."""
+
+
+class GradientDone(_Done, frozen=True, kw_only=True):
+    """A gradient, with the data of its sequences: arrays of all of them, one after the other."""
+
+    loss_name: LossOfCall
+    settings: dict[str, float]
+    lengths: bytes
+    token_ids: bytes
+    targets: bytes | None
+    """None: the tokens of the sequences."""
+    inputs: dict[str, bytes]
+    """Without those that are zero."""
+    loss: float = 0.0
+    logprobs: str = ""
+    """Digest of the log-probabilities of all targets, which depend on all weights."""
+
+
+class StepDone(_Done, frozen=True, kw_only=True):
+    """A step of the optimizer."""
+
+    step: TakeStep
+    norm: float = 0.0
+
+
+class RestoreDone(_Done, frozen=True, kw_only=True):
+    """A state that was loaded, or the first weights."""
+
+    folder: str
+    with_optimizer: bool
+    state: str
+    """Digest of the state; empty for the first weights."""
+
+
+class SaveDone(_Done, frozen=True, kw_only=True):
+    """A state that was saved."""
+
+    folder: str
+    state: str = ""
+    """Digest of the state."""
+
+
+class Ended(_Frame, frozen=True, kw_only=True):
+    """The last frame of a record that was given up, with the reason."""
+
+    why: str
+
+
+Done = GradientDone | StepDone | RestoreDone | SaveDone
+Frame = Head | Done | Ended
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def path_of(folder: Path, model: str) -> Path:
+    """Return the file of a model in a run's folder of calls."""
+    return folder / f"{model}{SUFFIX}"
+
+
+def encode(frame: Frame) -> bytes:
+    """Return a frame as it is written."""
+    message = _encoder.encode(frame)
+    sizes = _SIZES.pack(len(message), xxhash.xxh3_64_intdigest(message))
+    return sizes + xxhash.xxh32_intdigest(sizes).to_bytes(4, "little") + message
+
+
+def read(path: Path, run_id: str) -> tuple[Head, Iterator[Done | Ended]]:
+    """Return the head of a file, and its calls, each read when it is asked for. Both raise `RunFolderError`."""
+    frames = _frames(path)
+    head = next(frames, None)
+    if not isinstance(head, Head) or head.format != _FORMAT:
+        raise RunFolderError(f"{path} is no file of calls that this release reads")
+    if head.run_id != run_id:
+        raise RunFolderError(f"{path} is of the run {head.run_id}, and the journal is of {run_id}")
+    return head, _calls(path, frames)
+
+
+def _calls(path: Path, frames: Iterator[Frame]) -> Iterator[Done | Ended]:
+    for count, frame in enumerate(frames):
+        if isinstance(frame, Head) or (isinstance(frame, _Done) and frame.index != count):
+            raise RunFolderError(f"{path} is damaged: call {count} is missing")
+        yield frame
+
+
+def _frames(path: Path) -> Iterator[Frame]:
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
+                length, digest, of_sizes = _PREFIX.unpack(prefix)
+                is_right = xxhash.xxh32_intdigest(prefix[: _SIZES.size]) == of_sizes and length <= _MOST_BYTES
+                message = file.read(length) if is_right else b""
+                if is_right and len(message) < length:
+                    return  # cut off
+                if not is_right or xxhash.xxh3_64_intdigest(message) != digest:
+                    raise RunFolderError(f"{path} is damaged: frame {number} is not what was written")
+                yield _decoder.decode(message)
+                number += 1
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RunFolderError(f"{path} is damaged: frame {number}: {error}") from error
+
+
+def gradient_done(index: int, call: AddGradients, answer: Scored | CallFailed) -> GradientDone:
+    """Return a gradient with its data."""
+    each = call.sequences
+    tokens = _joined((one.token_ids for one in each), np.int32)
+    inputs = {name: _joined((one.inputs[name] for one in each), np.float32) for name in INPUTS}
+    result: dict[str, Any] = (
+        {"error": str(answer)}
+        if isinstance(answer, CallFailed)
+        else {"loss": answer.loss, "logprobs": digest_of(answer)}
+    )
+    return GradientDone(
+        index=index,
+        loss_name=call.loss,
+        settings=call.settings,
+        lengths=np.array([len(one.token_ids) for one in each], dtype="<i4").tobytes(),
+        token_ids=tokens.tobytes(),
+        targets=_joined((one.targets for one in each), np.int32).tobytes() if call.has_other_targets else None,
+        inputs={name: values.tobytes() for name, values in inputs.items() if values.view(np.int32).any()},
+        **result,
+    )
+
+
+def call_of(done: GradientDone) -> AddGradients:
+    """Return the call of a gradient. Raises `ValueError` if its arrays do not fit together."""
+    lengths = np.frombuffer(done.lengths, dtype="<i4")
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("there are no sequences, or empty ones")
+    total = int(lengths.sum())
+
+    def parts(data: bytes | None, dtype: str) -> list[NDArray[Any]]:
+        whole = np.zeros(total, dtype=dtype) if data is None else np.frombuffer(data, dtype=dtype)
+        if len(whole) != total:
+            raise ValueError(f"there are {len(whole)} numbers for {total} tokens")
+        return np.split(whole, np.cumsum(lengths)[:-1])
+
+    token_ids = parts(done.token_ids, "<i4")
+    targets = token_ids if done.targets is None else parts(done.targets, "<i4")
+    inputs = {name: parts(done.inputs.get(name), "<f4") for name in INPUTS}
+    sequences = []
+    for place, tokens in enumerate(token_ids):
+        own = {name: values[place] for name, values in inputs.items()}
+        sequences.append(GivenSequence(token_ids=tokens, targets=targets[place], inputs=own))
+    return AddGradients(sequences=sequences, loss=done.loss_name, settings=done.settings, has_gradient=True)
+
+
+def digest_of(scored: Scored) -> str:
+    """Return the digest of log-probabilities."""
+    return xxhash.xxh3_64_hexdigest(_joined(scored.logprobs, np.float32).tobytes())
+
+
+def digest_of_state(call: Save | Restore) -> str:
+    """Return the digest of a saved state, by those of its tensors; empty if there is none to read.
+
+    Trainers have written those of their parts beside them. So only small files are read.
+    """
+    if not call.folder:
+        return ""
+    found: dict[str, Any] = {}
+    try:
+        for part in sorted(Path(call.folder).glob("manifest*.json")):
+            found |= msgspec.json.decode(part.read_bytes(), type=dict[str, Any])
+        tensors = {name: record.get("tensors") for name, record in found.items() if name.endswith(".safetensors")}
+    except (OSError, msgspec.MsgspecError, AttributeError):
+        return ""
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(tensors, order="deterministic")) if tensors else ""
+
+
+def _joined(arrays: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(np.dtype(dtype).newbyteorder("<"), copy=False)

@@ -1,0 +1,177 @@
+"""The run behind the front end: its configuration, its algorithm without data, its own spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import ConfigError
+from tandem.common.messages import Purpose, SampleScored, SamplingParameters
+from tandem.config import Config
+from tandem.config.layers import read_layers
+from tandem.config.load import build, laid_over
+from tandem.config.models.vision_families import family_of
+from tandem.coordinator.algorithms.running import WithoutGeneration
+from tandem.coordinator.loop.loop import Loop
+from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.coordinator.tinker.apart import ApartLoop
+from tandem.coordinator.tinker.calls import Desk
+from tandem.coordinator.tinker.loop import CallLoop
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.samples.batch import Batch
+from tandem.samples.images.rows import ImageRows
+from tandem.samples.tokenizer import Tokenizer
+
+_FOR_EVER_S = 1e9
+_NUM_STEPS = 10**9
+_SOURCE = "coordinator tinker"
+_SETS = "policy.generation.transformers_cfg.adapter_sets"
+_SPARE_SETS = 3
+"""Versions that an engine holds beside the newest of each model: the base, and such as samples are being made of."""
+_SETTINGS: dict[str, Any] = {
+    "algorithm": "grpo",
+    "grpo": {
+        "num_generations_per_prompt": 2,
+        "max_num_steps": _NUM_STEPS,
+        "val_period": 0,
+        "val_at_start": False,
+        "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": False},
+    },
+    "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True},
+    "policy": {
+        "share_prompts": False,
+        "generation": {"temperature": 1.0, "expose_http_server": True, "colocated": {"enabled": False}},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}},
+        "scheduler": None,
+    },
+    "data": {
+        "dataset_name": "reasoning_gym",
+        "task": "chain_sum",
+        "task_params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "num_train": 64,
+        "num_validation": 0,
+        "prompt_template": "{metadata[expression]}",
+    },
+    "env": {"reasoning_gym": {}},
+    "checkpointing": {"enabled": False},
+    "logger": {"samples": "off"},
+    "refit": {"keep_copy": "on"},
+}
+"""Settings that a run of the front end has whatever its file says. Clients bring data and losses."""
+
+
+def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
+    """Read a configuration of model, backends and processes. Raises `ConfigError`.
+
+    Where the engine can, it is to hold the adapters of `most_models` models, unless the configuration says otherwise.
+    """
+    layers = laid_over(read_layers(Path(path), overrides), _SETTINGS, _SOURCE)
+    # Clients send batches of any size, so that the configured one only has to be possible.
+    sizes = [layers.merged.get(section) or {} for section in ("policy", "cluster")]
+    numbers = [section.get(key) for section, key in zip(sizes, ("train_micro_batch_size", "trainers"), strict=True)]
+    size = math.prod(number for number in numbers if isinstance(number, int))
+    sized = {"policy": {"train_global_batch_size": size}, "grpo": {"num_prompts_per_step": size}}
+    layers = laid_over(layers, sized, _SOURCE)
+    config = build(layers)
+    can_hold = config.policy.generation.backend == "transformers" and family_of(config.policy) is None
+    if most_models > 1 and config.policy.adapters is not None and can_hold and not layers.is_set(_SETS):
+        own: Any = most_models + _SPARE_SETS
+        for part in reversed(_SETS.split(".")):
+            own = {part: own}
+        config = build(laid_over(layers, own, _SOURCE))
+    problems = []
+    if config.policy.megatron_cfg.enabled:
+        problems.append("policy.megatron_cfg.enabled: coordinator tinker trains with the DTensor backend alone")
+    if config.prerequisite is not None:
+        problems.append("prerequisite: coordinator tinker runs none; name the model that it has made")
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+class NoAlgorithm(WithoutGeneration):
+    """An algorithm without data: the batch of a step is what clients send."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self.notices: tuple[str, ...] = ()
+        self.images: ImageRows | None = None
+
+    @property
+    def validation_parts(self) -> dict[str, int]:
+        """Parts of the validation batch: none."""
+        return {}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a whole run: more than any client takes."""
+        return _NUM_STEPS
+
+    def sampling(self, purpose: Purpose) -> SamplingParameters:  # type: ignore[override]
+        """Return some parameters, by which nothing is sampled."""
+        return SamplingParameters(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=(), stop_strings=()
+        )
+
+    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[()]:  # type: ignore[override]
+        """Return no groups: a step has none."""
+        return ()
+
+    def batch(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
+    ) -> tuple[Batch, dict[str, float]]:
+        """Fail: clients bring the batch."""
+        raise AssertionError("clients bring the batch")
+
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
+        """Return nothing: nothing is validated."""
+        return []
+
+
+class Lines(Observer):
+    """The console of a server: what happens to its processes, and the versions that clients publish."""
+
+    def noted(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def committed(self, record: StepRecord) -> None:
+        """Print the version, with what the last calls before it have reported."""
+        names = ("loss", "grad_norm", "learning_rate")
+        numbers = "".join(f"  {name} {record.metrics[name]:.4g}" for name in names if name in record.metrics)
+        print(f"version {record.step} is published{numbers}", flush=True)
+
+
+class TinkerFrontEnd:
+    """The front end, as a run sees it."""
+
+    def __init__(self, desk: Desk, config: Config, begin: Callable[[], None]) -> None:
+        """`begin` is called once, when the model is there and the first attempt begins."""
+        self._desk = desk
+        self._config = config
+        self._begin: Callable[[], None] | None = begin
+
+    def spec(self, spec: RunSpec) -> RunSpec:
+        """Return a spec by which a step has no samples, and lasts until a client publishes."""
+        deadlines = msgspec.structs.replace(spec.deadlines, train=_FOR_EVER_S)
+        return msgspec.structs.replace(spec, num_groups=0, deadlines=deadlines, last_step=_NUM_STEPS)
+
+    def display(self) -> Observer:
+        """Return an observer that prints a line for each published version."""
+        return Lines()
+
+    def loop(self, *parts: Any) -> Loop:
+        """Return a loop that takes calls from the desk."""
+        self.begin()
+        return (CallLoop if self._desk.held is None else ApartLoop)(self._desk, self._config, *parts)
+
+    def begin(self) -> None:
+        """Let clients come, once."""
+        if self._begin is not None:
+            self._begin()
+            self._begin = None

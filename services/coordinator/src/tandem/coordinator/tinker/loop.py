@@ -1,0 +1,429 @@
+"""The loop of a run that clients drive: a step of the scheduler is open until a client publishes.
+
+The scheduler begins a step and asks trainers to train on its batch, which has no samples. This loop sends no batch. It
+keeps the request open, and sends trainers the calls from the desk, one at a time. Those of a model stay in their order,
+and models take turns: before a call of another one, trainers switch to its weights. When a client publishes, it answers
+the request for the trainers: the scheduler copies the weights, brings them to the engines, verifies them, writes the
+step to the journal, and begins the next one. So engines join, leave, are lost and replaced as in any run.
+
+Engines hold the weights of one model. Before samples of another, those in progress are made while no more begin, and
+the weights that the other has published are brought to the engines again, as a new version.
+
+It consumes what its base does, and calls from the desk. It waits for nothing longer than that. A call has the deadline
+of a training step. If a trainer does not answer within it, or fails for a reason of its own, that trainer counts as
+lost: all trainers start again, with the first weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import RunFolderError
+from tandem.common.messages import (
+    AddGradient,
+    AnyCommand,
+    AwaitCheckpoint,
+    CheckpointSaved,
+    Failed,
+    GradientAdded,
+    MemoryUse,
+    OptimizerStepped,
+    Reply,
+    RestoreTraining,
+    SaveCheckpoint,
+    StepOptimizer,
+    SwitchTraining,
+    Trained,
+)
+from tandem.config import Config
+from tandem.coordinator.loop.loop import Loop
+from tandem.coordinator.scheduler.events import DispatchBatch, Erred, Event, Finish, Lost, Replied
+from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
+from tandem.coordinator.tinker.calls import (
+    INPUTS,
+    AddGradients,
+    Answer,
+    CallFailed,
+    Desk,
+    Pending,
+    Publish,
+    Recall,
+    Restore,
+    Save,
+    Scored,
+    TakeStep,
+)
+from tandem.observe.run_folder.calls import record_calls
+from tandem.samples.assignment import data_parallel_ranks
+
+_BUSY_POLL_S, _IDLE_POLL_S = 0.003, 0.02
+_BUSY_FOR_S = 2.0
+"""Time after a call for which the next one is looked for more often."""
+_WRITE_S = 1.0
+"""Time between writes to the journal, each of which is synced to disk: a server that is killed loses these records."""
+_SETTLE_S = 0.1
+_LOST = "a trainer was lost, and with it the weights since the last save_weights: create the model anew from those"
+
+
+class _Running:
+    """A call that trainers are carrying out."""
+
+    def __init__(self, pending: Pending, deadline: float) -> None:
+        self.pending = pending
+        self.deadline = deadline
+        self.unanswered: dict[int, str] = {}
+        """Trainers that owe an answer, by the id of the command."""
+        self.replies: dict[str, Reply] = {}
+        self.failed: Failed | None = None
+        self.rows: dict[int, list[int]] = {}
+        """Sequences of each data-parallel rank."""
+        self.is_writing = False
+        """Whether a checkpoint is copied, and being written."""
+
+
+class CallLoop(Loop):
+    """One attempt of a run that clients drive."""
+
+    def __init__(self, desk: Desk, config: Config, *parts: Any) -> None:
+        """Take what `Loop` takes, as `parts`."""
+        super().__init__(*parts)
+        self._desk = desk
+        self._ranks = data_parallel_ranks(config)
+        self._deadline_s = config.cluster.deadlines.train_s
+        self._save_s = config.cluster.deadlines.save_s
+        self._trainers = [f"trainer-{index}" for index in range(config.cluster.trainers)]
+        self._held: dict[str, DispatchBatch] = {}
+        """The requests of the step that is open, by trainer."""
+        self._running: _Running | None = None
+        self._publishing: tuple[int, Pending] | None = None
+        self._called_at = 0.0
+        self._has_update, self._is_restored = False, False
+        """Whether the optimizer has stepped in this step of the scheduler, and whether other weights were taken."""
+        self._changed: set[int] = set()
+        """Sets whose weights may differ from those that were published last."""
+        self._number = 0
+        """The set that trainers hold."""
+        self._closing: Pending | None = None
+        """The call for which no more samples begin, until those in progress are made."""
+        self._metrics: dict[str, float] = {}
+        self._began_at = time.monotonic()
+        self._write_at = 0.0
+        self.poll_s = _IDLE_POLL_S
+
+    def run(self) -> Finish:
+        """Run until the scheduler finishes; nothing stays without an answer."""
+        why = "the run has ended"
+        try:
+            finish = super().run()
+            why = _LOST if finish.outcome == "failed" else why
+            return finish
+        finally:
+            self._desk.close(why)
+            if self._running is not None:
+                self._running.pending.answer(CallFailed(why))
+            if self._publishing is not None:
+                self._publishing[1].answer(CallFailed(why))
+            time.sleep(_SETTLE_S)  # the web server ends the requests
+            with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the end
+                self._write_calls()
+
+    def _send_batch(self, action: DispatchBatch) -> None:
+        """Open the step instead: the calls of clients are what is trained on."""
+        self._held[action.process] = action
+        if len(self._held) == len(self._trainers):
+            self._has_update = self._is_restored = False
+            self._metrics, self._began_at = {}, time.monotonic()
+            if not self._desk.is_open:
+                self._changed.clear()
+                self._desk.open(self._scheduler.weights.version)
+
+    def _events(self) -> Iterator[Event]:
+        running = self._running
+        for event in super()._events():
+            if running is not None and isinstance(event, Replied) and event.reply.command_id in running.unanswered:
+                running.replies[running.unanswered.pop(event.reply.command_id)] = event.reply
+            elif running is not None and isinstance(event, Erred) and event.failed.command_id in running.unanswered:
+                del running.unanswered[event.failed.command_id]
+                running.failed = running.failed or event.failed
+                if not event.failed.expected:
+                    yield Lost(now=event.now, process=event.process, why=event.failed.error)
+            else:
+                yield event
+        now = time.monotonic()
+        # Beside what trainers do, not between two calls: the disk may be slow.
+        if now > self._write_at and (self._running is not None or not self._desk.next()):
+            self._write_calls()
+            self._write_at = now + _WRITE_S
+        yield from self._go_on(now)
+
+    def _write_calls(self) -> None:
+        """Write to the journal which requests have ended."""
+        records = self._desk.take_records()
+        if records:
+            record_calls(self._recorder.journal, records)
+
+    def _go_on(self, now: float) -> Iterator[Event]:
+        """Go on with calls as far as possible; yield what the scheduler has to know."""
+        self.poll_s = _BUSY_POLL_S if now < self._called_at + _BUSY_FOR_S else _IDLE_POLL_S
+        if self._publishing is not None and self._is_published(self._publishing[0]):
+            (version, published), self._publishing = self._publishing, None
+            self._has_published(version, published)
+        if self._running is not None:
+            self._called_at = now
+            yield from self._conclude(self._running, now)
+            return
+        if self._scheduler.tables.steps.is_interrupted and self._held:
+            self._desk.close("the server is ending", is_over=True)
+            yield from self._trained(now)
+        if len(self._held) < len(self._trainers):
+            return
+        waiting = self._desk.next()
+        if waiting:
+            self._called_at = now
+        for pending in waiting:
+            if not isinstance(pending.call, Publish | Recall) or self._may_publish(pending):
+                running = self._start(self._desk.take(pending.turn), now)
+                if running is not None and not running.unanswered:
+                    yield from self._conclude(running, now)
+                return
+
+    # --- publishing --------------------------------------------------------------------------------------------------
+
+    def _may_publish(self, pending: Pending) -> bool:
+        """Let no more samples begin; tell whether none is being made that must have the weights of the engines."""
+        desk = self._desk
+        if self._publishing is not None or self._closing not in (None, pending):
+            return False
+        self._closing = pending
+        desk.renewed = desk.published_of(pending.number) if isinstance(pending.call, Publish) else None
+        desk.is_publishing = True
+        return not (desk.num_samples or desk.is_reserved)
+
+    def _publish(self, pending: Pending, now: float) -> Iterator[Event]:
+        """Finish the step: trainers hold the weights."""
+        self._closing = None
+        self._publishing = next(iter(self._held.values())).step, pending
+        self._changed.discard(self._number)
+        yield from self._trained(now)
+
+    def _has_published(self, version: int, published: Pending) -> None:
+        """Answer a call for which engines hold a version, whose samples may begin."""
+        desk, is_new = self._desk, isinstance(published.call, Publish)
+        desk.version, desk.holding = version, desk.published_of(published.number) if is_new else published.number
+        if is_new:
+            desk.newest[desk.holding] = version
+        else:
+            desk.is_reserved = True
+        self._reopen()
+        published.answer(version)
+
+    def _reopen(self) -> None:
+        self._closing = self._desk.renewed = None
+        self._desk.is_publishing = False
+
+    def _is_published(self, version: int) -> bool:
+        weights = self._scheduler.weights
+        return weights.version == version and weights.state in HAS_ARRIVED and weights.is_done
+
+    def _trained(self, now: float) -> Iterator[Event]:
+        """Answer the scheduler's request to train, for each trainer."""
+        held, self._held = self._held, {}
+        seconds = now - self._began_at
+        for process, action in held.items():
+            reply = Trained(
+                command_id=action.command_id,
+                step=action.step,
+                version=action.step,
+                metrics=self._metrics if process == "trainer-0" else {},
+                seconds={"policy_training": seconds},
+                compute_s=seconds,
+                waited_s=0.0,
+                has_update=self._has_update and not self._is_restored,
+                memory=MemoryUse(peak=0, held=0),
+            )
+            yield Replied(now=now, process=process, reply=reply)
+
+    # --- calls of trainers -------------------------------------------------------------------------------------------
+
+    def _start(self, pending: Pending, now: float) -> _Running | None:
+        """Send trainers the commands of a call; None if it is answered already."""
+        call = pending.call
+        if isinstance(call, AddGradients) and not self._has_weights_for(call, pending.number):
+            why = "prompt log-probabilities are served only until the weights change: trainers compute them"
+            pending.answer(CallFailed(why, is_users=True))
+            return None
+        if isinstance(call, Recall) and self._desk.holding == pending.number:
+            self._has_published(self._desk.version, pending)
+            return None
+        self._running = running = _Running(pending, now + self._deadline_s)
+        self._switch(running, pending.number)
+        match call:
+            case AddGradients():
+                self._send_gradients(running, call)
+            case TakeStep():
+                self._has_update |= call.learning_rate > 0
+                self._changed.add(pending.number)
+                for trainer in self._trainers:
+                    fields = self._fields(running, trainer)
+                    self._send_call(trainer, StepOptimizer(**_fields_of(call), **fields))
+            case Restore():
+                self._is_restored = True
+                self._changed.add(pending.number)
+                for trainer in self._trainers:
+                    self._send_call(trainer, RestoreTraining(**_fields_of(call), **self._fields(running, trainer)))
+            case Save():
+                running.deadline = now + self._save_s
+                for trainer in self._trainers:
+                    fields = self._fields(running, trainer, self._save_s)
+                    self._send_call(trainer, SaveCheckpoint(folder=_unfinished(call), step=0, **fields))
+            case Publish():
+                self._switch(running, self._desk.published_of(pending.number), is_copy=True)
+            case Recall():
+                pass
+            case other:
+                assert_never(other)
+        return running
+
+    def _has_weights_for(self, call: AddGradients, number: int) -> bool:
+        """Tell whether trainers have the weights that a call is about."""
+        is_published = call.of_version == self._desk.newest.get(number) and number not in self._changed
+        return call.of_version is None or is_published
+
+    def _switch(self, running: _Running, number: int, *, is_copy: bool = False) -> None:
+        """Have trainers hold another set before they carry out the call."""
+        if number == self._number:
+            return
+        self._number, self._is_restored = number, True
+        for trainer in self._trainers:
+            fields = self._fields(running, trainer)
+            self._send_call(trainer, SwitchTraining(number=number, is_copy=is_copy, **fields))
+
+    def _fields(self, running: _Running, trainer: str, deadline_s: float | None = None) -> dict[str, Any]:
+        fields = self._scheduler.requests.notice(deadline_s or self._deadline_s)
+        running.unanswered[fields["command_id"]] = trainer
+        return {**fields}
+
+    def _send_call(self, trainer: str, command: AnyCommand, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+        self._send(trainer, command, arrays)
+        self._sent.pop(command.command_id)  # the scheduler does not know it
+
+    def _send_gradients(self, running: _Running, call: AddGradients) -> None:
+        """Divide the sequences among the data-parallel ranks: the longest first, in turns."""
+        lengths = [len(each.token_ids) for each in call.sequences]
+        num_ranks = max(self._ranks) + 1
+        rank_S = np.zeros(len(lengths), dtype=np.int32)
+        for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
+            turn, rank = divmod(place, num_ranks)
+            rank_S[row] = rank if turn % 2 == 0 else num_ranks - 1 - rank
+        running.rows = {rank: np.flatnonzero(rank_S == rank).tolist() for rank in range(num_ranks)}
+        table = {"lengths_S": np.array(lengths, dtype=np.int32), "rank_S": rank_S}
+        # Other targets cost more, and all trainers have to compute the same.
+        has_others = call.has_other_targets
+        for trainer, rank in zip(self._trainers, self._ranks, strict=True):
+            own = [call.sequences[row] for row in running.rows[rank]]
+            arrays: dict[str, NDArray[Any]] = {
+                **table,
+                "token_ids_T": _joined([each.token_ids for each in own], "int32"),
+                "loss_mask_T": _joined([each.mask for each in own], "bool"),
+                **{f"{name}_T": _joined([each.inputs[name] for each in own], "float32") for name in INPUTS},
+            }
+            if has_others:
+                arrays["targets_T"] = _joined([each.targets for each in own], "int32")
+            command = AddGradient(
+                loss=call.loss,
+                settings=call.settings,
+                has_gradient=call.has_gradient,
+                **self._fields(running, trainer),
+            )
+            self._send_call(trainer, command, arrays)
+
+    def _conclude(self, running: _Running, now: float) -> Iterator[Event]:
+        """Answer a call once all trainers have; without an answer in time, a trainer is lost."""
+        if running.unanswered:
+            if now > running.deadline:
+                late = next(iter(running.unanswered.values()))
+                yield Lost(now=now, process=late, why=f"it has not carried out a call within {self._deadline_s:g} s")
+            return
+        if running.failed is None and isinstance(running.pending.call, Save) and not running.is_writing:
+            running.is_writing, running.replies = True, {}
+            for trainer in self._trainers:
+                fields = self._fields(running, trainer, self._save_s)
+                self._send_call(trainer, AwaitCheckpoint(step=0, **fields))
+            return
+        self._running = None
+        is_published = isinstance(running.pending.call, Publish | Recall)
+        if running.failed is not None:
+            if is_published:
+                self._reopen()
+            running.pending.answer(CallFailed(running.failed.error))
+            return
+        if is_published:
+            yield from self._publish(running.pending, now)
+            return
+        try:
+            answer = self._answer_of(running)
+        except OSError as error:
+            running.pending.answer(CallFailed(f"cannot save the state: {error.strerror}"))
+            return
+        running.pending.answer(answer)
+
+    def _answer_of(self, running: _Running) -> Answer:
+        call, replies = running.pending.call, running.replies
+        match call:
+            case AddGradients():
+                return self._scored(running, call)
+            case TakeStep():
+                stepped = replies["trainer-0"]
+                assert isinstance(stepped, OptimizerStepped), "checked against the command"
+                self._metrics |= {"grad_norm": stepped.grad_norm, "learning_rate": call.learning_rate}
+                return stepped.grad_norm
+            case Save():
+                Path(_unfinished(call)).rename(call.folder)
+                _sync(Path(call.folder).parent)
+                return sum(reply.num_bytes for reply in replies.values() if isinstance(reply, CheckpointSaved))
+            case _:
+                return None
+
+    def _scored(self, running: _Running, call: AddGradients) -> Scored:
+        """Return the log-probabilities in the order of the sequences."""
+        found: dict[int, NDArray[np.float32]] = {}
+        loss = 0.0
+        for trainer, rank in zip(self._trainers, self._ranks, strict=True):
+            reply = running.replies[trainer]
+            assert isinstance(reply, GradientAdded), "checked against the command"
+            loss = reply.loss
+            logprobs_T = np.frombuffer(reply.logprobs, dtype="<f4")
+            rows = running.rows[rank]
+            ends = np.cumsum([len(call.sequences[row].token_ids) for row in rows], dtype=np.int64)
+            found |= dict(zip(rows, np.split(logprobs_T, ends[:-1]), strict=True)) if rows else {}
+        if call.has_gradient:
+            self._metrics["loss"] = loss
+        return Scored(loss=loss, logprobs=[found[row] for row in range(len(call.sequences))])
+
+
+def _fields_of(call: TakeStep | Restore) -> dict[str, Any]:
+    return {name: getattr(call, name) for name in call.__struct_fields__}
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _unfinished(call: Save) -> str:
+    return f"{call.folder}.unfinished"
+
+
+def _sync(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,249 @@
+"""Places for samples in the engines: when a sample may begin, and of which version it has to be.
+
+`Places` are those of engines that hold the weights of one model. A sample of fixed weights begins when engines hold
+them. Otherwise it waits, with others of its weights, for the answer to a `Recall`. While there is one, samples of the
+weights that engines hold now wait in their turn.
+
+`PlacesApart` are those of engines that hold the adapters of several models. A sample begins at once, and names the
+version that makes it. An engine that lacks this version says so, and then it is brought back. Each model has an equal
+share of the samples that engines take at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from tandem.coordinator.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, Recall
+from tandem.coordinator.tinker.sampling import Engines, NotHeld, Samples
+
+_LOOK_S = 0.2
+_MOST_AT_ONCE = 2048
+"""Samples asked of engines at a time, of all models: half of what one engine takes."""
+
+Ask = Callable[[dict[str, Any]], Awaitable[Samples]]
+"""A way to ask engines. Raises `NoAnswer`, and `CallFailed` if a sample is of another version than it has to be."""
+Put = Callable[[Call, Callable[[Answer | CallFailed], None], int, int], None]
+"""A way to put a call on the desk, for a set, in a turn."""
+
+
+class Sampler:
+    """A sampling session."""
+
+    def __init__(
+        self, sampler_id: str, owner: str, attempt: int, number: int, version: int | None, path: str | None
+    ) -> None:
+        self.sampler_id = sampler_id
+        self.number = number
+        """The set of its weights."""
+        self.owner = owner
+        self.attempt = attempt
+        self.version = version
+        """Version of its weights, when they were published; None for the newest ones."""
+        self.path = path
+
+    def check(self, desk: Desk) -> None:
+        """Raise `CallFailed` if it is over."""
+        if self.attempt != desk.attempt:
+            why = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
+            raise CallFailed(why, is_users=True)
+        is_renewed = desk.renewed == self.number if desk.held is None else self.number in desk.held.renewed
+        if self.version is not None and (self.version != desk.newest.get(self.number) or is_renewed):
+            raise CallFailed(
+                f"sampling session {self.sampler_id} is of version {self.version}, which a newer one has replaced in "
+                "the engines, or is about to: create another from the newest weights",
+                is_users=True,
+            )
+
+
+class AnyPlaces(Protocol):
+    """Places for samples."""
+
+    def place(self, sampler: Sampler, num_samples: int) -> Any:
+        """Return a context in which the samples may be made, with a way to ask for them (`Ask`).
+
+        To enter it may take long. Raises `CallFailed`.
+        """
+        ...
+
+
+def places_of(desk: Desk, engines: Engines, put: Put) -> AnyPlaces:
+    """Return places in the engines of a run."""
+    return Places(desk, engines, put) if desk.held is None else PlacesApart(desk, desk.held, engines, put)
+
+
+class Places:
+    """Places in engines that hold the weights of one model."""
+
+    def __init__(self, desk: Desk, engines: Engines, put: Put) -> None:
+        self._desk = desk
+        self._engines = engines
+        self._put = put
+        self._recalls: dict[int, list[asyncio.Future[Answer | CallFailed]]] = {}
+        """Samples that wait until engines hold a set, by its number."""
+
+    @asynccontextmanager
+    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[Ask]:
+        """Return a context; see `AnyPlaces`."""
+        desk = self._desk
+        if sampler.version is None and desk.most_models == 1:
+            sampler.check(desk)
+            yield self._engines.sample
+            return
+        await self._wait_for(sampler)
+        try:
+            sampler.check(desk)
+            yield partial(_asked, self._engines, desk.version)
+        finally:
+            desk.num_samples -= 1
+
+    async def _wait_for(self, sampler: Sampler) -> None:
+        """Count a sample as in progress, once engines hold its weights, unless these are lost. Raises `CallFailed`."""
+        desk, number = self._desk, sampler.number
+        desk.num_samples += 1  # before the look: then nothing is published meanwhile
+        if desk.holding == number and not desk.is_publishing and not self._recalls.keys() - {number}:
+            return
+        try:
+            sampler.check(desk)
+        except CallFailed:
+            desk.num_samples -= 1
+            raise
+        desk.num_samples -= 1
+        if number not in self._recalls:
+            self._recalls[number] = []
+            self._put(Recall(), partial(self._recalled, number), number, RECALLS)
+        waiting: asyncio.Future[Answer | CallFailed] = asyncio.get_running_loop().create_future()
+        self._recalls[number].append(waiting)
+        answer = await waiting
+        if isinstance(answer, CallFailed):
+            raise answer
+
+    def _recalled(self, number: int, answer: Answer | CallFailed) -> None:
+        """Let samples begin that have waited for their weights."""
+        waiting = [each for each in self._recalls.pop(number) if not each.done()]  # others were given up
+        if not isinstance(answer, CallFailed):
+            self._desk.num_samples += len(waiting)
+            self._desk.is_reserved = False
+        for each in waiting:
+            each.set_result(answer)
+
+
+class PlacesApart:
+    """Places in engines that hold the adapters of several models."""
+
+    def __init__(self, desk: Desk, held: Held, engines: Engines, put: Put) -> None:
+        self._desk = desk
+        self._held = held
+        self._engines = engines
+        self._put = put
+        self._shares = Shares(max(1, _MOST_AT_ONCE // (desk.most_models + 1)))
+        self._recalls: dict[int, asyncio.Future[Answer | CallFailed]] = {}
+        """Recalls in progress, by the number of the set."""
+
+    @asynccontextmanager
+    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[Ask]:
+        """Return a context; see `AnyPlaces`."""
+        number, is_fixed = sampler.number, sampler.version is not None
+        async with self._shares.share(number, num_samples):
+            self._held.num_samples[number] += is_fixed  # before the look: then nothing newer is published meanwhile
+            try:
+                sampler.check(self._desk)
+                yield partial(self._ask, sampler)
+            finally:
+                self._held.num_samples[number] -= is_fixed
+
+    async def _ask(self, sampler: Sampler, question: dict[str, Any]) -> Samples:
+        deadline = time.monotonic() + self._engines.timeout_s
+        number = sampler.number
+        while True:
+            versions = self._held.versions
+            version = versions.get(number)
+            if version is None:
+                sampler.check(self._desk)
+                raise CallFailed(f"sampling session {sampler.sampler_id}: its weights are not there")
+            try:
+                named = {"weight_version": version, "kept_versions": [*versions.values()]}
+                found = await _asked(self._engines, version, {**question, **named})
+            except NotHeld:
+                if time.monotonic() > deadline:
+                    raise
+                if self._held.versions.get(number) == version:
+                    await self._recall(number)
+                if self._held.versions.get(number) == version:  # the engine is about to get it
+                    await asyncio.sleep(_LOOK_S)
+                continue
+            if sampler.attempt != self._desk.attempt:  # versions have begun anew
+                sampler.check(self._desk)
+            return found
+
+    async def _recall(self, number: int) -> None:
+        """Have all engines hold a set again. Raises `CallFailed`."""
+        recall = self._recalls.get(number)
+        if recall is None:
+            self._recalls[number] = recall = asyncio.get_running_loop().create_future()
+            self._put(Recall(), partial(self._recalled, number), number, RECALLS)
+        answer = await asyncio.shield(recall)
+        if isinstance(answer, CallFailed):
+            raise answer
+
+    def _recalled(self, number: int, answer: Answer | CallFailed) -> None:
+        self._recalls.pop(number).set_result(answer)
+
+
+class Shares:
+    """Equal shares of what is done at a time; what is more waits, in its order."""
+
+    def __init__(self, most: int) -> None:
+        """`most` is the largest share; something larger has it alone."""
+        self._most = most
+        self._taken: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    @asynccontextmanager
+    async def share(self, number: int, count: int) -> AsyncIterator[None]:
+        """Return a context in which `count` of the share of `number` are taken."""
+        waiting = self._waiting.setdefault(number, deque())
+        if waiting or not self._fits(number, count):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiting.append((count, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # its turn had come just before
+                    self._give_back(number, count)
+                raise
+        else:
+            self._taken[number] = self._taken.get(number, 0) + count
+        try:
+            yield
+        finally:
+            self._give_back(number, count)
+
+    def _give_back(self, number: int, count: int) -> None:
+        self._taken[number] -= count
+        self._go_on(number)
+
+    def _fits(self, number: int, count: int) -> bool:
+        taken = self._taken.get(number, 0)
+        return not taken or taken + count <= self._most
+
+    def _go_on(self, number: int) -> None:
+        waiting = self._waiting[number]
+        while waiting and (waiting[0][1].done() or self._fits(number, waiting[0][0])):
+            count, turn = waiting.popleft()
+            if not turn.done():  # else it was given up
+                self._taken[number] = self._taken.get(number, 0) + count
+                turn.set_result(None)
+
+
+async def _asked(engines: Engines, version: int, question: dict[str, Any]) -> Samples:
+    """Return samples of one version. Raises `CallFailed` if they are of another."""
+    found = await engines.sample(question)
+    if found.versions != [version]:
+        raise CallFailed(f"it was made by versions {found.versions}, not by {version} alone")
+    return found

@@ -1,0 +1,179 @@
+"""Samples of the run's engines, asked for by their OpenAI endpoint.
+
+A sample waits for an engine with a place for it, and for its answer, both within one deadline. If an engine goes away
+before it has answered, another is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.coordinator.tinker.proto import Likeliest, Sampled
+from tandem.coordinator.tinker.requests import Refused, Sample
+from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.serving.upstream import BROKEN, asked
+
+_LOOK_S = 0.2
+_MOST_STOPS = 64
+_PLACES_AT_ONCE = 256
+_NOT_HELD = 409
+_AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+_HEADERS = {"content-type": "application/json", "accept": "*/*"}
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    weight_versions: list[int]
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """Samples, and the weight versions that made them."""
+
+    sequences: list[Sampled]
+    versions: list[int]
+
+
+class NoAnswer(Exception):
+    """No engine has answered in time, or one has refused, with the reason."""
+
+    def __init__(self, why: str, *, is_users: bool = False) -> None:
+        super().__init__(why)
+        self.is_users = is_users
+
+
+class NotHeld(NoAnswer):
+    """An engine lacks the version that was asked for."""
+
+
+class Engines:
+    """The engines of a run, as servers of samples."""
+
+    def __init__(self, run: Path, max_length: int, timeout_s: float) -> None:
+        self._run = run
+        self._max_length = max_length
+        self.timeout_s = timeout_s
+        self._num_asked: Counter[str] = Counter()
+
+    def question(self, sample: Sample, token_ids: list[int]) -> dict[str, Any]:
+        """Return the body for an engine. Raises `Refused`."""
+        params = sample.sampling_params
+        room = self._max_length - len(token_ids)
+        if not token_ids or room < 1:
+            raise Refused(
+                f"prompt: {len(token_ids)} tokens; it must have at least one, and at most {self._max_length - 1}"
+            )
+        body: dict[str, Any] = {
+            "model": "policy",
+            "prompt": [token_ids],
+            "n": sample.num_samples,
+            "max_tokens": min(params.max_tokens or room, room),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "logprobs": sample.topk_sample_logprobs,
+            **_AS_IDS,
+        }
+        body["seed"] = (random.getrandbits(63) if params.seed is None else params.seed) % (1 << 63)
+        if params.stop is not None:
+            stops = [params.stop] if isinstance(params.stop, str) else params.stop
+            if len(stops) > _MOST_STOPS:
+                raise Refused(f"stop: {len(stops)} sequences, at most {_MOST_STOPS}")
+            body["ignore_eos"] = True
+            body["stop"] = [stop for stop in stops if isinstance(stop, str)]
+            body["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
+        return body
+
+    @staticmethod
+    def questions_of_prompt(sample: Sample, token_ids: list[int]) -> list[dict[str, Any]]:
+        """Return the bodies that ask for the likeliest tokens in the place of a prompt's: what may follow the rest."""
+        first = max(1, len(token_ids) - (sample.prompt_logprobs_last_n or len(token_ids)))
+        begins = [token_ids[:place] for place in range(first, len(token_ids))] if sample.topk_prompt_logprobs else []
+        asked = {"model": "policy", "max_tokens": 1, "logprobs": sample.topk_prompt_logprobs, **_AS_IDS}
+        parts = [begins[at : at + _PLACES_AT_ONCE] for at in range(0, len(begins), _PLACES_AT_ONCE)]
+        return [{**asked, "prompt": part} for part in parts]
+
+    async def sample(self, question: dict[str, Any]) -> Samples:
+        """Return samples. Raises `NoAnswer`."""
+        deadline = time.monotonic() + self.timeout_s
+        body, why = msgspec.json.encode(question), "no engine answers yet"
+        while time.monotonic() < deadline:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    answer = await self._ask_one(body)
+            except TimeoutError:
+                break
+            if isinstance(answer, Samples):
+                return answer
+            why = answer or why
+            await asyncio.sleep(_LOOK_S)
+        raise NoAnswer(f"no sample within {self.timeout_s:g} s: {why}")
+
+    async def _ask_one(self, body: bytes) -> Samples | str:
+        """Ask the engine with the fewest requests; return why it has not answered, if another may."""
+        servers = read_engine_servers(self._run) or {}
+        if not servers:
+            return "no engine is there"
+        name = min(servers, key=lambda each: (self._num_asked[each], random.random()))
+        self._num_asked[name] += 1
+        try:
+            async with asked(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
+                text = b"".join([part async for part in answer.body()])
+                status = answer.status
+        except BROKEN as error:
+            return f"{name} is gone ({type(error).__name__})"
+        finally:
+            self._num_asked[name] -= 1
+        if status == 200:
+            return _read(text)
+        why = _why(text)
+        if status == _NOT_HELD:
+            raise NotHeld(f"{name}: {why}")
+        if status in (429, 503):
+            return f"{name}: {why}"
+        raise NoAnswer(why, is_users=400 <= status < 500)
+
+
+def _read(text: bytes) -> Samples:
+    answer = msgspec.json.decode(text, type=_Answer)
+    sequences = [
+        Sampled(
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs.token_logprobs,
+            stop_reason="length" if choice.finish_reason == "length" else "stop",
+            likeliest=[_likeliest(found) for found in choice.logprobs.top_logprobs],
+        )
+        for choice in answer.choices
+    ]
+    return Samples(sequences, answer.weight_versions)
+
+
+def _likeliest(found: dict[str, float]) -> Likeliest:
+    """Return tokens by their log-probabilities; the one that was drawn is among them."""
+    by_id = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in found.items()]
+    return sorted(by_id, key=lambda each: -each[1])
+
+
+def _why(text: bytes) -> str:
+    try:
+        found = msgspec.json.decode(text)
+        return str(found["error"]["message"])[:1000]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return "it has refused the request"

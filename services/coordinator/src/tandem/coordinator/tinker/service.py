@@ -1,0 +1,611 @@
+"""The state of the front end: sessions, models, sampling sessions, and what their requests become.
+
+All of it runs in the event loop of the web server. A training request waits until those before it, by the client's
+numbers, have come; then it is a call on the desk (`tandem.coordinator.tinker.calls`), and its answer is a future. What
+is wrong with a training request is the answer of its future, not a refusal: the client has given its number, and the
+requests after it go on.
+
+The desk says how many models are trained at once. If that is one, a later model of the same key takes its place. In any
+other case a further model waits until a session is closed, or silent for `SILENT_S`.
+
+Other modules know what calls gradients become (`tandem.coordinator.tinker.gradients`), and what becomes of samples
+(`tandem.coordinator.tinker.samplers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.models import hub
+from tandem.config.models.model_sizes import vocabulary_size
+from tandem.coordinator.tinker import proto, requests
+from tandem.coordinator.tinker.calls import Answer, Call, CallFailed, Desk, Publish, Restore, Save
+from tandem.coordinator.tinker.checkpoints import Checkpoints
+from tandem.coordinator.tinker.futures import About, Futures, Result, failure
+from tandem.coordinator.tinker.gradients import Limits, gradient_call, scored_result, step_call
+from tandem.coordinator.tinker.placing import Sampler
+from tandem.coordinator.tinker.requests import Refused
+from tandem.coordinator.tinker.samplers import Samplers
+from tandem.coordinator.tinker.sampling import Engines
+from tandem.coordinator.tinker.states import Record, States, check_ttl, now
+
+SILENT_S = 120.0
+"""Time without a heartbeat after which a session counts as closed; the SDK sends one every ten seconds."""
+_GAP_S = 600.0
+"""Time that a request waits for those before it."""
+_MOST_AHEAD = 4096
+_MOST_UNFINISHED = 8192
+"""Requests in progress of one key."""
+_MOST_SESSIONS = 1000
+_MOST_KEPT = 1 << 16
+"""Models and names of sampler weights that are known, each; the oldest are forgotten."""
+_LOST = (
+    "its weights are lost, because a trainer was: create the model anew, from what save_weights has saved "
+    "(create_training_client_from_state_with_optimizer)"
+)
+
+Kept = TypeVar("Kept")
+
+
+class Session:
+    """A client's session."""
+
+    def __init__(self, session_id: str, owner: str) -> None:
+        self.session_id = session_id
+        self.owner = owner
+        self.last_seen = time.monotonic()
+        self.is_closed = False
+
+
+class Model:
+    """A model that a client trains."""
+
+    def __init__(
+        self, model_id: str, number: int, session: Session, attempt: int, metadata: dict[str, Any] | None
+    ) -> None:
+        self.model_id = model_id
+        self.number = number
+        """The set of weights that trainers have for it."""
+        self.session = session
+        self.owner = session.owner
+        self.attempt = attempt
+        self.metadata = metadata
+        self.next_seq = 1
+        self.waiting: dict[int, Callable[[], None]] = {}
+        """Requests that have come before others with lower numbers."""
+        self.why_over = ""
+        """Why no more requests are carried out; empty while they are."""
+        self.num_saved = 0
+        self.last_request = now()
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Sampler weights with a name."""
+
+    owner: str
+    attempt: int
+    number: int
+    """The set of the weights."""
+    version: int
+    created_at: str
+
+
+class Service:
+    """The front end. Methods raise `Refused`."""
+
+    def __init__(self, desk: Desk, config: Config, engines: Engines, states: States, most_tokens: int) -> None:
+        self._desk = desk
+        self._config = config
+        self._states = states
+        self.saved = Checkpoints(states)
+        self._limits = Limits(
+            max_length=config.policy.max_total_sequence_length,
+            vocabulary=vocabulary_size(config.policy),
+            most_tokens=most_tokens,
+        )
+        adapters = config.policy.adapters
+        self.lora_rank: int | None = None if adapters is None else adapters.dim
+        self.base_model, self._tokenizer = _names(config.policy.model_name)
+        self.futures = Futures(desk.record)
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._published: dict[str, Published] = {}
+        self._trained: dict[int, Model] = {}
+        """The models that are trained, by number."""
+        self.samplers = Samplers(desk, engines, self.futures, self._limits, self._put, self._check_room)
+        self._loop = asyncio.get_running_loop()
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        """Describe the one model."""
+        model = {
+            "model_name": self.base_model,
+            "max_context_length": self._limits.max_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [model]}
+
+    def create_session(self, owner: str, body: requests.CreateSession) -> dict[str, Any]:
+        """Begin a session."""
+        requests.check_version(body.sdk_version)
+        self._expire()
+        if sum(not each.is_closed for each in self._sessions.values() if each.owner == owner) >= _MOST_SESSIONS:
+            raise Refused(f"{_MOST_SESSIONS} sessions of this key are open", 429)
+        session = Session(f"session-{secrets.token_hex(8)}", owner)
+        self._sessions[session.session_id] = session
+        return {"type": "create_session", "session_id": session.session_id}
+
+    def beat(self, owner: str, session_id: str) -> dict[str, Any]:
+        """Note that a session's client is alive."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner or session.is_closed:
+            raise Refused(f"there is no session {session_id!r}, or it is closed", 410)
+        session.last_seen = time.monotonic()
+        self._expire()
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, owner: str, session_id: str) -> None:
+        """Close a session, and let others train."""
+        self._close(self._session(owner, session_id), "its session is closed")
+
+    def _session(self, owner: str, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise Refused(f"there is no session {session_id!r}", 404)
+        if session.is_closed:
+            raise Refused(f"session {session_id!r} is closed")
+        session.last_seen = time.monotonic()
+        return session
+
+    def _expire(self) -> None:
+        for session in [*self._sessions.values()]:
+            silent_s = time.monotonic() - session.last_seen
+            if not session.is_closed and silent_s > SILENT_S:
+                self._close(session, f"its session was silent for {SILENT_S:g} s")
+
+    def _close(self, session: Session, why: str) -> None:
+        session.is_closed = True
+        del self._sessions[session.session_id]
+        for model in self._models.values():
+            if model.session is session:
+                self._end(model, why)
+
+    def _end(self, model: Model, why: str) -> None:
+        """Carry out no more requests of a model."""
+        model.why_over = model.why_over or why
+        if self._trained.get(model.number) is model:
+            del self._trained[model.number]
+        waiting, model.waiting = model.waiting, {}
+        for seq in waiting:
+            self._fail(f"{model.model_id}:{seq}", f"{model.model_id}: {model.why_over}")
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def create_model(self, owner: str, body: requests.CreateModel) -> dict[str, Any]:
+        """Begin to train the base model anew."""
+        session = self._session(owner, body.session_id)
+        self._check_base(body.base_model)
+        self._check_optimizer(body.optimizer_config)
+        rank = 0 if body.lora_config is None else body.lora_config.rank
+        if rank != (self.lora_rank or 0):
+            wanted = self.lora_rank or 0
+            what = f"adapters of rank {wanted}" if wanted else "all weights"
+            raise Refused(f"lora_config.rank: {rank}; this server trains {what}: ask for rank={wanted}")
+        return self._create(session, body.model_seq_id, body.user_metadata, Restore(folder="", with_optimizer=False))
+
+    def load_weights(self, owner: str, body: requests.LoadWeights) -> dict[str, Any]:
+        """Load a saved state into a model, or into a new one."""
+        if body.weights_access_token:
+            raise Refused("weights_access_token: weights of other keys are not served")
+        if body.model_id is not None and body.seq_id is not None:
+            model = self._model(owner, body.model_id)
+            done = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
+
+            def find() -> Call:
+                return self._restored(owner, body)
+
+            about = About(kind="load_weights", model=model.model_id)
+            return self._in_turn(model, body.seq_id, about, find, lambda answer: _json(done))
+        if body.session_id is None or body.model_seq_id is None:
+            raise Refused("model_id with seq_id, or session_id with model_seq_id, is needed")
+        session = self._session(owner, body.session_id)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        if body.optimizer_config is not None:
+            self._check_optimizer(body.optimizer_config)
+        return self._create(session, body.model_seq_id, body.user_metadata, self._restored(owner, body), body.path)
+
+    def _restored(self, owner: str, body: requests.LoadWeights) -> Restore:
+        record, folder = self._states.find(body.path, owner)
+        if record.base_model != self.base_model or record.lora_rank != self.lora_rank:
+            raise Refused(f"{body.path}: was saved of {record.base_model}, trained otherwise than here")
+        return Restore(folder=str(folder), with_optimizer=body.optimizer)
+
+    def _create(
+        self, session: Session, number: int, metadata: dict[str, Any] | None, call: Restore, path: str | None = None
+    ) -> dict[str, Any]:
+        model_id = f"{session.session_id}:train:{number}"
+        request_id = f"{model_id}:0"
+        if model_id not in self._models:
+            number = self._free_number(session.owner, model_id)
+            model = Model(model_id, number, session, self._desk.attempt, metadata)
+            self._trained[number] = model
+            _keep(self._models, model_id, model)
+            done: dict[str, Any] = {"model_id": model_id}
+            done |= {"type": "create_model"} if path is None else {"type": "load_weights", "path": path}
+            about = About(kind="create_model" if path is None else "load_weights", model=model_id)
+            self.futures.begin(request_id, session.owner, about)
+
+            def answered(answer: Answer | CallFailed) -> None:
+                if isinstance(answer, CallFailed):
+                    self._end(model, str(answer))
+                    self._fail(request_id, str(answer), is_users=answer.is_users)
+                else:
+                    model.attempt = self._desk.attempt
+                    self.futures.finish(request_id, _json(done))
+
+            self._put(call, answered, number, model_id=model_id)
+        return {"request_id": request_id, "model_id": model_id}
+
+    def _free_number(self, owner: str, model_id: str) -> int:
+        """Return the number of a new model. Raises `Refused` if there are as many as may be."""
+        self._expire()
+        most = self._desk.most_models
+        for other in [*self._trained.values()]:
+            if other.attempt != self._desk.attempt:
+                self._end(other, _LOST)
+            elif most == 1 and other.owner != owner:
+                raise Refused(
+                    "a model of another key is being trained, and this server trains one at a time: ask again later"
+                )
+            elif most == 1:
+                self._end(other, f"{model_id} has taken its place: this server trains one model at a time")
+        if len(self._trained) >= most:
+            own = sum(other.owner == owner for other in self._trained.values())
+            raise Refused(
+                f"{len(self._trained)} models are being trained, {own} of them of this key, and this server trains "
+                f"{most} at a time: ask again later, or close a session",
+                429,
+            )
+        return next(number for number in range(most) if number not in self._trained)
+
+    def info(self, owner: str, model_id: str) -> dict[str, Any]:
+        """Describe a model."""
+        model = self._model(owner, model_id)
+        return {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_name": self.base_model,
+            "model_data": {"model_name": self.base_model, "tokenizer_id": self._tokenizer},
+            "is_lora": self.lora_rank is not None,
+            "lora_rank": self.lora_rank,
+        }
+
+    def _model(self, owner: str, model_id: str) -> Model:
+        model = self._models.get(model_id)
+        if model is None or model.owner != owner:
+            raise Refused(f"there is no model {model_id!r}", 404)
+        model.session.last_seen = time.monotonic()
+        model.last_request = now()
+        return model
+
+    def _check_base(self, name: str) -> None:
+        if name not in (self.base_model, self._config.policy.model_name):
+            raise Refused(f"base_model: {name!r} is not served; this server has {self.base_model!r}")
+
+    @staticmethod
+    def _check_optimizer(settings: requests.OptimizerConfig) -> None:
+        if settings.type != "adamw":
+            raise Refused(f"optimizer_config: {settings.type!r} is not served; only adamw is")
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def gradient(self, owner: str, body: proto.GradientRequest) -> dict[str, Any]:
+        """Add a gradient, or score only."""
+        model = self._model(owner, body.model_id)
+        about = About(
+            kind="forward" if body.is_forward else "forward_backward",
+            model=model.model_id,
+            num_sequences=len(body.data),
+            num_tokens=sum(len(each.token_ids) + 1 for each in body.data),
+        )
+        return self._in_turn(model, body.seq_id, about, partial(gradient_call, body, self._limits), scored_result)
+
+    def step(self, owner: str, body: requests.OptimStep) -> dict[str, Any]:
+        """Step the optimizer."""
+        model = self._model(owner, body.model_id)
+
+        def stepped(answer: Answer) -> Result:
+            return _json({"metrics": {"grad_norm": answer}})
+
+        about = About(kind="optim_step", model=model.model_id)
+        return self._in_turn(model, body.seq_id, about, partial(step_call, body.adam_params), stepped)
+
+    def save(self, owner: str, body: requests.SaveWeights | requests.SaveExternal) -> dict[str, Any]:
+        """Save weights and optimizer, or weights to be downloaded."""
+        model = self._model(owner, body.model_id)
+        model.num_saved += 1
+        name = body.path or f"{model.num_saved:06d}"
+        is_external = isinstance(body, requests.SaveExternal)
+        states, kind = (self.saved.external, "save_weights_external") if is_external else (self._states, "save_weights")
+
+        def begin() -> Call:
+            check_ttl(body.ttl_seconds)
+            if isinstance(body, requests.SaveExternal) and body.age_encryption_recipients:
+                raise Refused("age_encryption_recipients: are not served")
+            folder = states.folder_for(model.model_id, name)
+            if folder.exists():
+                if isinstance(body, requests.SaveExternal) or not body.overwrite:
+                    raise Refused(f"path: {name!r} is saved already; overwrite=True of save_weights replaces it")
+                states.delete(f"tinker://{model.model_id}/{states.kind}/{name}", owner)
+            return Save(folder=str(folder))
+
+        def saved(answer: Answer) -> Result:
+            assert isinstance(answer, int), "the bytes"
+            record = Record(
+                owner=owner,
+                model_id=model.model_id,
+                name=name,
+                base_model=self.base_model,
+                lora_rank=self.lora_rank,
+                created_at=now(),
+                num_bytes=states.strip(model.model_id, name) if is_external else answer,
+                user_metadata=body.user_metadata if isinstance(body, requests.SaveWeights) else None,
+                expires_at=None if body.ttl_seconds is None else now(body.ttl_seconds),
+                kind=states.kind,
+            )
+            states.write(record)
+            return _json({"type": kind, "path": record.path, "size_bytes": record.num_bytes})
+
+        return self._in_turn(model, body.seq_id, About(kind=kind, model=model.model_id), begin, saved)
+
+    def save_for_sampler(self, owner: str, body: requests.SaveForSampler) -> dict[str, Any]:
+        """Bring the weights to the engines."""
+        model = self._model(owner, body.model_id)
+        number = self._desk.published_of(model.number)
+
+        def begin() -> Call:
+            if body.path is None and body.sampling_session_seq_id is None:
+                raise Refused("path or sampling_session_seq_id is needed")
+            return Publish()
+
+        def published(answer: Answer) -> Result:
+            assert isinstance(answer, int), "the version"
+            if body.path is not None:
+                path = f"tinker://{model.model_id}/sampler_weights/{body.path}"
+                _keep(self._published, path, Published(owner, self._desk.attempt, number, answer, now()))
+                return _json({"type": "save_weights_for_sampler", "path": path})
+            sampler_id = f"{model.session.session_id}:sample:{body.sampling_session_seq_id}"
+            version = answer if body.kind == "snapshot" else None
+            sampler = Sampler(sampler_id, owner, self._desk.attempt, number, version, None)
+            self.samplers.add(sampler)
+            return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
+
+        about = About(kind="save_weights_for_sampler", model=model.model_id)
+        return self._in_turn(model, body.seq_id, about, begin, published)
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, owner: str, body: requests.CreateSamplingSession) -> dict[str, Any]:
+        """Begin a sampling session of published weights, or of the base model."""
+        session = self._session(owner, body.session_id)
+        attempt, number, version = self._desk.attempt, self._desk.base, self._desk.first_version
+        if not self._desk.is_open:
+            raise Refused("the run is starting: ask again later", 503)
+        if body.model_path is not None:
+            found = self._published.get(body.model_path)
+            if found is None or found.owner != owner:
+                raise Refused(
+                    f"model_path: there are no sampler weights {body.model_path[:200]!r}: save_weights_for_sampler "
+                    "makes them",
+                    404,
+                )
+            number, version = found.number, found.version
+            if not self._is_newest(found):
+                raise Refused(
+                    f"model_path: {body.model_path[:200]!r} is version {version}, and the newest of the model is "
+                    f"{self._desk.newest.get(number)}: only that is served"
+                )
+        else:
+            self._check_base(body.base_model or "")
+            if self._desk.newest.get(number) != version:
+                raise Refused(
+                    f"base_model: the engines hold version {self._desk.version} of a trained model; the base model is "
+                    "served until the first save_weights_for_sampler"
+                )
+        sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        self.samplers.add(Sampler(sampler_id, owner, attempt, number, version, body.model_path))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def _is_newest(self, found: Published) -> bool:
+        return found.attempt == self._desk.attempt and found.version == self._desk.newest.get(found.number)
+
+    def sampler(self, owner: str, sampler_id: str) -> dict[str, Any]:
+        """Describe a sampling session."""
+        sampler = self.samplers.get(owner, sampler_id)
+        return {"sampler_id": sampler_id, "base_model": self.base_model, "model_path": sampler.path}
+
+    # --- saved states ------------------------------------------------------------------------------------------------
+
+    def weights_info(self, owner: str, path: str) -> dict[str, Any]:
+        """Describe saved weights, or sampler weights."""
+        if path not in self._published or self._published[path].owner != owner:
+            self.saved.find(path, owner)
+        return {"base_model": self.base_model, "is_lora": self.lora_rank is not None, "lora_rank": self.lora_rank}
+
+    def checkpoints(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+        """List saved weights and sampler weights."""
+        listed = self.saved.of(owner, model_id)
+        for path, found in self._published.items():
+            its_model = path.removeprefix("tinker://").partition("/")[0]
+            if found.owner == owner and model_id in (None, its_model) and self._is_newest(found):
+                name = path.rpartition("/")[2]
+                listed.append(
+                    {
+                        "checkpoint_id": f"sampler_weights/{name}",
+                        "checkpoint_type": "sampler",
+                        "time": found.created_at,
+                        "tinker_path": path,
+                        "public": False,
+                    }
+                )
+        return listed
+
+    def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
+        """Delete saved weights."""
+        path = f"tinker://{model_id}/{checkpoint_id}"
+        if path in self._published and self._published[path].owner == owner:
+            del self._published[path]
+            return
+        self.saved.delete(owner, model_id, checkpoint_id)
+
+    def training_runs(self, owner: str) -> list[dict[str, Any]]:
+        """List the models of this server's time."""
+        return [self._run_of(model) for model in self._models.values() if model.owner == owner]
+
+    def training_run(self, owner: str, model_id: str) -> dict[str, Any]:
+        """Describe a model."""
+        return self._run_of(self._model(owner, model_id))
+
+    def _run_of(self, model: Model) -> dict[str, Any]:
+        return {
+            "training_run_id": model.model_id,
+            "base_model": self.base_model,
+            "model_owner": model.owner,
+            "is_lora": self.lora_rank is not None,
+            "lora_rank": self.lora_rank,
+            "corrupted": model.attempt != self._desk.attempt,
+            "user_metadata": model.metadata,
+            "last_request_time": model.last_request,
+        }
+
+    # --- futures -----------------------------------------------------------------------------------------------------
+
+    async def result(self, owner: str, request_id: str, timeout_s: float) -> Result | None:
+        """Wait for a result; None if it takes longer."""
+        future = self.futures.get(request_id, owner)
+        if future is None:
+            if self.futures.is_dropped(request_id, owner):
+                raise Refused(f"the result of {request_id!r} was dropped: too many came after it", 410)
+            raise Refused(f"there is no request {request_id!r}", 404)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future.is_done.wait()
+        except TimeoutError:
+            return None
+        return future.result
+
+    def _in_turn(
+        self, model: Model, seq: int, about: About, begin: Callable[[], Call], result: Callable[[Answer], Result]
+    ) -> dict[str, Any]:
+        """Carry a request out once all before it have begun; return its future."""
+        request_id = f"{model.model_id}:{seq}"
+        found = {"request_id": request_id, "model_id": model.model_id}
+        if self.futures.get(request_id, model.owner) is not None or self.futures.is_dropped(request_id, model.owner):
+            return found  # it came before
+        if not model.next_seq <= seq <= model.next_seq + _MOST_AHEAD:
+            raise Refused(f"seq_id: {seq}, and the next request of {model.model_id} is {model.next_seq}")
+        # Those that wait for this one do not keep it out.
+        after = [f"{model.model_id}:{number}" for number in model.waiting] if seq == model.next_seq else []
+        self._check_room(model.owner, about, after)
+        self.futures.begin(request_id, model.owner, about)
+        if model.why_over:
+            self._fail(request_id, f"{model.model_id}: {model.why_over}", is_users=True)
+            return found
+        model.waiting[seq] = partial(self._begin, model, request_id, begin, result)
+        if seq != model.next_seq:
+            self._loop.call_later(_GAP_S, self._give_up_gap, model, seq)
+        while (start := model.waiting.pop(model.next_seq, None)) is not None:
+            model.next_seq += 1
+            start()
+        return found
+
+    def _give_up_gap(self, model: Model, seq: int) -> None:
+        if seq in model.waiting:
+            self._end(model, f"request {model.next_seq} has not come within {_GAP_S:g} s of request {seq}")
+
+    def _begin(
+        self, model: Model, request_id: str, begin: Callable[[], Call], result: Callable[[Answer], Result]
+    ) -> None:
+        if model.attempt != self._desk.attempt:
+            self._fail(request_id, f"{model.model_id}: {_LOST}")
+            return
+        try:
+            call = begin()
+        except Refused as error:
+            self._fail(request_id, str(error), is_users=True)
+            return
+
+        def answered(answer: Answer | CallFailed) -> None:
+            if isinstance(answer, CallFailed):
+                if isinstance(call, Restore):  # some tensors may be those of the state, and others not
+                    self._end(model, f"its weights are undefined since this failed: {answer}")
+                self._fail(request_id, str(answer), is_users=answer.is_users)
+                return
+            try:
+                self.futures.finish(request_id, result(answer))
+            except OSError as error:
+                self._fail(request_id, f"cannot save it: {error.strerror}")
+
+        self._put(call, answered, model.number, model_id=model.model_id)
+
+    def _put(
+        self,
+        call: Call,
+        answered: Callable[[Answer | CallFailed], None],
+        number: int,
+        turn: int | None = None,
+        model_id: str = "",
+    ) -> None:
+        """Put a call on the desk; it is answered in this thread."""
+        self._desk.put(call, partial(self._hand_over, answered), number, turn, model_id)
+
+    def _hand_over(self, answered: Callable[[Answer | CallFailed], None], answer: Answer | CallFailed) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(answered, answer)
+
+    def _check_room(self, owner: str, about: About, after: Sequence[str] = ()) -> None:
+        """Raise `Refused` if a key has too much in progress, without the requests `after`."""
+        if about.num_tokens:
+            num_tokens = self.futures.num_tokens.get(owner, 0) - self.futures.tokens_of(after)
+            if num_tokens and num_tokens + about.num_tokens > self._limits.most_tokens:
+                raise Refused(
+                    f"{num_tokens} tokens of this key are in progress, these would be {about.num_tokens} more, and it "
+                    f"may have {self._limits.most_tokens}: ask again later",
+                    429,
+                )
+        if self.futures.num_unfinished.get(owner, 0) >= _MOST_UNFINISHED:
+            raise Refused(f"{_MOST_UNFINISHED} requests of this key are in progress: ask again later", 429)
+
+    def _fail(self, request_id: str, why: str, *, is_users: bool = False) -> None:
+        self.futures.finish(request_id, failure(why, is_users=is_users))
+
+
+def _names(model: str) -> tuple[str, str]:
+    """Return what clients call a model, and where they find its tokenizer: by its name, if it is of the Hub."""
+    of_hub = hub.name_in_cache(model)
+    if of_hub is not None:
+        return of_hub.repo, of_hub.repo
+    return Path(model).name, str(Path(model).absolute())
+
+
+def _keep(found: dict[str, Kept], name: str, value: Kept) -> None:
+    """Add to what is known, and forget the oldest if that is too much."""
+    found[name] = value
+    if len(found) > _MOST_KEPT:
+        del found[next(iter(found))]
+
+
+def _json(body: dict[str, Any]) -> Result:
+    return Result(msgspec.json.encode(body))

@@ -1,0 +1,129 @@
+"""The run and its web server, from the command to the end of both."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import ASGIApp
+
+from tandem.common import signals
+from tandem.common.errors import ConfigError
+from tandem.config import Config, notices
+from tandem.coordinator.commands.arguments import FAILED, OK
+from tandem.coordinator.preparing.prerequisite import Mode
+from tandem.coordinator.tinker.api_keys import ApiKeys
+from tandem.coordinator.tinker.tls import Tls
+from tandem.launch.expected import launched_processes
+from tandem.launch.fork_server import ForkServer
+from tandem.launch.launch import preload
+
+if TYPE_CHECKING:
+    from tandem.coordinator.tinker.calls import Desk
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How clients are served."""
+
+    listening: socket.socket
+    url: str
+    tls: Tls | None
+    """The certificate for HTTPS; None for HTTP."""
+    most_tokens: int
+    """Tokens that a key may have in progress."""
+    most_models: int
+    """Models that are trained at a time."""
+    most_recorded: int
+    """Bytes of the record of calls; zero for none."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 picks a free port. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no such port"
+        raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from error
+
+
+def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, terms: Terms) -> int:
+    """Serve until Ctrl-C; return the exit code."""
+    for notice in notices(config):
+        print(f"note: {notice}", flush=True)
+    signals.interrupt_when_asked()
+    kinds = [kind for kind, count in launched_processes(config).items() if count]
+    # First: it must have no threads.
+    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as fork_server:
+        from tandem.coordinator.loop.invocation import Invocation
+        from tandem.coordinator.loop.run import run
+        from tandem.coordinator.preparing.preflight import preflight
+        from tandem.coordinator.tinker.app import TinkerServer
+        from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
+
+        ready = preflight(source, config, mode, make=NoAlgorithm)
+        with contextlib.ExitStack() as stack:
+            desk = _desk(ready.config, terms, stack)
+
+            def begin() -> None:
+                app = partial(_app, desk, ready.config, keys, states, terms)
+                server = TinkerServer(app, terms.listening, terms.tls)
+                stack.callback(server.close)
+                url = terms.url
+                print(f'serving the Tinker API at {url}: tinker.ServiceClient(base_url="{url}")', flush=True)
+
+            invocation = Invocation(
+                ready=ready,
+                mode=mode,
+                say=partial(print, flush=True),
+                fork_server=fork_server,
+                front_end=TinkerFrontEnd(desk, ready.config, begin),
+            )
+            try:
+                finish = run(invocation)
+            except KeyboardInterrupt:
+                return OK
+            finally:
+                desk.close("the run has ended", is_over=True)
+    if finish.error is not None:
+        raise finish.error
+    return FAILED if finish.outcome == "failed" else OK
+
+
+def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
+    """Return the desk, with a record that `stack` closes."""
+    from tandem.coordinator.tinker.calls import Desk, Held
+
+    if terms.most_recorded:
+        from tandem.coordinator.tinker.recording import Record, RecordingDesk
+
+        record = Record(Path(config.logger.log_dir), terms.most_recorded, partial(print, flush=True))
+        stack.callback(record.close)
+        desk: Desk = RecordingDesk(terms.most_models, record)
+    else:
+        desk = Desk(terms.most_models)
+    if config.policy.generation.transformers_cfg.adapter_sets > 1:
+        desk.held = Held()
+    return desk
+
+
+def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: Terms) -> ASGIApp:
+    """Make the application, in the thread of its event loop."""
+    from tandem.coordinator.tinker.app import make_app, on_loopback
+    from tandem.coordinator.tinker.calls import Desk
+    from tandem.coordinator.tinker.sampling import Engines
+    from tandem.coordinator.tinker.service import Service
+    from tandem.coordinator.tinker.states import States
+
+    assert isinstance(desk, Desk), "as `_desk` returns"
+    generation = config.policy.generation
+    longest = config.policy.max_total_sequence_length
+    if generation.backend == "vllm":
+        longest = max(longest, generation.vllm_cfg.max_model_len)
+    engines = Engines(Path(config.logger.log_dir), longest, config.cluster.deadlines.generate_s)
+    service = Service(desk, config, engines, States(states.absolute()), terms.most_tokens)
+    return make_app(service, keys, is_on_loopback=on_loopback(terms.listening))

@@ -1,0 +1,175 @@
+"""Saved states: what ``save_weights`` writes, a folder each, with a record beside the trainers' files.
+
+They lie beside the run folder, so that they outlive it: ``FOLDER/MODEL/NAME``. A folder without a record, or with the
+suffix of an unfinished one, is none. Weights to be downloaded (``save_weights_external``) are states of their own, in
+``FOLDER/external``, of which only the model's files are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tandem.coordinator.tinker.requests import Refused
+
+_RECORD = "tinker.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_PATH = re.compile(r"tinker://([^/]+)/([a-z_]+)/([^/]+)")
+_EXTERNAL = "external"
+_MODEL_FILES = "policy"
+_SHORTEST_TTL_S, _LONGEST_TTL_S = 3600, 10 * 366 * 86400
+
+Kind = Literal["weights", "external_weights"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a state."""
+
+    owner: str
+    model_id: str
+    name: str
+    base_model: str
+    lora_rank: int | None
+    created_at: str
+    num_bytes: int
+    user_metadata: dict[str, str] | None = None
+    expires_at: str | None = None
+    """Time after which it is deleted; None for never."""
+    kind: Kind = "weights"
+    is_public: bool = False
+    """Whether all keys may load or download it."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The part of its path after the model."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        """The path that clients know it by."""
+        return f"tinker://{self.model_id}/{self.checkpoint_id}"
+
+
+class States:
+    """All saved states of a kind."""
+
+    def __init__(self, folder: Path, kind: Kind = "weights") -> None:
+        self._folder = folder
+        self.kind: Kind = kind
+
+    def external(self) -> States:
+        """Return the weights to be downloaded."""
+        return States(self._folder / _EXTERNAL, "external_weights")
+
+    def folder_for(self, model_id: str, name: str) -> Path:
+        """Return the folder of a new state. Raises `Refused` for a name that makes no folder."""
+        if not _NAME.fullmatch(name) or name.endswith(".unfinished"):
+            raise Refused(f"path: {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 128")
+        folder = self._folder / model_id
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        left = [folder / f"{name}.unfinished"]
+        if not (folder / name / _RECORD).exists():  # a server was killed before it was written
+            left.append(folder / name)
+        for each in left:
+            if each.exists():
+                shutil.rmtree(each)
+        return folder / name
+
+    def write(self, record: Record) -> None:
+        """Note a state whose files are written: from now on it is one."""
+        folder = self._folder / record.model_id / record.name
+        beside = folder / f"{_RECORD}.new"
+        beside.write_bytes(msgspec.json.encode(record))
+        beside.rename(folder / _RECORD)
+
+    def find(self, path: str, owner: str) -> tuple[Record, Path]:
+        """Return the state that a client names, its own or a published one. Raises `Refused`."""
+        match = _PATH.fullmatch(path)
+        if match is None or match[2] != self.kind:
+            what = "sampler weights are held by engines only; load what save_weights has saved"
+            why = what if "/sampler_weights/" in path else f"it must be tinker://MODEL/{self.kind}/NAME"
+            raise Refused(f"{path[:200]!r}: {why}")
+        found = self._read(match[1], match[3])
+        if found is None or not (found[0].owner == owner or found[0].is_public):
+            raise Refused(f"there are no saved weights {path[:200]!r}", 404)
+        return found
+
+    def own(self, path: str, owner: str) -> tuple[Record, Path]:
+        """Return the state of its owner. Raises `Refused`."""
+        found = self.find(path, owner)
+        if found[0].owner != owner:
+            raise Refused(f"{path[:200]!r}: only the key that has saved it can change it", 403)
+        return found
+
+    def strip(self, model_id: str, name: str) -> int:
+        """Delete all but the files of the model, of a state without a record; return their bytes. Raises `OSError`."""
+        folder = self._folder / model_id / name
+        for each in folder.iterdir():
+            if each.name != _MODEL_FILES:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        return sum(file.stat().st_size for file in self.files(folder).values())
+
+    @staticmethod
+    def files(folder: Path) -> dict[str, Path]:
+        """Return the files of the model in a state, by name."""
+        root = folder / _MODEL_FILES
+        return {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+
+    def file(self, model_id: str, name: str, file: str) -> Path | None:
+        """Return a file of the model in a state of any owner; None if there is none."""
+        found = self._read(model_id, name)
+        return None if found is None else self.files(found[1]).get(file)
+
+    def of(self, owner: str, model_id: str | None = None) -> list[Record]:
+        """Return the states of an owner, of one model or of all, the newest first."""
+        found = [record for record in self._all() if record.owner == owner and model_id in (None, record.model_id)]
+        return sorted(found, key=lambda record: record.created_at, reverse=True)
+
+    def delete(self, path: str, owner: str) -> None:
+        """Delete a state. Raises `Refused`."""
+        _, folder = self.own(path, owner)
+        self._remove(folder)
+
+    def _all(self) -> Iterator[Record]:
+        for file in self._folder.glob(f"*/*/{_RECORD}"):
+            found = self._read(file.parent.parent.name, file.parent.name)
+            if found is not None:
+                yield found[0]
+
+    def _read(self, model_id: str, name: str) -> tuple[Record, Path] | None:
+        if not _MODEL.fullmatch(model_id) or not _NAME.fullmatch(name) or name.endswith(".unfinished"):
+            return None
+        folder = self._folder / model_id / name
+        with contextlib.suppress(OSError, ValueError):  # msgspec's errors are among them
+            record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=Record)
+            if record.expires_at is None or record.expires_at > now():
+                return record, folder
+            self._remove(folder)
+        return None
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        gone = folder.with_name(f"{folder.name}.unfinished")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Raise `Refused` for a time to live that is too short or too long."""
+    if seconds is not None and not _SHORTEST_TTL_S <= seconds <= _LONGEST_TTL_S:
+        raise Refused(f"ttl_seconds: {seconds}, must be from {_SHORTEST_TTL_S} to {_LONGEST_TTL_S}")
+
+
+def now(after_s: float = 0.0) -> str:
+    """Return the time, or one to come, as clients read it."""
+    return (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=after_s)).isoformat(
+        timespec="microseconds"
+    )

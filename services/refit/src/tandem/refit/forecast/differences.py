@@ -1,0 +1,62 @@
+"""The cost of a refit that streams what changed: a plan's links at a share of changed elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.schema import LinkRates
+from tandem.refit.cost import Cost, cost
+from tandem.refit.layout import Layout
+from tandem.refit.planning.flows import Link
+from tandem.refit.transports.stream import Stream
+
+SHARE = 0.01
+"""Share of elements that an optimizer step is taken to change; `benchmarks/test_differences.py` measures it."""
+
+_OF_WHOLE = 1.6
+"""Bytes per changed element over those of an element in bfloat16: its value, and its place in 1.1 bytes."""
+
+
+class Differences(msgspec.Struct, frozen=True):
+    """A refit to engines that hold the version before."""
+
+    cost: Cost
+    """Cost on the wires. What it takes to find the differences comes on top."""
+    num_bytes: int
+    """Bytes from trainers to engines, over streams."""
+    num_whole: int
+    """The same without differences."""
+    kept: dict[str, int]
+    """Bytes that each trainer keeps between refits, at most: of what several engines get it keeps one copy."""
+
+
+def differences(
+    config: Config, links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates
+) -> Differences | None:
+    """Predict a refit in which `SHARE` has changed; None if the configuration sends no differences."""
+    if config.refit.differences == "off" or config.policy.adapters is not None:
+        return None
+    whole = [link for link in links if _differs(link)]
+    if not whole:
+        return None
+    smaller = [_smaller(link) if _differs(link) else link for link in links]
+    kept: dict[str, int] = {}
+    for link in whole:
+        kept[link.source] = kept.get(link.source, 0) + link.num_bytes
+    return Differences(
+        cost=cost(smaller, layouts, num_sources, rates),
+        num_bytes=sum(link.num_bytes for link in smaller if _differs(link)),
+        num_whole=sum(link.num_bytes for link in whole),
+        kept=kept,
+    )
+
+
+def _differs(link: Link) -> bool:
+    return link.transport == Stream.name and link.round == 0
+
+
+def _smaller(link: Link) -> Link:
+    return msgspec.structs.replace(link, num_bytes=round(link.num_bytes * SHARE * _OF_WHOLE))

@@ -1,0 +1,269 @@
+"""Encodings of a message by what changed in it, for a receiver that holds the bytes from before.
+
+A message is a vector of integers, whatever its elements mean: two that are equal bit by bit are unchanged. What changed
+is written as positions and values, in the smallest of these ways:
+
+- ``NOTHING``: no byte.
+- ``GAPS_8``, ``GAPS_16``: the values, then the number of unchanged integers before each, in one or two bytes. The
+  largest number that fits stands for so many unchanged integers, and another follows it.
+- ``BITMAP``: the values, then a bit for each integer.
+- ``WHOLE``: the message itself.
+
+All of it is torch's operators, on the device of the message. On a CPU numpy finds positions, several times as fast.
+"""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.common.errors import RefitError
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their bytes."""
+
+_BLOCK_BYTES = 1 << 20
+"""Bytes compared at a time on a CPU, so that what is known of them stays in its cache."""
+
+_ALIGNMENT = 8
+"""Positions begin at a multiple of so many bytes."""
+
+_ESCAPES = {1: 0xFF, 2: 0xFFFF}
+"""Numbers that stand for unchanged integers without a changed one behind them, by bytes of a number."""
+
+_FEW = 16
+"""Integers to each that has changed, above which gaps are written; below, a bitmap is as small and made sooner."""
+
+_MANY = 0.9
+"""Share of changed integers in the first block from which the rest is not looked at."""
+
+_CROWDED = 0.6
+"""Share of eights with something true, above which a tenth of all is true."""
+
+_SHORT = 1 << 14
+"""Number of booleans up to which it takes longer to look at eight as one."""
+
+_FEWEST_INTEGERS = 1 << 20
+"""Least integers for each thread, so that it is worth its start."""
+
+_GATHER_BITS = 0x0102040810204080
+
+
+class Kind(enum.IntEnum):
+    """Ways to write a change."""
+
+    NOTHING = 0
+    GAPS_8 = 1
+    GAPS_16 = 2
+    BITMAP = 3
+    WHOLE = 4
+
+
+class Change(NamedTuple):
+    """A message, written as its difference from an older one."""
+
+    kind: Kind
+    num_changed: int
+    """Number of changed integers; 0 if the message is whole."""
+    num_gaps: int
+    """Number of gaps; 0 for kinds without."""
+    bytes_: torch.Tensor
+    """Contiguous uint8 tensor; without elements if nothing changed."""
+
+
+def num_bytes(kind: Kind, num_changed: int, num_gaps: int, size: int, length: int) -> int:
+    """Return the bytes of a change of a message of `length` integers of `size` bytes each."""
+    if kind is Kind.NOTHING:
+        return 0
+    if kind is Kind.WHOLE:
+        return length * size
+    positions = -(-length // 8) if kind is Kind.BITMAP else num_gaps * int(kind)
+    return _padded(num_changed * size) + positions
+
+
+def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Change:
+    """Make `old` equal to `new`, and return the change, whole if a larger share than this has changed.
+
+    Both are vectors of one length, one type, which is one of `INTEGERS`, and one device.
+    """
+    taken = _take_changed(old, new, min(_MANY, 1.25 * largest))
+    length, size = new.numel(), new.element_size()
+    if taken is None:
+        return whole(old.copy_(new))
+    found, values = taken
+    num = found.numel()
+    if not num:
+        return Change(Kind.NOTHING, 0, 0, new.new_empty(0, dtype=torch.uint8))
+    kind, numbers = Kind.BITMAP, None
+    if _FEW * num < length:
+        kind, numbers = _gaps(found)
+    num_gaps = 0 if numbers is None else numbers.numel()
+    needed = num_bytes(kind, num, num_gaps, size, length)
+    if needed >= length * size or num > largest * length:
+        return whole(old)
+    written = new.new_empty(needed, dtype=torch.uint8)
+    written[: num * size].view(new.dtype).copy_(values)
+    written[num * size : _padded(num * size)] = 0
+    behind = written[_padded(num * size) :]
+    if numbers is None:
+        is_changed = torch.zeros(-(-length // 8) * 8, dtype=torch.bool, device=new.device)
+        behind.copy_(_to_bits(is_changed.scatter_(0, found, True)))
+    else:
+        behind.copy_(numbers.view(torch.uint8))
+    return Change(kind, num, num_gaps, written)
+
+
+def _gaps(found: torch.Tensor) -> tuple[Kind, torch.Tensor]:
+    """Return the gaps before positions as one or two bytes each, whichever are fewer."""
+    gaps = torch.diff(found.to(torch.int32), prepend=found.new_full((1,), -1, dtype=torch.int32)).sub_(1)
+    by_kind: dict[Kind, tuple[int, torch.Tensor, torch.Tensor]] = {}
+    for kind in (Kind.GAPS_8, Kind.GAPS_16):
+        skips = gaps.to(torch.float64).add_(0.5).mul_(1 / _ESCAPES[kind]).to(torch.int32)  # as // is, but many at once
+        rest = gaps - skips * _ESCAPES[kind]
+        places = torch.cumsum(skips.add_(1), 0)  # of what follows each gap
+        by_kind[kind] = int(places[-1]), places, rest
+        if by_kind[kind][0] * int(kind) <= 2 * len(found):
+            break  # two bytes for each cannot be fewer
+    kind = min(by_kind, key=lambda each: by_kind[each][0] * int(each))
+    (num_gaps, places, rest), dtype = by_kind[kind], torch.uint8 if kind is Kind.GAPS_8 else torch.int16
+    if num_gaps == len(found):
+        return kind, rest.to(dtype)
+    numbers = torch.full((num_gaps,), -1, dtype=torch.int16, device=found.device).to(dtype)
+    return kind, numbers.scatter_(0, places.sub_(1), rest.to(dtype))
+
+
+def apply(change: Change, target: torch.Tensor) -> None:
+    """Make the old message in `target` the new one. Raises `RefitError` if the change is not one of such a message."""
+    kind, num, num_gaps, written = change
+    length, size = target.numel(), target.element_size()
+    if written.numel() != num_bytes(kind, num, num_gaps, size, length):
+        raise RefitError("a difference has another number of bytes than it says")
+    if kind is Kind.NOTHING:
+        return
+    if kind is Kind.WHOLE:
+        target.copy_(written.view(target.dtype))
+        return
+    values, behind = written[: num * size].view(target.dtype), written[_padded(num * size) :]
+    if kind is Kind.BITMAP:
+        found = _positions(_from_bits(behind))
+    else:
+        numbers = behind.to(torch.int32) if kind is Kind.GAPS_8 else behind.view(torch.int16).to(torch.int32) & 0xFFFF
+        is_end = numbers != _ESCAPES[kind]
+        found = torch.cumsum(numbers.add_(is_end), 0).sub_(1).index_select(0, _positions(is_end))
+    if found.numel() != num or (num and int(found[-1]) >= length):  # they ascend, whatever the bytes are
+        raise RefitError("a difference has positions that its message has not")
+    target.scatter_(0, found, values)
+
+
+def whole(message: torch.Tensor) -> Change:
+    """Return a message as a change, without a copy."""
+    return Change(Kind.WHOLE, 0, 0, message.view(torch.uint8))
+
+
+def _padded(num: int) -> int:
+    """Return the bytes that values take, so that positions behind them are aligned."""
+    return -(-num // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Taken(NamedTuple):
+    """Positions and values of what has changed in a part of a message, block by block."""
+
+    positions: list[NDArray[np.int64]]
+    values: list[NDArray[Any]]
+
+
+def _take_changed(old: torch.Tensor, new: torch.Tensor, many: float) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Make `old` equal to `new`; return the positions at which they differed, ascending, and the values of `new` there.
+
+    None, and `old` is not yet equal, if more than the share `many` of the first block of a part differs. There is a
+    part for each thread that torch may use.
+    """
+    if new.device.type != "cpu":
+        found = _positions(new != old)
+        values = new.index_select(0, found)
+        old.scatter_(0, found, values)
+        return found, values
+    old_N, new_N = old.numpy(), new.numpy()
+    num = min(torch.get_num_threads(), len(new_N) // _FEWEST_INTEGERS)
+    if num < 2:
+        parts = [_take_part(old_N, new_N, 0, many)]
+    else:
+        step = -(-len(new_N) // num)
+        with ThreadPoolExecutor(num) as pool:
+            firsts = range(0, len(new_N), step)
+            parts = list(
+                pool.map(lambda at: _take_part(old_N[at : at + step], new_N[at : at + step], at, many), firsts)
+            )
+    done = [part for part in parts if part is not None]
+    if len(done) < len(parts):
+        return None
+    positions_N = np.concatenate([each for part in done for each in part.positions])
+    values_N = np.concatenate([each for part in done for each in part.values])
+    return torch.from_numpy(positions_N), torch.from_numpy(values_N)
+
+
+def _take_part(old_N: NDArray[Any], new_N: NDArray[Any], offset: int, many: float) -> _Taken | None:
+    """Do what `_take_changed` does with the integers that begin at an offset."""
+    step = _BLOCK_BYTES // new_N.itemsize
+    positions, values_of = [np.empty(0, np.int64)], [np.empty(0, new_N.dtype)]
+    differs_S = np.empty(step, np.bool_)
+    for first in range(0, len(new_N), step):
+        old_S, new_S = old_N[first : first + step], new_N[first : first + step]
+        np.not_equal(new_S, old_S, out=differs_S[: len(new_S)])
+        differs_S[len(new_S) :] = False
+        here = _true(differs_S)
+        if not first and len(here) > many * len(new_S):
+            return None
+        values_of.append(new_S.take(here))
+        old_S[here] = values_of[-1]
+        here += offset + first
+        positions.append(here)
+    return _Taken(positions, values_of)
+
+
+def _true(is_true_S: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the positions of what is true, ascending.
+
+    numpy finds them without branches where more than a tenth is true; elsewhere it guesses a branch for each, and is
+    wrong for most. So eight are looked at as one first, and eight of those, until enough of them have something true.
+    """
+    if len(is_true_S) < _SHORT:
+        return np.flatnonzero(is_true_S)
+    rest = len(is_true_S) % 8
+    eights = is_true_S[: len(is_true_S) - rest].view(np.int64)
+    has_true = eights != 0
+    if np.count_nonzero(has_true) > _CROWDED * len(eights):
+        return np.flatnonzero(is_true_S)
+    which = _true(has_true)
+    within = np.flatnonzero(eights.take(which).view(np.bool_))
+    positions = which.take(within >> 3)
+    positions <<= 3
+    within &= 7
+    positions += within
+    return np.append(positions, np.flatnonzero(is_true_S[-rest:]) + len(is_true_S) - rest) if rest else positions
+
+
+def _positions(is_true: torch.Tensor) -> torch.Tensor:
+    if is_true.device.type == "cpu":
+        return torch.from_numpy(_true(is_true.numpy()))
+    return is_true.nonzero().view(-1)
+
+
+def _to_bits(is_true: torch.Tensor) -> torch.Tensor:
+    """Return eight booleans a byte, the first as the lowest bit."""
+    if is_true.device.type == "cpu":
+        return torch.from_numpy(np.packbits(is_true.numpy(), bitorder="little"))
+    return (((is_true.view(torch.int64) * _GATHER_BITS) >> 56) & 0xFF).to(torch.uint8)
+
+
+def _from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return the booleans of `_to_bits`."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
+    shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return ((bits[:, None] >> shifts) & 1).view(-1).to(torch.bool)

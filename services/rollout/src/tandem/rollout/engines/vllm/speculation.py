@@ -1,0 +1,114 @@
+"""Speculative decoding: drafts that vLLM verifies, by n-grams of the sequence or by their own model.
+
+A draft is accepted or redrawn so that tokens have the distribution they have without (Leviathan et al. 2023,
+arXiv:2211.17192), and their log-probabilities are of that distribution. Which tokens a seed gives depends on drafts.
+The draft model's weights are read once, from its folder. Refits do not write them, so fewer drafts are accepted as the
+policy moves away.
+
+Everything here works around vLLM: it gives a draft model dummy weights if the policy has them, and on a CPU its kernel
+that repeats each request's temperature for its drafts leaves them uninitialised, and top-k fails without a draft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.common.errors import ModelError
+from tandem.config.installed.speculation import BY_MODEL, KEY, METHODS
+from tandem.config.schema.generation import VllmCfg
+
+_UNSEARCHABLE = "llvmlite.binding.ffi"
+"""A module with an object that has every attribute, so that it seems to have a dictionary of them."""
+
+
+def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any]:
+    """Return the value of vLLM's argument. Raises `ModelError` if what the method needs is missing."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    assert given["method"] in METHODS, "others are refused by the configuration"
+    if given["method"] in BY_MODEL:
+        if not Path(given["model"]).is_dir():
+            raise ModelError(f"policy.generation.vllm_kwargs.{KEY}.model: {given['model']} is not a folder")
+        return {
+            **given,
+            "draft_tensor_parallel_size": vllm.tensor_parallel_size,
+            "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
+        }
+    if importlib.util.find_spec("numba") is None:
+        raise ModelError(f"policy.generation.vllm_kwargs.{KEY}: vLLM finds n-grams by numba, which is not installed")
+    return given
+
+
+@contextlib.contextmanager
+def draft_with_weights(config: Any) -> Iterator[None]:
+    """Have a draft model that is loaded in this block read its own weights, by a configuration of vLLM's."""
+    asked = config.speculative_config
+    if asked is None or asked.draft_load_config is None:
+        yield
+        return
+    from vllm.v1.spec_decode import draft_model
+
+    get_model = draft_model.get_model
+
+    def get_whole(**arguments: Any) -> torch.nn.Module:
+        model: torch.nn.Module = get_model(**arguments, load_config=asked.draft_load_config)
+        return model
+
+    draft_model.get_model = get_whole
+    try:
+        yield
+    finally:
+        draft_model.get_model = get_model
+
+
+@functools.cache
+def mend_for_cpus() -> None:
+    """Have vLLM's rejection sampler repeat the parameters of requests by torch, and take steps without any draft."""
+    from vllm.v1.sample import rejection_sampler
+
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_some(logits_NV: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        constrained_NV: torch.Tensor = constrain(logits_NV, *arguments) if len(logits_NV) else logits_NV
+        return constrained_NV
+
+    rejection_sampler.apply_sampling_constraints = constrain_some
+    rejection_sampler.expand_batch_to_tokens = _repeated
+
+
+@functools.cache
+def spare_llvmlite() -> None:
+    """Have vLLM, which looks for its kernels in all modules, leave out the one of llvmlite's where that fails.
+
+    A process that has imported numba could start no engine otherwise.
+    """
+    from vllm.triton_utils import dispatcher
+
+    rebind = dispatcher._rebind_kernels
+
+    def rebind_elsewhere(overrides: Any) -> None:
+        hidden = sys.modules.pop(_UNSEARCHABLE, None)
+        try:
+            rebind(overrides)
+        finally:
+            if hidden is not None:
+                sys.modules[_UNSEARCHABLE] = hidden
+
+    dispatcher._rebind_kernels = rebind_elsewhere
+
+
+def _repeated(
+    values_B: torch.Tensor, ends_B: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Return each request's value for each of its drafts, which end at `ends_B`, one value replaced."""
+    counts_B = torch.diff(ends_B, prepend=ends_B.new_zeros(1))
+    repeated_N = values_B.repeat_interleave(counts_B.to(torch.int64))
+    assert len(repeated_N) == num_tokens
+    return torch.where(repeated_N == replace_from, torch.full_like(repeated_N, replace_to), repeated_N)

@@ -1,0 +1,112 @@
+"""The images of a micro-batch, found by the tokens that stand for them.
+
+Shapes: ``B`` rows of ``T`` padded positions, ``L`` tokens of a sequence; ``N`` tokens of the model's row; ``M`` tokens
+of a sequence up to an image's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.common.errors import DataError, ModelError, WireError
+from tandem.samples.assignment import EMPTY_ROW
+from tandem.samples.batch import Batch
+from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions
+from tandem.trainer.micro_batches import ImageBlock, Row, RowImages
+
+
+def row_images(
+    batch: Batch,
+    rows: Sequence[int],
+    token_ids_BT: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+    row: Row | None,
+    settings: ImageSettings,
+    device: torch.device,
+) -> RowImages:
+    """Return the images of a micro-batch. Raises `ModelError` if a sequence has other image tokens than its images."""
+    position_XBT = np.zeros((3 if settings.family.has_mrope else 1, *token_ids_BT.shape), dtype=np.int64)
+    found: list[tuple[int, str, Grid]] = []
+    """Place of the first token among the ``B * T`` positions, digest and grid of each image."""
+    for place, (sequence, length) in enumerate(zip(rows, lengths_B.tolist(), strict=True)):
+        if sequence == EMPTY_ROW:
+            continue
+        digests, grids = images_in(batch, sequence, settings)
+        token_ids_L = token_ids_BT[place, :length]
+        try:
+            position_XBT[:, place, :length], _ = positions(settings, token_ids_L.tolist(), grids)
+        except DataError as error:
+            raise ModelError(f"sequence {sequence} of the shard: {error}") from error
+        starts = np.flatnonzero(token_ids_L == settings.image_token_id)
+        used = 0
+        for digest, grid in zip(digests, grids, strict=True):
+            found.append((place * token_ids_BT.shape[1] + int(starts[used]), digest, grid))
+            used += num_tokens(settings, grid)
+    if row is not None:
+        source_N = row.source_N.cpu().numpy()
+        position_XBT = np.where(source_N >= 0, position_XBT.reshape(len(position_XBT), 1, -1)[..., source_N], 0)
+        taken = set(source_N.tolist())
+        found = [each for each in found if each[0] in taken]
+    return RowImages(
+        digests=tuple(digest for _, digest, _ in found),
+        grids=tuple(grid for _, _, grid in found),
+        position_ids=torch.from_numpy(position_XBT).to(device) if settings.family.has_mrope else None,
+        blocks=_blocks(found, settings, token_ids_BT.shape, row, device) if settings.family.has_image_blocks else (),
+    )
+
+
+def _blocks(
+    images: Sequence[tuple[int, str, Grid]],
+    settings: ImageSettings,
+    shape: tuple[int, ...],
+    row: Row | None,
+    device: torch.device,
+) -> tuple[ImageBlock, ...]:
+    """Return the blocks of images that begin at these places among the ``B * T`` positions of this shape."""
+    num_rows, width = shape
+    place_BT = np.tile(np.arange(width), (num_rows, 1))
+    if row is not None:
+        place_BT = np.full(num_rows * width, -1)
+        source_N = row.source_N.cpu().numpy()
+        place_BT[source_N[source_N >= 0]] = np.flatnonzero(source_N >= 0)
+        place_BT = place_BT.reshape(num_rows, width)
+        if row.source_BW is not None:  # a sample's prompt may be in the row as another's
+            source_BW = row.source_BW.cpu().numpy()
+            used = min(width, source_BW.shape[1])
+            place_BT[:, :used] = source_BW[:, :used]
+    blocks = []
+    for source, _, grid in images:
+        sample, start = divmod(source, width)
+        size = num_tokens(settings, grid)
+        source_M = torch.from_numpy(place_BT[sample, : start + size].copy()).to(device)
+        blocks.append(ImageBlock(sample if row is None else 0, size, source_M))
+    return tuple(blocks)
+
+
+def images_in(batch: Batch, row: int, settings: ImageSettings) -> tuple[list[str], list[Grid]]:
+    """Return the digests and the grids of a sequence's images."""
+    size = grid_size(settings.family)
+    first, last = batch.offsets("I")[row : row + 2]
+    digests = [digest.tobytes().hex() for digest in batch.image_digests_IX[first:last]]
+    return digests, [tuple(grid[:size]) for grid in batch.image_grids_IX[first:last].tolist()]
+
+
+def check_image_tokens(batch: Batch, settings: ImageSettings) -> None:
+    """Raise `WireError` unless each sequence has the image tokens of its images, as many as their grids need."""
+    ends_S = batch.offsets()
+    for row in range(len(batch)):
+        _, grids = images_in(batch, row, settings)
+        tokens_T = batch.token_ids_T[ends_S[row] : ends_S[row + 1]]
+        found = int((tokens_T == settings.image_token_id).sum())
+        try:
+            needed = sum(num_tokens(settings, grid) for grid in grids)
+        except ValueError as error:
+            raise WireError(f"image_grids_IX: sequence {row} has an impossible grid: {error}") from error
+        if found != needed:
+            raise WireError(
+                f"token_ids_T: sequence {row} has {found} image tokens, and its {len(grids)} images need {needed}"
+            )

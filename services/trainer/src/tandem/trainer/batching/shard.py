@@ -1,0 +1,173 @@
+"""The shard of a batch: a replica's sequences, divided into micro-batches.
+
+The division is a pure function of the batch's table and the configuration, so that every rank knows the number of
+micro-batches of the others.
+
+Shapes: ``S`` sequences of the whole batch, in ``U`` units of ``R`` each; ``T`` tokens of the shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from tandem.config.schema import DynamicBatching, Model, SequencePacking
+from tandem.samples.assignment import EMPTY_ROW, Ints, by_prompt
+from tandem.samples.batch import Batch
+from tandem.samples.images.families import ImageSettings
+from tandem.samples.routed_experts import RoutedExperts
+from tandem.trainer.backend import Replicas
+from tandem.trainer.batching.packing import packed_groups, padded_groups
+from tandem.trainer.batching.padding import pad
+from tandem.trainer.micro_batches import Columns, Groups, MicroBatch
+
+
+class Shard:
+    """The data-parallel shard of a batch for one replica of a model, divided into micro-batches.
+
+    Args:
+        settings: section of the model, with the sequences or tokens of a micro-batch.
+        whole: table of the batch, with the length and the rank of each sequence.
+        own: sequences that `whole` assigns to this replica, with their tokens.
+        replicas: replicas of the model.
+        shares_prompts: whether the model computes shared prompts once. Micro-batches of a number of sequences then keep
+            sequences with the same prompt together.
+        unit: consecutive sequences of the batch that must stay together. With 2, sequences ``2 i`` and ``2 i + 1`` are
+            rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows also come in pairs. Batches and global
+            batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
+        experts: description of the experts to replay for each token; None without replay.
+        image_settings: the model's settings for images; None if it does not see.
+    """
+
+    def __init__(
+        self,
+        settings: Model,
+        whole: Batch,
+        own: Batch,
+        replicas: Replicas,
+        *,
+        shares_prompts: bool = False,
+        unit: int = 1,
+        experts: RoutedExperts | None = None,
+        image_settings: ImageSettings | None = None,
+    ) -> None:
+        self.whole, self.own, self.replicas = whole, own, replicas
+        self.rows = rows = whole.rows_of(replicas.rank)
+        """The shard's sequences, as rows of the whole batch."""
+        assert whole.lengths_S[rows].tolist() == own.lengths_S.tolist(), "the shard is what the table says"
+        self._place_S = np.full(len(whole) + 1, EMPTY_ROW)
+        """Place of each sequence of the batch in the shard; the last stands for no sequence."""
+        self._place_S[rows] = np.arange(len(rows))
+        self._settings, self._experts, self._image_settings = settings, experts, image_settings
+        self._unit = unit
+        # Units are assigned and divided. Rows only come in and go out.
+        self._lengths_UR = whole.lengths_S.astype(np.int64).reshape(-1, unit)
+        self._lengths_U = self._lengths_UR.sum(axis=1)
+        self._rank_U = whole.rank_S[::unit]
+        self._limits: SequencePacking | DynamicBatching | None = None
+        self.divisible_by = math.lcm(settings.make_sequence_length_divisible_by, replicas.sequence_divisor)
+        """Divisor of the width of padded rows, and of the segments of packed ones."""
+        self.row_divisible_by: int | None = None
+        """Divisor of the length of packed rows; None if rows are padded."""
+        if settings.sequence_packing.enabled:
+            self._limits = settings.sequence_packing
+            self.row_divisible_by = settings.sequence_packing.sequence_length_round
+        elif settings.dynamic_batching.enabled:
+            self._limits = settings.dynamic_batching
+            self.divisible_by = math.lcm(self.divisible_by, settings.dynamic_batching.sequence_length_round)
+        self._shares_prompts = shares_prompts and self._limits is None
+        self._prompt_S = whole.prompt_S if self._shares_prompts and unit == 1 else None
+
+    def laid_out(self, groups: Groups, device: torch.device, columns: Columns | None = None) -> list[MicroBatch]:
+        """Return the micro-batches of these groups of sequences, with the loss inputs of the shard's tokens."""
+        return [
+            pad(
+                self.own,
+                self._place_S[[*group]].tolist(),
+                divisible_by=self.divisible_by,
+                row_divisible_by=self.row_divisible_by,
+                device=device,
+                shares_prompts=self._shares_prompts,
+                columns=columns,
+                experts=self._experts,
+                image_settings=self._image_settings,
+            )
+            for group in groups
+        ]
+
+    def training(self, rows: Sequence[int]) -> Groups:
+        """Return this rank's micro-batches of a global batch, as many as on every other rank."""
+        if self._limits is not None:
+            return self._cut_by_tokens([rows], self._limits.train_mb_tokens)
+        return self._cut_by_sequences(self._own_filled_up(rows), self._settings.train_micro_batch_size)
+
+    def scoring(self, global_batches: Sequence[Sequence[int]], size: int | None = None) -> Groups:
+        """Return micro-batches for forward passes over all sequences that `training` gives this rank.
+
+        `size` replaces ``policy.logprob_batch_size`` if micro-batches are counted in sequences.
+        """
+        if self._limits is not None:
+            return self._cut_by_tokens(global_batches, self._limits.logprob_mb_tokens)
+        units = [unit for rows in global_batches for unit in self._own_filled_up(rows)]
+        return self._cut_by_sequences(units, size or self._settings.logprob_batch_size)
+
+    def _own_filled_up(self, rows: Sequence[int]) -> list[int]:
+        """Return this rank's units, filled up with empty ones to the number of every rank."""
+        unit_U = np.array(rows[:: self._unit], dtype=np.int64) // self._unit
+        rank_U = self._rank_U[unit_U]
+        own: list[int] = unit_U[rank_U == self.replicas.rank].tolist()
+        # The sequences of one teacher are not evenly assigned.
+        size = int(np.bincount(rank_U, minlength=self.replicas.size).max())
+        return own + [EMPTY_ROW] * (size - len(own))
+
+    def _cut_by_sequences(self, units: Sequence[int], size: int) -> Groups:
+        groups = micro_batches_of(units, self._lengths_U, size, self._prompt_S)
+        return groups if self._unit == 1 else self._rows(groups)
+
+    def _cut_by_tokens(self, global_batches: Sequence[Sequence[int]], num_tokens: int) -> Groups:
+        """Divide the units of all ranks, since each takes as many micro-batches as the one that needs the most."""
+        units = [rows[:: self._unit] for rows in global_batches]
+        unit_U = np.array([*chain.from_iterable(units)], dtype=np.int64) // self._unit
+        groups = [
+            self._of_tokens(unit_U[self._rank_U[unit_U] == rank].tolist(), num_tokens)
+            for rank in range(self.replicas.size)
+        ]
+        missing = max(map(len, groups)) - len(groups[self.replicas.rank])
+        own = groups[self.replicas.rank] + [(EMPTY_ROW,)] * missing
+        return own if self._unit == 1 else self._rows(own)
+
+    def _of_tokens(self, units: list[int], num_tokens: int) -> Groups:
+        if isinstance(self._limits, SequencePacking):
+            return packed_groups(units, self._lengths_UR, num_tokens, self.divisible_by, self._limits.algorithm)
+        return padded_groups(units, self._lengths_UR, num_tokens, self.divisible_by)
+
+    def _rows(self, groups: Groups) -> Groups:
+        """Return the sequences of the units."""
+        return [tuple(row for unit in group for row in self._rows_of(unit)) for group in groups]
+
+    def _rows_of(self, unit: int) -> Sequence[int]:
+        if unit == EMPTY_ROW:
+            return [EMPTY_ROW] * self._unit
+        return range(unit * self._unit, (unit + 1) * self._unit)
+
+
+def micro_batches_of(
+    rows: Sequence[int],
+    lengths_S: Sequence[int] | Ints,
+    size: int,
+    prompt_S: Ints | None = None,
+) -> list[tuple[int, ...]]:
+    """Group a rank's sequences into micro-batches of at most `size`, with similar lengths together to pad little.
+
+    Sequences of equal `prompt_S` are adjacent, so a `size` that is a multiple of the samples of a prompt splits no
+    group. The number of micro-batches depends only on the number of rows, so that equal shards take equal numbers of
+    passes.
+    """
+    rows_U = np.array(rows, dtype=np.int64)
+    ordered = [*chain.from_iterable(by_prompt(rows_U[rows_U != EMPTY_ROW], lengths_S, prompt_S))]
+    ordered += [EMPTY_ROW] * (len(rows) - len(ordered))
+    return [tuple(ordered[first : first + size]) for first in range(0, len(ordered), size)]

@@ -1,0 +1,1 @@
+"""Training by single calls of a front end: a gradient, an optimizer step, a state to go back to."""

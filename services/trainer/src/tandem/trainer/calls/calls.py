@@ -1,0 +1,238 @@
+"""The calls of a front end on one rank: gradients add up until an optimizer step uses them.
+
+Several sets of weights may take turns in the policy's parameters, each with its optimizer and gradient.
+
+All ranks get the same calls in the same order. They wait for each other only inside the collective operations of the
+model. What a call has must be checked before it is sent: an error on one rank alone would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, assert_never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.common.errors import ConfigError, NotFiniteError, WireError
+from tandem.common.messages import (
+    AddGradient,
+    CallCommand,
+    GradientAdded,
+    OptimizerStepped,
+    RestoreTraining,
+    StepOptimizer,
+    SwitchTraining,
+    TrainingRestored,
+)
+from tandem.common.wire import Arrays
+from tandem.config.schema.columns import TEACHER_TOPK_INDICES, Column
+from tandem.launch.service import ServiceContext
+from tandem.samples.batch import Batch, Float32s
+from tandem.trainer.backend import Backend
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.batching.padding import unpad_into
+from tandem.trainer.batching.shard import Shard
+from tandem.trainer.calls.losses import LOSSES
+from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.scoring import StudentScores, TokenScores
+
+INPUTS = ("weights", "advantages", "logprobs")
+"""Loss inputs of each token."""
+_DTYPES = {
+    "lengths_S": "int32",
+    "rank_S": "int32",
+    "token_ids_T": "int32",
+    "loss_mask_T": "bool",
+    **{f"{name}_T": "float32" for name in INPUTS},
+}
+_TARGETS = "targets_T"
+"""Tokens that are scored in the place of others: as a student scores those of a teacher."""
+_COLUMNS = {name: Column(name=name, source="coordinator") for name in INPUTS}
+
+
+class _Set(NamedTuple):
+    """A set of weights that waits for its turn."""
+
+    weights: dict[str, torch.Tensor]
+    steps: tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, int] | None
+    """Its optimizer, with schedule and number of steps; None for a new one."""
+    gradients: dict[str, torch.Tensor | None]
+    loss: float
+    has_gradient: bool
+
+
+class Calls:
+    """The answers of one rank."""
+
+    def __init__(self, context: ServiceContext, backend: Backend, vocabulary: int) -> None:
+        """Begin with the policy as it is, whose weights are kept to go back to."""
+        if not isinstance(backend, DTensorBackend):
+            raise ConfigError("policy: only the DTensor backend trains by single calls")
+        self._context = context
+        self._backend = backend
+        self._policy = backend.policy
+        self._config = context.config
+        self._vocabulary = vocabulary
+        self._first = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in self._policy.trained_here().items()
+        }
+        """The weights that the run began with."""
+        self._loss = 0.0
+        """Loss whose gradient there is."""
+        self._has_gradient = False
+        self._number = 0
+        """The set in the policy's parameters."""
+        self._waiting: dict[int, _Set] = {}
+        """Other sets, by number."""
+
+    @staticmethod
+    def phase_of(command: CallCommand) -> str:
+        """Return what a command does, for error messages."""
+        match command:
+            case AddGradient():
+                return f"{'adding a gradient' if command.has_gradient else 'scoring'} ({command.loss})"
+            case StepOptimizer():
+                return "stepping the optimizer"
+            case RestoreTraining():
+                return f"restoring {command.folder or 'the first weights'}"
+            case SwitchTraining():
+                return f"switching to set {command.number}"
+            case other:
+                assert_never(other)
+
+    def handle(self, command: CallCommand, arrays: Arrays) -> None:
+        """Carry out a call and reply."""
+        match command:
+            case AddGradient():
+                self._add_gradient(command, arrays)
+            case StepOptimizer():
+                self._step(command)
+            case RestoreTraining():
+                self._restore(command)
+            case SwitchTraining():
+                self._switch(command)
+            case other:
+                assert_never(other)
+
+    def _add_gradient(self, command: AddGradient, arrays: Arrays) -> None:
+        whole, own = self._read(arrays)
+        shard = Shard(self._config.policy, whole, own, self._backend.replicas("policy"))
+        columns: dict[Column, NDArray[Any]] = {column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()}
+        if _TARGETS in own.columns:
+            columns[TEACHER_TOPK_INDICES] = own.columns[_TARGETS][:, None]
+        rows = range(len(whole))
+        groups = shard.training(rows) if command.has_gradient else shard.scoring([rows])
+        micro_batches = shard.laid_out(groups, self._backend.device, columns)
+        logprobs_T = np.zeros(len(own.token_ids_T), dtype=np.float32)
+        loss_of = partial(self._loss_of, command, own, logprobs_T)
+        if command.has_gradient:
+            loss = self._policy.add_gradient(micro_batches, loss_of)
+            self._loss += loss
+            self._has_gradient = True
+        else:
+            total = torch.zeros(1, dtype=torch.float64, device=self._backend.device)
+            for micro_batch, scores_BT in zip(micro_batches, self._policy.scores(micro_batches), strict=True):
+                assert isinstance(scores_BT, TokenScores | StudentScores), "those of a policy"
+                total += loss_of(micro_batch, scores_BT)
+            loss = float(self._backend.sum_over_ranks(total)[0])
+        if not abs(loss) < float("inf"):
+            self._forget_gradient()
+            raise NotFiniteError(f"the loss is {loss}: its gradient, and those of the calls before, are dropped")
+        reply = GradientAdded(command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes())
+        self._context.reply(command.command_id, reply)
+
+    def _loss_of(
+        self,
+        command: AddGradient,
+        own: Batch,
+        logprobs_T: Float32s,
+        micro_batch: MicroBatch,
+        scores_BT: TokenScores | StudentScores,
+    ) -> torch.Tensor:
+        """Return the loss of a micro-batch, and write its log-probabilities to those of the shard."""
+        logprobs_BT = scores_BT.others[..., 0] if isinstance(scores_BT, StudentScores) else scores_BT.logprobs
+        unpad_into(logprobs_T, logprobs_BT, own, micro_batch.rows)
+        mask_BT = micro_batch.loss_mask_BT
+        loss_BT = LOSSES[command.loss](logprobs_BT, micro_batch.columns, command.settings)
+        return torch.where(mask_BT, loss_BT, 0.0).sum()
+
+    def _step(self, command: StepOptimizer) -> None:
+        if not self._has_gradient:
+            # FSDP has no gradient to clip, and AdamW would step with none: then only the weights decay.
+            for parameter in self._policy.parameters.values():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for group in self._policy.optimizer.param_groups:
+            if "betas" not in group:
+                raise ConfigError("policy.optimizer.name: only torch.optim.AdamW trains by single calls")
+            group["lr"] = command.learning_rate
+            group["betas"] = (command.beta1, command.beta2)
+            group["eps"] = command.eps
+            group["weight_decay"] = command.weight_decay
+        loss = self._loss
+        self._loss, self._has_gradient = 0.0, False
+        done = self._policy.take_step(loss, command.max_grad_norm or None)
+        self._context.reply(
+            command.command_id, OptimizerStepped(command_id=command.command_id, grad_norm=done.grad_norm)
+        )
+
+    @torch.no_grad()
+    def _restore(self, command: RestoreTraining) -> None:
+        self._forget_gradient()
+        if command.folder:
+            self._backend.load(Path(command.folder))
+        else:
+            for name, tensor in self._policy.trained_here().items():
+                tensor.copy_(self._first[name])
+        if not (command.folder and command.with_optimizer):
+            self._policy.forget_steps()
+        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+
+    @torch.no_grad()
+    def _switch(self, command: SwitchTraining) -> None:
+        policy, number = self._policy, command.number
+        held = policy.trained_here()
+        if number != self._number:
+            before = {name: tensor.clone() for name, tensor in held.items()}
+            new = self._waiting.pop(number, None)
+            if new is None or command.is_copy:
+                new = _Set(before if command.is_copy else self._first, None, {}, 0.0, has_gradient=False)
+            gradients: dict[str, torch.Tensor | None] = {}
+            for name, parameter in policy.parameters.items():
+                gradients[name], parameter.grad = parameter.grad, new.gradients.get(name)
+            steps = policy.optimizer, policy.scheduler, policy.num_steps
+            if new.steps is None:
+                policy.forget_steps()
+            else:
+                policy.optimizer, policy.scheduler, policy.num_steps = new.steps
+            self._waiting[self._number] = _Set(before, steps, gradients, self._loss, self._has_gradient)
+            for name, tensor in held.items():
+                tensor.copy_(new.weights[name])
+            self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
+        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+
+    def _forget_gradient(self) -> None:
+        self._policy.optimizer.zero_grad(set_to_none=True)
+        self._loss, self._has_gradient = 0.0, False
+
+    def _read(self, arrays: Arrays) -> tuple[Batch, Batch]:
+        """Return the table of all sequences, and this rank's own. Raises `WireError`."""
+        wanted = _DTYPES | ({_TARGETS: "int32"} if _TARGETS in arrays else {})
+        for name, dtype in wanted.items():
+            if name not in arrays or arrays[name].dtype != np.dtype(dtype) or arrays[name].ndim != 1:
+                raise WireError(f"AddGradient.{name}: must be {dtype} of one dimension")
+        whole = Batch(lengths_S=arrays["lengths_S"], rank_S=arrays["rank_S"])
+        if len(whole.lengths_S) != len(whole.rank_S) or not len(whole) or whole.lengths_S.min() < 1:
+            raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as rank_S")
+        lengths_S = whole.lengths_S[whole.rows_of(self._backend.data_parallel_rank)]
+        tokens = {name: array for name, array in arrays.items() if name.endswith("_T")}
+        if any(len(array) != lengths_S.sum() for array in tokens.values()):
+            raise WireError("AddGradient: its tokens are not as many as lengths_S says")
+        own = Batch(lengths_S=lengths_S, **tokens)
+        own.check_tokens(self._vocabulary)
+        if _TARGETS in tokens:
+            Batch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
+        return whole, own

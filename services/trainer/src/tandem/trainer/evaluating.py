@@ -1,0 +1,74 @@
+"""The loss of a batch on any backend, without training: what SFT, DPO and reward models validate by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tandem.config import Config
+from tandem.samples.assignment import NO_RANK
+from tandem.samples.batch import Batch
+from tandem.trainer.backend import Backend
+from tandem.trainer.exchange import Exchange
+from tandem.trainer.losses import make_loss
+from tandem.trainer.step import NUMBERS, Step, numbers_of
+
+
+def evaluate(
+    backend: Backend,
+    whole: Batch,
+    own: Batch,
+    config: Config,
+    parts: Mapping[str, int] | None = None,
+    exchange: Exchange | None = None,
+) -> dict[str, float]:
+    """Return the loss of the whole batch, its reported means and the counts of the batch, without training.
+
+    Nothing is returned on ranks without the policy.
+
+    Args:
+        backend: backend of this rank.
+        whole: table of the batch, the same on every rank.
+        own: sequences that the table assigns to this rank.
+        config: configuration of the run.
+        parts: sequences of each part of the batch, in order. Each has the same metrics as ``PART/METRIC``.
+        exchange: as for `train`.
+
+    """
+    if not parts:
+        return _evaluated(backend, whole, own, config, exchange)[0]
+    rank = NO_RANK if exchange is not None and not exchange.model_group.has_policy else backend.data_parallel_rank
+    found, first, first_own = {}, 0, 0
+    for name, count in parts.items():
+        part = whole.take(slice(first, first + count))
+        num_own = len(part.rows_of(rank))
+        found[name] = _evaluated(backend, part, own.take(slice(first_own, first_own + num_own)), config, exchange)
+        first, first_own = first + count, first_own + num_own
+    assert first == len(whole), "the parts are the batch"
+    num_valid = max(1, sum(counted for _, counted in found.values()))
+    metrics = {
+        name: sum(part[name] * (1 if name in NUMBERS else counted / num_valid) for part, counted in found.values())
+        for name in next(iter(found.values()))[0]
+    }
+    return metrics | {f"{part}/{name}": value for part, (its, _) in found.items() for name, value in its.items()}
+
+
+def _evaluated(
+    backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None
+) -> tuple[dict[str, float], int]:
+    """Return the metrics of a batch and the divisor of its means; nothing on ranks without the policy."""
+    step = Step(backend, whole, own, config, exchange)
+    size = config.data_set_section.val_micro_batch_size
+    columns = step.filled({}, size)
+    if "policy" not in step.shards:
+        return {}, 0
+    counts = step.counts(range(len(whole)))
+    loss = make_loss(config, counts, backend.device)
+    total = torch.zeros(1, dtype=torch.float64, device=backend.device)
+    for micro_batch, scores_BT in step.scored("policy", size, columns):
+        total += loss(micro_batch, scores_BT)
+    metrics = (
+        step.reported(loss, "policy") | numbers_of(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+    )
+    return metrics, loss.report.count

@@ -1,0 +1,291 @@
+"""Scorers: the forward pass of a model that ends in the scores of valid tokens, and of no others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tandem.common.errors import ModelError
+from tandem.common.segments import boundaries
+from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
+from tandem.trainer.micro_batches import MicroBatch, Row
+from tandem.trainer.models import scalar_head
+from tandem.trainer.routing import RoutingReplay, of_row
+from tandem.trainer.scoring import (
+    Scores,
+    StudentScores,
+    TokenScores,
+    TokenValues,
+    VocabularyShard,
+    placed,
+    score_tokens,
+    top_of_logits,
+    top_tokens,
+    without_tokens,
+)
+
+Pictures = Callable[[MicroBatch], dict[str, Any]]
+"""The inputs of a model's forward pass that come from the images of a micro-batch."""
+_ENTROPY_ROWS = 1024
+"""Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
+
+
+class _Task(NamedTuple):
+    """The arguments of a head."""
+
+    predictor_K: torch.Tensor
+    """The tokens that it takes hidden states of."""
+    target_K: torch.Tensor
+    """The tokens that these predict."""
+    others_KN: torch.Tensor | None
+    """Other tokens that are scored in the place of each; None for none."""
+
+    def take(self, is_taken_K: torch.Tensor) -> _Task:
+        """Return the arguments for some of the tokens."""
+        others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
+        return _Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
+
+
+class Scorer:
+    """A model's scores of valid tokens. Its head sees only the positions before such tokens.
+
+    The scores of each token are a tuple of numbers, or of rows of numbers.
+    """
+
+    compiles_attention = False
+    """Whether attention is part of compiled layers, so that it takes nothing but tensors."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: Any,
+        context: dist.ProcessGroup | None,
+        replay: RoutingReplay | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
+        """Take a model that is already sharded; `context` are the ranks that share each sequence with this one.
+
+        `replay` is given the experts of the tokens of each micro-batch. `pictures` gives what a model that sees takes
+        beside the tokens.
+        """
+        self.model = model
+        self._context = context
+        self._replay = replay
+        self._pictures = pictures
+        self._task: _Task | None = None
+        weight = head.weight
+        self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
+        head.register_forward_pre_hook(self._pick)
+
+    def __call__(self, batch: MicroBatch) -> Any:
+        """Return the model's scores, ``[B, T]`` or ``[B, T, N]`` each, zero for tokens that are not valid.
+
+        Position ``t`` holds the score of token ``t`` given the tokens before it.
+        """
+        valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
+        inputs, predictor_K = self._inputs(batch)
+        others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
+        task = _Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
+        if self._replay is not None:
+            self._replay.give(self._routed(batch))
+        if self._pictures is not None:
+            inputs |= self._pictures(batch)
+        is_here_K = predictor_K >= 0
+        self._task = task if self._context is None else task.take(is_here_K)
+        try:
+            scores_K: Any = self._scores(inputs, self._task)
+        finally:
+            self._task = None
+        kind = type(scores_K)
+        if self._context is not None:
+            scores_K = [sum_shares(placed(each_K, is_here_K), self._context) for each_K in scores_K]
+        return kind(*(placed(each_K, valid_BT) for each_K in scores_K))
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the model's inputs, and the token that predicts each valid one, -1 if another rank has that.
+
+        There is no attention mask: attention is causal, and a mask would rule out the fast kernels.
+        """
+        if self._context is not None:
+            return inputs_of_share(batch, self._context)
+        if batch.row is not None:
+            row = batch.row
+            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, **self._attended(row)}
+            return inputs, row.predictor_K
+        inputs = {"input_ids": batch.token_ids_BT}
+        if self._is_cut:  # the activations may be shorter than the sequence
+            inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
+        return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
+
+    def _attended(self, row: Row) -> dict[str, Any]:
+        """Return what attention takes of a row."""
+        if not self.compiles_attention:
+            return {"row": row}
+        return {"ends_2S": boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)}
+
+    def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the experts of the tokens that `_inputs` gives the model; None if they are unknown for all."""
+        experts_BTLK, row = batch.routed_experts_BTLK, batch.row
+        if experts_BTLK is None:
+            return None
+        if self._context is not None:
+            return of_row(experts_BTLK, sources_of_share(batch, self._context))
+        return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
+
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+        """Return the model's scores of the targets."""
+        raise NotImplementedError
+
+    def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task.predictor_K),)
+
+
+class TokenScorer(Scorer):
+    """Log-probabilities and entropies of a language model, at the sampling temperature.
+
+    With a large vocabulary the output layer is the most expensive one, so it sees only the positions that predict a
+    valid token. If it is only a matrix product, it returns their scores in place of logits, which then never all exist
+    at once. This happens in its own forward pass, because a sharded weight is whole there. If tensor parallelism has
+    divided it, each rank works on its own rows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        linear_head: bool,
+        context: dist.ProcessGroup | None = None,
+        learns_entropy: bool = False,
+        replay: RoutingReplay | None = None,
+        pictures: Pictures | None = None,
+        undrawable: Sequence[int] = (),
+        score: Callable[..., TokenScores | StudentScores] = score_tokens,
+    ) -> None:
+        """Begin, as any scorer. Raise `ModelError` if the model is divided so that it cannot be scored.
+
+        `linear_head` is the result of `has_linear_head` before sharding, `learns_entropy` whether the entropy has a
+        gradient. Tokens that are `undrawable` have no probability, as in engines. `score` is
+        `score_tokens`, or what does the same.
+        """
+        self._undrawable = tuple(undrawable)
+        self._score_tokens = score
+        self._temperature, self._learns_entropy = temperature, learns_entropy
+        self._gives_logits = not linear_head
+        head = model.get_output_embeddings()
+        super().__init__(model, head, context, replay, pictures)
+        if self._gives_logits and self._is_cut:
+            raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
+        if not self._gives_logits:
+            head.forward = functools.partial(self._score, head, head.forward)
+
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+        output: Any = self.model(**inputs, use_cache=False).logits
+        if self._gives_logits:
+            return self._of_logits(without_tokens(output.float() / self._temperature, self._undrawable), task)
+        scores: Scores = output
+        return scores
+
+    def _score(
+        self, head: Any, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor | Scores:
+        if self._task is None:
+            return forward(hidden)
+        weight_VH, vocabulary = head.weight, None
+        if isinstance(weight_VH, DTensor):
+            group = weight_VH.device_mesh.get_group()
+            _, (first_row, _) = compute_local_shape_and_global_offset(
+                weight_VH.shape, weight_VH.device_mesh, weight_VH.placements
+            )
+            vocabulary = VocabularyShard(group=group, first_row=first_row, num_rows=weight_VH.shape[0])
+            weight_VH = weight_VH.to_local(grad_placements=weight_VH.placements)
+        return self._of_hidden(hidden, weight_VH, vocabulary, self._task)
+
+    def _of_hidden(
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
+    ) -> Scores:
+        return self._score_tokens(
+            hidden_KH,
+            weight_VH,
+            task.target_K,
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+            others_KN=task.others_KN,
+            learns_entropy=self._learns_entropy,
+            undrawable=self._undrawable,
+        )
+
+    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
+        return _scores_of_logits(logits_KV, task, learns_entropy=self._learns_entropy)
+
+
+class TopScorer(TokenScorer):
+    """Scores a language model's likeliest tokens and their logits in the same way."""
+
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        num: int,
+        linear_head: bool,
+        context: dist.ProcessGroup | None = None,
+        pictures: Pictures | None = None,
+        undrawable: Sequence[int] = (),
+    ) -> None:
+        """Begin, as a scorer of tokens; `num` is the number of likeliest tokens."""
+        super().__init__(
+            model, temperature, linear_head=linear_head, context=context, pictures=pictures, undrawable=undrawable
+        )
+        self._num = num
+
+    def _of_hidden(
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
+    ) -> Scores:
+        return top_tokens(
+            hidden_KH,
+            weight_VH,
+            self._num,
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+            undrawable=self._undrawable,
+        )
+
+    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
+        return top_of_logits(logits_KV, self._num)
+
+
+class ScalarScorer(Scorer):
+    """The values of tokens: the output of `scalar_head` for the hidden state that predicts each."""
+
+    def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
+        """Begin, as any scorer."""
+        super().__init__(model, scalar_head(model), context)
+
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+        return TokenValues(self.model(**inputs, use_cache=False).logits[:, 0].float())
+
+
+def _scores_of_logits(logits_KV: torch.Tensor, task: _Task, *, learns_entropy: bool) -> TokenScores | StudentScores:
+    logprobs_KV = logits_KV.log_softmax(dim=-1)
+    logprobs_K = logprobs_KV.gather(1, task.target_K[:, None])[:, 0]
+    detached_KV = logprobs_KV.detach()
+    is_likeliest_K = (logprobs_K.detach() == detached_KV.amax(dim=-1)).float()
+    scores = logprobs_K, _entropy(logprobs_KV if learns_entropy else detached_KV), is_likeliest_K
+    if task.others_KN is None:
+        return TokenScores(*scores)
+    return StudentScores(*scores, logprobs_KV.gather(1, task.others_KN))
+
+
+def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):
+        # A token that is ruled out has logit -inf and adds nothing.
+        parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
+    return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)

@@ -1,0 +1,1 @@
+"""Tests of the Tinker API with the real SDK, which `tox -e tinker` installs."""

@@ -1,0 +1,253 @@
+"""The Tinker API without its SDK: protobuf, the desk, saved states, API keys, and the losses of single calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.common.errors import ConfigError
+from tandem.coordinator.tinker import proto, requests
+from tandem.coordinator.tinker.api_keys import add_key, read_keys
+from tandem.coordinator.tinker.calls import RECALLS, CallFailed, Desk, Publish, Recall, Save
+from tandem.coordinator.tinker.futures import About, Futures, Result
+from tandem.coordinator.tinker.requests import Refused
+from tandem.coordinator.tinker.states import Record, States, now
+from tandem.trainer.calls.losses import LOSSES
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """Return a field as protobuf writes it."""
+    return proto._put(number, value)
+
+
+def tensor(values: Any, dtype: str, *shape: int) -> bytes:
+    """Return a dense tensor."""
+    sizes = b"".join(map(proto._number, shape or (len(values),)))
+    return field(1, np.array(values, dtype).tobytes()) + field(3, 1 if dtype == "f4" else 2) + field(4, sizes)
+
+
+def entry(name: str, value: bytes) -> bytes:
+    """Return an entry of a map."""
+    return field(1, name.encode()) + field(2, value)
+
+
+def request(*data: bytes) -> bytes:
+    """Return a request with these sequences."""
+    head = field(1, b"model") + field(2, 300) + b"".join(field(3, each) for each in data) + field(4, b"ppo")
+    number = struct.pack("<Bd", 1 << 3 | 1, 0.5)
+    return head + field(7, entry("clip_low_threshold", number)) + field(6, 1)
+
+
+TARGETS = field(2, entry("target_tokens", tensor([5, 6], "i8")))
+TOKENS = field(1, field(1, field(1, np.array([4, 5], "<i4").tobytes())))
+
+
+def test_a_request_is_read_as_it_was_written() -> None:
+    weights = field(2, entry("weights", tensor([0.5, -1], "f4")))
+    read = proto.read_gradient_request(request(TOKENS + TARGETS + weights))
+    assert (read.model_id, read.seq_id, read.loss, read.is_forward, read.problem) == ("model", 300, "ppo", True, "")
+    assert read.settings == {"clip_low_threshold": 0.5}
+    (datum,) = read.data
+    assert datum.token_ids.tolist() == [4, 5]
+    assert datum.inputs["target_tokens"].tolist() == [5, 6]
+    assert datum.inputs["weights"].tolist() == [0.5, -1]
+
+
+@pytest.mark.parametrize(
+    ("datum", "why"),
+    [
+        (field(1, field(2, b"image")), "images and audio are not served"),
+        (field(2, entry("weights", tensor([1, 2], "f4", 1, 2))), "several targets at a position are not served"),
+        (field(2, entry("weights", field(2, b""))), "sparse tensors"),
+        (field(2, entry("weights", tensor([1, 2], "f4", 3))), "has 2 numbers, and its shape says 3"),
+        (field(2, entry("weights", field(3, 4))), "must be float32 or int64"),
+        (b"\x0a\x7f", "is cut off"),
+        (field(9, b""), "an unknown field 9"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said_and_its_number_is_known(datum: bytes, why: str) -> None:
+    read = proto.read_gradient_request(request(TOKENS + TARGETS, datum))
+    assert read.seq_id == 300
+    assert read.problem.startswith("data[1]: ")
+    assert why in read.problem
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    for each in (body, request(body), request(TOKENS + field(2, body))):
+        with contextlib.suppress(proto.Malformed):
+            proto.read_gradient_request(each)
+
+
+def test_calls_wait_for_an_attempt_and_fail_with_it() -> None:
+    desk, answers = Desk(), list[Any]()
+    desk.put(Publish(), answers.append)
+    assert not desk.is_open
+    desk.open(3)
+    assert (desk.version, desk.first_version, [each.call for each in desk.next()]) == (3, 3, [Publish()])
+    desk.take(0).answer(4)
+    desk.put(Publish(), answers.append)
+    attempt = desk.attempt
+    desk.close("lost")
+    assert desk.attempt == attempt + 1
+    desk.put(Publish(), answers.append)
+    assert len(answers) == 2, "the third waits for the next attempt"
+    desk.close("over", is_over=True)
+    desk.put(Publish(), answers.append)
+    assert answers[0] == 4
+    assert [str(each) for each in answers[1:]] == ["lost", "over", "over"]
+    assert all(isinstance(each, CallFailed) for each in answers[1:])
+
+
+def test_models_take_turns_and_the_calls_of_each_stay_in_their_order() -> None:
+    desk = Desk(3)
+    for model, folder in ((0, "a"), (0, "b"), (0, "c"), (2, "d"), (2, "e")):
+        desk.put(Save(folder=folder), lambda answer: None, model)
+    taken = [desk.take(desk.next()[0].turn).call for _ in range(3)]
+    desk.put(Recall(), lambda answer: None, desk.published_of(2), RECALLS)
+    taken += [desk.take(desk.next()[0].turn).call for _ in range(3)]
+    assert taken == [*(Save(folder=folder) for folder in "adbec"), Recall()]
+    assert not desk.next()
+    desk.open(1)
+    assert (desk.holding, desk.newest) == (3, {3: 1})
+    assert {desk.published_of(model) for model in range(3)} == {4, 5, 6}
+
+
+def test_old_results_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.coordinator.tinker.futures._MOST_BYTES", 10)
+
+    async def check() -> None:
+        futures = Futures(lambda record: None)
+        for name in ("a", "b"):
+            futures.begin(name, "me", About())
+            futures.finish(name, Result(b"x" * 8))
+            futures.finish(name, Result(b"another"))
+        assert futures.get("a", "me") is None
+        assert futures.is_dropped("a", "me")
+        assert not futures.is_dropped("a", "another")
+        assert futures.get("b", "another") is None
+        kept = futures.get("b", "me")
+        assert kept is not None
+        assert kept.result == Result(b"x" * 8), "once"
+        assert futures.num_unfinished == {"me": 0}
+
+    asyncio.run(check())
+
+
+def test_ends_of_a_batch_are_told_until_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.coordinator.tinker.futures._MOST_FINISHED", 3)
+
+    async def scenario() -> None:
+        futures = Futures(lambda record: None)
+        assert await futures.ends("a", 0, 0.0) == ({}, 0)
+        for number in range(3):
+            futures.begin(f"a{number}", "me", About(), "a")
+        futures.begin("b0", "me", About(), "b")
+        waiting = asyncio.create_task(futures.ends("a", 0, 60.0))
+        await asyncio.sleep(0)
+        futures.finish("b0", Result(b"other"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        futures.finish("a1", Result(b"one"))
+        ended, seen = await waiting
+        assert ended == {"a1": Result(b"one")}
+        assert await futures.ends("a", 0, 0.0) == (ended, seen), "an answer may be lost on its way"
+        assert await futures.ends("a", seen, 0.0) == ({}, seen)
+        futures.finish("a0", Result(b"zero"))
+        futures.drop_seen("b0", "a")
+        assert futures.get("b0", "me") is not None, "it is of another batch"
+        futures.drop_seen("a1", "a")
+        futures.drop_seen("a2", "a")
+        assert futures.is_dropped("a1", "me")
+        futures.finish("a2", Result(b"two"))
+        for number in range(3):
+            futures.begin(f"c{number}", "me", About())
+            futures.finish(f"c{number}", Result(b"more"))
+        ended, seen = await futures.ends("a", seen, 0.0)
+        assert ended == {"a0": None, "a2": None}, "their results are dropped, and their client learns it"
+        assert await futures.ends("a", seen, 0.0) == ({}, seen)
+        assert not futures._batches.keys() - {"b"}
+
+    asyncio.run(scenario())
+
+
+def test_states_are_found_by_their_owner_alone() -> None:
+    states = States(Path("states"))
+    for name in ("..", "a/b", "", "x.unfinished", ".hidden"):
+        with pytest.raises(Refused, match="must be letters"):
+            states.folder_for("session-1:train:0", name)
+    folder = states.folder_for("session-1:train:0", "one")
+    folder.mkdir()
+    record = Record(
+        owner="me",
+        model_id="session-1:train:0",
+        name="one",
+        base_model="base",
+        lora_rank=None,
+        created_at="2026-11-26T06:00:00+00:00",
+        num_bytes=7,
+    )
+    with pytest.raises(Refused, match="no saved weights"):
+        states.find(record.path, "me")  # it has no record yet
+    states.write(record)
+    assert states.find(record.path, "me") == (record, folder)
+    assert states.of("me") == states.of("me", record.model_id) == [record]
+    assert states.of("another") == states.of("me", "session-2:train:0") == []
+    for path, owner in ((record.path, "another"), ("tinker://../weights/one", "me"), ("tinker://x/weights/..", "me")):
+        with pytest.raises(Refused, match="no saved weights"):
+            states.delete(path, owner)
+    with pytest.raises(Refused, match="held by engines only"):
+        states.find("tinker://session-1:train:0/sampler_weights/one", "me")
+    states.delete(record.path, "me")
+    assert not folder.exists()
+    states.folder_for(record.model_id, "one").mkdir()
+    states.write(msgspec.structs.replace(record, expires_at=now(3600)))
+    assert len(states.of("me")) == 1
+    states.write(msgspec.structs.replace(record, expires_at=now(-1)))
+    assert states.of("me") == []
+    assert not folder.exists(), "it has expired"
+
+
+def test_keys_are_hashed_and_their_file_is_the_owners() -> None:
+    path = Path("keys.json")
+    with pytest.raises(ConfigError, match="there is no key yet"):
+        read_keys(path)
+    first, other, second = add_key(path, "me"), add_key(path, "you"), add_key(path, "me")
+    keys = read_keys(path)
+    assert [keys.owner_of(key) for key in (first, second, other, "", "tml-")] == [None, "me", "you", None, None]
+    assert not any(key in path.read_text() for key in (first, second, other))
+    with pytest.raises(ConfigError, match="a key's name"):
+        add_key(path, "../me")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"keys\.json"):
+        read_keys(path)
+
+
+def test_another_release_of_the_sdk_is_told_which_to_install() -> None:
+    requests.check_version("0.38.4")
+    with pytest.raises(Refused, match=r"the client is tinker 0\.39\.0: pip install tinker==0\.38\.0"):
+        requests.check_version("0.39.0")
+
+
+def test_clipped_losses_have_a_gradient_where_they_should() -> None:
+    ratio = torch.tensor([0.5, 1.0, 2.0, 0.5, 2.0])
+    inputs = {"logprobs": torch.full((5,), -1.0), "advantages": torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])}
+    settings = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    gradients = {}
+    for name in ("ppo", "cispo"):
+        logprobs = (ratio.log() - 1.0).requires_grad_()
+        LOSSES[name](logprobs, inputs, settings).sum().backward()  # type: ignore[index]
+        assert logprobs.grad is not None
+        gradients[name] = logprobs.grad.tolist()
+    assert gradients["ppo"] == pytest.approx([-0.5, -1.0, 0.0, 0.0, 2.0])
+    assert gradients["cispo"] == pytest.approx([-0.8, -1.0, -1.2, 0.8, 1.2])

@@ -1,0 +1,337 @@
+"""Speculative decoding by the real vLLM: tokens have the distribution that they have without, whatever is drafted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import (
+    logprobs_without,
+    random_prompts,
+    reference_logprobs,
+    request,
+    run_all,
+    sequences_in,
+)
+from safetensors.torch import load_file, save_file
+
+from tandem.rollout.engine import Request
+from tandem.rollout.engines.vllm.engine import VllmEngine
+from tests.harness.runs.running import coordinator, merged, write_config
+from tests.harness.trainers.trainer_harness import make_model
+from tests.vllm.run_harness import JUDGE, SEVENS, curve
+from tests.vllm.vllm_harness import refit, running, tiny_model, train
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 400.0
+PROMPT = (2, 7, 1, 8)
+REPEATING = (2, 7, 1, 8, 2, 7, 1, 8, 2, 7)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+"""Whether vLLM can find n-grams."""
+ALONE = "TANDEM_TEST_NGRAMS"
+"""Variable of a process that tests n-grams alone: later workers would be forked beside threads of numba."""
+
+
+class Drafting(NamedTuple):
+    engine: VllmEngine
+    model: Any
+    draft: Any
+
+
+def draft_of(model: Any, folder: Path, *, noise: float) -> Any:
+    """Write a model that differs from the policy by so much, and return it."""
+    generator = torch.Generator().manual_seed(5)
+    draft = type(model)(model.config)
+    draft.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)
+    draft.save_pretrained(folder)
+    return draft
+
+
+def by_model(folder: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module", params=["ngram" if ALONE in os.environ else "draft_model"])
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
+    """An engine for all tests that leave its weights alone; its draft is about half as good as the policy."""
+    folder = tmp_path_factory.mktemp("models")
+    model = tiny_model("qwen3", folder / "policy")
+    draft = draft_of(model, folder / "draft", noise=0.01)
+    speculation = NGRAM if request.param == "ngram" else by_model(folder / "draft")
+    with running(folder / "policy", speculative_config=speculation) as engine:
+        refit(engine, model, 0)
+        yield Drafting(engine, model, draft)
+
+
+def greedy(model: Any, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    sequence = [*prompt]
+    for _ in range(num_new):
+        with torch.no_grad():
+            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+    return sequence[len(prompt) :]
+
+
+def num_steps(engine: VllmEngine, requests: list[Request]) -> int:
+    """Generate, and return how many steps that took."""
+    for one in requests:
+        engine.add_request(one)
+    steps = 0
+    while engine.num_unfinished:
+        engine.step()
+        steps += 1
+    return steps
+
+
+def test_greedy_tokens_are_those_of_the_model_in_fewer_steps(drafting: Drafting) -> None:
+    prompts = [REPEATING, *random_prompts(6, seed=1)]
+    asked = [request(number, prompt, temperature=0.0, max_new_tokens=40) for number, prompt in enumerate(prompts)]
+    made = run_all(drafting.engine, asked)
+    for number, prompt in enumerate(prompts):
+        assert made[number].token_ids_T.tolist() == greedy(drafting.model, prompt, 40)
+        assert (made[number].logprobs_T == 0).all()
+    assert num_steps(drafting.engine, asked[:1]) < 40, "some drafts are accepted"
+
+
+def test_log_probabilities_are_those_of_the_model_and_tokens_depend_on_the_seed_alone(drafting: Drafting) -> None:
+    asked = [request(number, PROMPT, max_new_tokens=40) for number in range(12)]
+    made = run_all(drafting.engine, [*asked, *(request(20 + n, each) for n, each in enumerate(random_prompts(12)))])
+    for one in asked:
+        found = made[one.request_id]
+        expected = reference_logprobs(drafting.model, PROMPT, found.token_ids_T)
+        assert np.abs(found.logprobs_T - expected).max() < 1e-4
+        assert len(found.versions_T) == 40
+    alone = run_all(drafting.engine, [asked[5]])[5]
+    assert alone.token_ids_T.tolist() == made[5].token_ids_T.tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.5, "top_k": 6}], ids=str)
+def test_tokens_after_drafts_have_the_distribution_of_the_model(changes: dict[str, Any], drafting: Drafting) -> None:
+    """The third token of a response, over all that may come before it."""
+    num_samples = 1024
+    asked = [request(n, REPEATING, max_new_tokens=3, seed=n * 7919, **changes) for n in range(num_samples)]
+    made = run_all(drafting.engine, asked)
+    expected_V = third_token(drafting.model, REPEATING, changes) * num_samples
+    observed_V = np.bincount([int(one.token_ids_T[2]) for one in made.values()], minlength=len(expected_V))
+    seen_V = expected_V > 2.0  # others are counted together
+    observed = np.array([*observed_V[seen_V], observed_V[~seen_V].sum()])
+    expected = np.array([*expected_V[seen_V], max(expected_V[~seen_V].sum(), 1.0)])
+    freedom = len(expected) - 1
+    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Return its distribution, by all pairs of tokens before it."""
+    first_V = drawn_from(model, torch.tensor([prompt]), changes)[0]
+    size = len(first_V)
+    ones = torch.tensor([[*prompt, token] for token in range(size)])
+    second_VV = drawn_from(model, ones, changes)
+    pairs_VV = first_V[:, None] * second_VV
+    result_V = torch.zeros(size)
+    for token in range(size):
+        twos = torch.cat([ones[token].repeat(size, 1), torch.arange(size)[:, None]], dim=1)
+        result_V += pairs_VV[token] @ drawn_from(model, twos, changes)
+    found: np.ndarray[Any, Any] = result_V.double().numpy()
+    return found
+
+
+def drawn_from(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
+    from tandem.rollout.engines.sampling import restrict
+
+    with torch.no_grad():
+        logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)
+    num = len(ids)
+    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
+    return restrict(logits_BV, top_k.expand(num), top_p.expand(num)).softmax(dim=-1)
+
+
+def test_responses_end_within_drafts(drafting: Drafting) -> None:
+    tokens = greedy(drafting.model, REPEATING, 40)
+    stop = tokens[17]
+    first = tokens.index(stop)
+    made = run_all(
+        drafting.engine,
+        [
+            request(0, REPEATING, temperature=0.0, max_new_tokens=40, stop_token_ids=(stop,)),
+            *(request(length, REPEATING, temperature=0.0, max_new_tokens=length) for length in range(1, 12)),
+        ],
+    )
+    assert made[0].token_ids_T.tolist() == tokens[: first + 1]
+    assert made[0].finish_reason == "stop"
+    for length in range(1, 12):
+        assert made[length].token_ids_T.tolist() == tokens[:length]
+        assert made[length].finish_reason == "length"
+
+
+def test_drafts_contain_no_forbidden_sequence(drafting: Drafting) -> None:
+    tokens = greedy(drafting.model, REPEATING, 24)
+    forbidden = ((tokens[2],), (tokens[5], tokens[6]))
+    asked = [
+        request(n, REPEATING, max_new_tokens=24, temperature=float(n > 0), bad_token_ids=forbidden) for n in range(6)
+    ]
+    made = run_all(drafting.engine, asked)
+    for one in asked:
+        own = made[one.request_id].token_ids_T.tolist()
+        assert not any(each in sequences_in(own, len(each)) for each in forbidden)
+        if one.request_id:
+            expected = logprobs_without(drafting.model, REPEATING, own, forbidden)
+            assert made[one.request_id].logprobs_T.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.skipif(not HAS_NUMBA or ALONE in os.environ, reason="vLLM finds n-grams by numba")
+def test_all_of_that_with_ngrams() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        __file__,
+        "-q",
+        "-k",
+        "ngram and not all_of_that",
+        "-p",
+        "no:cacheprovider",
+    ]
+    ended = subprocess.run(
+        command, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 passed" in ended.stdout
+
+
+def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    (found,) = engine._llm.engine.collective_rpc(
+        lambda worker: {n: p.detach().clone() for n, p in worker.model_runner.drafter.model.named_parameters()}
+    )
+    return dict(found)
+
+
+def test_refits_write_the_policy_and_leave_the_draft_alone(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "policy")
+    draft_of(model, tmp_path / "draft", noise=0.0)
+    with running(tmp_path / "policy", speculative_config=by_model(tmp_path / "draft")) as engine:
+        refit(engine, model, 0)
+        before, wanted = drafts_parameters(engine), model.state_dict()
+        assert torch.equal(before["model.norm.weight"], wanted["model.norm.weight"]), "it is read from its folder"
+        asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40)]
+        assert num_steps(engine, asked) <= 1 + 39 // 4 + 1, "the draft is the policy: all is accepted"
+
+        running_one = request(1, PROMPT, max_new_tokens=40)
+        engine.add_request(running_one)
+        for _ in range(3):
+            engine.step()
+        train(model, seed=1)
+        refit(engine, model, 1)  # in flight
+        engine.recompute_caches()
+        finished = None
+        while engine.num_unfinished:
+            for one in engine.step():
+                finished = one
+        assert finished is not None
+        assert set(finished.versions_T.tolist()) == {0, 1}
+        newer_T = finished.versions_T == 1
+        expected_T = reference_logprobs(model, PROMPT, finished.token_ids_T)
+        assert np.abs(finished.logprobs_T - expected_T)[newer_T].max() < 1e-4
+
+        engine.sleep()
+        engine.wake()
+        made = run_all(engine, [request(2, PROMPT, temperature=0.0, max_new_tokens=40)])
+        assert made[2].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+        after = drafts_parameters(engine)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def write_eagle3(folder: Path, model: Any) -> None:
+    """Write the layer that drafts, for a policy of eight layers."""
+    folder.mkdir()
+    config = model.config
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "head_dim", "num_key_value_heads", "rms_norm_eps")}
+    size, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
+    settings = {
+        **sizes,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "intermediate_size": 64,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    key_values = config.num_key_value_heads * head
+    shapes = {
+        "fc": (size, 3 * size),
+        "midlayer.self_attn.q_proj": (heads * head, 2 * size),
+        "midlayer.self_attn.k_proj": (key_values, 2 * size),
+        "midlayer.self_attn.v_proj": (key_values, 2 * size),
+        "midlayer.self_attn.o_proj": (size, heads * head),
+        "midlayer.mlp.gate_proj": (64, size),
+        "midlayer.mlp.up_proj": (64, size),
+        "midlayer.mlp.down_proj": (size, 64),
+        "lm_head": (config.vocab_size, size),
+    }
+    generator = torch.Generator().manual_seed(3)
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
+    tensors |= {f"{name}.weight": torch.ones(size) for name in norms}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_eagle3_drafts_from_hidden_states_before_and_after_a_refit(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "policy", num_hidden_layers=8)
+    write_eagle3(tmp_path / "draft", model)
+    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    with running(tmp_path / "policy", speculative_config=speculation) as engine:
+        for version in range(2):
+            refit(engine, model, version)
+            asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40)]
+            asked += [request(number, PROMPT, max_new_tokens=40) for number in range(1, 8)]
+            made = run_all(engine, asked)
+            assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+            for one in asked[1:]:
+                found = made[one.request_id]
+                expected_T = reference_logprobs(model, PROMPT, found.token_ids_T)
+                assert np.abs(found.logprobs_T - expected_T).max() < 1e-4
+            held = drafts_parameters(engine)
+            rows = model.config.vocab_size
+            assert torch.equal(held["model.embed_tokens.weight"][:rows], model.model.embed_tokens.weight), "shared"
+            assert torch.equal(held["model.fc.weight"], load_file(tmp_path / "draft/model.safetensors")["fc.weight"])
+            train(model, seed=1)
+
+
+def test_two_workers_share_the_draft_as_they_share_the_policy(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "policy")
+    draft_of(model, tmp_path / "draft", noise=0.01)
+    speculation = by_model(tmp_path / "draft")
+    with running(tmp_path / "policy", {"tensor_parallel_size": 2}, speculative_config=speculation) as engine:
+        refit(engine, model, 0)
+        asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40), request(1, PROMPT, max_new_tokens=40)]
+        made = run_all(engine, asked)
+        assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+        expected = reference_logprobs(model, PROMPT, made[1].token_ids_T)
+        assert np.abs(made[1].logprobs_T - expected).max() < 1e-4
+
+
+def test_grpo_learns_with_drafts() -> None:
+    Path("judging.py").write_text(JUDGE)
+    draft = make_model(Path("draft").absolute(), characters="0123456789+-= ", hidden_size=64, head_dim=32)
+    over = {"policy": {"generation": {"vllm_kwargs": {"speculative_config": by_model(draft)}}}}
+    ended = coordinator("up", write_config(merged(SEVENS, over)), "policy.generation.backend=vllm", timeout_s=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rewards = curve("run", "reward")
+    assert rewards[-3:].mean() > rewards[:3].mean() + 0.2
+    assert curve("run", "token_mult_prob_error").max() < 1.001
+    assert np.abs(curve("run", "sampling_importance_ratio") - 1).max() < 1e-3
