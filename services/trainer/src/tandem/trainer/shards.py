@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -41,25 +39,6 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a parameter, or of a number computed from several, without gradient. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all elements of tensors on one mesh of all ranks, as a float64 scalar.
-
-    Collective. Ranks exchange one number, whereas torch would reduce over one axis of the mesh after the other.
-    """
-    total, is_shared = torch.zeros((), dtype=torch.float64), False
-    for tensor in tensors:
-        square = torch.linalg.vector_norm(local_of(tensor), dtype=torch.float64).square()
-        num_holders = 1
-        if isinstance(tensor, DTensor):
-            is_shared = True
-            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            num_holders = math.prod(size for placement, size in sizes if placement.is_replicate())
-        total = total.to(square.device) + square / num_holders
-    if is_shared:
-        dist.all_reduce(total)
-    return total.sqrt()
 
 
 def share(parameters: Mapping[str, torch.Tensor]) -> None:
