@@ -28,7 +28,9 @@ from tandem.trainer.dropout import Place
 from tandem.trainer.files import adapter_files
 from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
 from tandem.trainer.routing import RoutingReplay
-from tandem.trainer.scorers import ScalarScorer, Scorer, TokenScorer, TopScorer
+from tandem.trainer.scorers.likeliest import TopScorer
+from tandem.trainer.scorers.scalar import ScalarScorer
+from tandem.trainer.scorers.scorer import Scorer, TokenScorer
 
 if TYPE_CHECKING:
     from tandem.trainer.backends.pictures import Pictures
