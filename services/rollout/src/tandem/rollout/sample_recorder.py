@@ -41,16 +41,9 @@ from tandem.samples.batch import Batch
 from tandem.samples.recorded_shards import read_shard, samples_of
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import (
-    SCHEMA,
-    SEEING,
-    RecordedSample,
-    UnfinishedFile,
-    keys_of,
-    read_unfinished,
-    write_shard,
-)
+from tandem.samples.sample_record import SCHEMA, SEEING, RecordedSample
 from tandem.samples.sample_store import SampleStore
+from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

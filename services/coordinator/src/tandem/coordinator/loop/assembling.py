@@ -41,7 +41,8 @@ from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.assignment import scoring_trainers
-from tandem.samples.sample_folder import RestoreLimits, SampleFolder
+from tandem.samples.folders_aside import RestoreLimits
+from tandem.samples.sample_folder import SampleFolder
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
 

@@ -40,7 +40,7 @@ from tandem.launch.restarts import within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.ending import Outcome
-from tandem.samples.sample_folder import RestoreLimits
+from tandem.samples.folders_aside import RestoreLimits
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0
