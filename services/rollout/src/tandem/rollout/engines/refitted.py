@@ -21,8 +21,6 @@ from tandem.rollout.engine import NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
-_NO_REFITS = "the engine has loaded its weights itself, and takes no others"
-
 
 class EngineWeights(Holder, Protocol):
     """The weights of an engine: in this process, or in those of its workers."""
@@ -35,37 +33,6 @@ class EngineWeights(Holder, Protocol):
     def close(self) -> None:
         """Release the programs and leave all transfer groups."""
         ...
-
-
-class NoRefits:
-    """Weights that an engine loaded itself and never refits."""
-
-    layouts: tuple[Layout, ...] = ()
-
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Refuse to install programs."""
-        raise RefitError(_NO_REFITS)
-
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
-        """Refuse to connect."""
-        raise RefitError(_NO_REFITS)
-
-    def apply(
-        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
-    ) -> dict[str, int]:
-        """Refuse to apply a version."""
-        raise RefitError(_NO_REFITS)
-
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Refuse to digest."""
-        raise RefitError(_NO_REFITS)
-
-    def misquantised(self) -> tuple[str, ...]:
-        """Return nothing, because nothing was received."""
-        return ()
-
-    def close(self) -> None:
-        """Do nothing, because there is no program."""
 
 
 class RefittedEngine:

@@ -14,7 +14,8 @@ from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
-from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
+from tandem.rollout.engines.no_refits import NoRefits
+from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
