@@ -52,7 +52,7 @@ from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.processes.admission import HeartbeatSettings
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import Limits
+from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
 from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.refit import layout

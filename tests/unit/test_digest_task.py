@@ -17,7 +17,9 @@ from tandem.common.errors import RefitError
 from tandem.refit import weight_client
 from tandem.refit.digests import slices as digest_slices
 from tandem.refit.digests import task as digest_task
-from tandem.refit.digests.task import DigestTask, Sampling, digest_box, digest_layout, everything
+from tandem.refit.digests.at_once import digest_box, digest_layout
+from tandem.refit.digests.slices import everything
+from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import NOTHING, Places, Quantisation, Regions, Verification

@@ -63,7 +63,8 @@ from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
-from tandem.refit.weight_client import WeightClient, Weights
+from tandem.refit.weight_client import WeightClient
+from tandem.refit.weights import Weights
 from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
 from tandem.samples.images.columns import check_images

@@ -15,8 +15,8 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
+from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.step_batch import batch_of_step
-from tandem.coordinator.algorithms.step_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.validation import described, validation_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch

@@ -17,7 +17,7 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import Stage
-from tandem.coordinator.scheduler.engines.table import Engine
+from tandem.coordinator.scheduler.engines.status import Engine
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.observe.run_folder.journal import StepRecord
