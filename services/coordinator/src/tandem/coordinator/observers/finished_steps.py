@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.config import Config
 from tandem.coordinator.observers.observer import Reporter
 from tandem.observe.health import Health
+from tandem.observe.health_conditions import conditions
 from tandem.observe.held_out_accuracy import LowStart
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
@@ -18,7 +19,7 @@ class HealthWarnings(Reporter):
 
     def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
         super().__init__()
-        self._health = Health(config)
+        self._health = Health(conditions(config))
         self._low_start: LowStart | None = None
         if config.declaration.rolls_out and config.rollout_section.val_period > 0:
             self._low_start = LowStart((record.step, record.metrics) for record in history)

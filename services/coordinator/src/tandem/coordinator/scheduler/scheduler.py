@@ -31,7 +31,7 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
+from tandem.coordinator.scheduler.agenda import Agenda
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -48,6 +48,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rule import Mode, Rule, Table
 from tandem.coordinator.scheduler.rules import (
     ending,
     generation,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tandem.coordinator.scheduler.agenda import Changed, Table
+from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines.status import Engine, Engines, Status
+from tandem.coordinator.scheduler.rule import Table
 
 
 class EngineTable(Engines):
