@@ -18,7 +18,8 @@ from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
-from tandem.refit.weight_client import WeightClient, Weights
+from tandem.refit.weight_client import WeightClient
+from tandem.refit.weights import Weights
 from tandem.samples.assignment import scoring_trainers
 from tandem.trainer import shards
 from tandem.trainer.backend import Backend

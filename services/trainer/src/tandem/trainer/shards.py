@@ -15,8 +15,9 @@ from tandem.config.models import lora
 from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
+from tandem.refit.places import device_name, host_name
 from tandem.refit.transports import cuda_ipc, shm
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.weights import Weights
 
 _SHARED_MEMORY = "/dev/shm"
 _COPY = "the copy of the weights that engines read while trainers step"

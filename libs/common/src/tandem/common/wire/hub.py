@@ -13,7 +13,8 @@ from tandem.common.curve import Admitted
 from tandem.common.errors import ConfigError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
-from tandem.common.wire.frames import Frames
+from tandem.common.wire.frames import Frames, memory_of
+from tandem.common.wire.gatekeeper import Gatekeeper
 
 MOST_BYTES_OF_REPLY = 1 << 28
 """Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""
@@ -45,7 +46,7 @@ class Hub:
         self._context = zmq.Context()
         self._admitted = admitted
         self._socket = self._context.socket(zmq.ROUTER)
-        self._gatekeeper = curve.Gatekeeper(self._context, admitted, self._socket)
+        self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A reconnecting client keeps its identity. Its former connection may still look alive, if something between has
@@ -93,7 +94,7 @@ class Hub:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 peer = Peer(identity.bytes, curve.key_of(identity))
                 if peer.key in self._admitted:  # it may have been removed since the client connected
-                    yield peer, [frame.buffer for frame in frames]
+                    yield peer, [*map(memory_of, frames)]
 
     def close(self) -> None:
         """Close the socket, giving sent messages a second to leave."""

@@ -25,8 +25,9 @@ from tandem.common.errors import ModelError, RefitError
 from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.comparison import Digests, to_bytes
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting
 from tandem.refit.program import TransferProgram
-from tandem.refit.weight_client import Digesting, Weights
+from tandem.refit.weights import Weights
 from tandem.rollout.engine import Completion, NotHeld, Request
 from tandem.rollout.engines.attention import Step
 from tandem.rollout.engines.served import ServedSampling

@@ -12,11 +12,11 @@ from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
-from tandem.refit.weight_client import Digesting, Holder, Installed
 from tandem.rollout.engine import NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer

@@ -15,7 +15,7 @@ import torch
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.trainer import shards
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend

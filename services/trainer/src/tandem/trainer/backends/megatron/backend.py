@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.groups import Division, divided

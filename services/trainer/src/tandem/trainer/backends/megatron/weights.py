@@ -22,7 +22,8 @@ from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.places import device_name, host_name
+from tandem.refit.weights import Weights
 from tandem.trainer import shards
 
 BATCH_BYTES = 2**28
