@@ -77,9 +77,22 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         """Add a float64 tensor over the replicas of the first model, counting each replica's last stage once."""
         return self._divisions[self._model_group.name].sum_over_replicas(values)
 
+    @property
+    def policy(self) -> HeldModel:
+        """The policy."""
+        return self._held["policy", 0]
+
     def weights(self) -> Weights:
         """Return the policy's weights that this rank holds, in the memory that it trains in."""
-        return self._held["policy", 0].weights.shared
+        return self.policy.weights.shared
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""
+        proof = checkpoints.Proof(checkpoints.files_of(folder))
+        for model in self._trained():
+            with self._divisions[model.name].entered():
+                model.load(folder)
+        proof.conclude()
 
     def close(self) -> None:
         """Release models and optimizers, and leave Megatron-Core's groups."""

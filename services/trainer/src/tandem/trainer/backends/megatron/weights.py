@@ -132,6 +132,14 @@ class RankWeights:
             for tensor, piece in self.pieces[name]:
                 view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
 
+    @torch.no_grad()
+    def load_adapters(self, source: Tensors) -> None:
+        """Fill the parameters of adapters, and no others. Raises `ModelError`."""
+        for name, parameter in self.parameters.items():
+            for tensor, piece in self.pieces[name]:
+                if lora.is_adapter(tensor.name):
+                    view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+
     @functools.cached_property
     def shared(self) -> Weights:
         """The parameters in their own memory, for engines. On the CPU it becomes shared memory, in place.
