@@ -31,7 +31,8 @@ from tandem.samples.tokenizer import Tokenizer
 _FOR_EVER_S = 1e9
 _NUM_STEPS = 10**9
 _SOURCE = "coordinator tinker"
-_SETS = "policy.generation.transformers_cfg.adapter_sets"
+_SETS = "policy.generation.adapter_sets", "policy.generation.transformers_cfg.adapter_sets"
+"""The key of the versions that an engine holds, and its earlier place."""
 _SPARE_SETS = 3
 """Versions that an engine holds beside the newest of each model: the base, and such as samples are being made of."""
 _SETTINGS: dict[str, Any] = {
@@ -82,10 +83,10 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     if not (isinstance(megatron, dict) and megatron.get("enabled")):
         layers = laid_over(layers, _ADAMW, _SOURCE)
     config = build(layers)
-    can_hold = config.policy.generation.backend == "transformers" and family_of(config.policy) is None
-    if most_models > 1 and config.policy.adapters is not None and can_hold and not layers.is_set(_SETS):
+    can_hold = family_of(config.policy) is None
+    if most_models > 1 and config.policy.adapters is not None and can_hold and not any(map(layers.is_set, _SETS)):
         own: Any = most_models + _SPARE_SETS
-        for part in reversed(_SETS.split(".")):
+        for part in reversed(_SETS[0].split(".")):
             own = {part: own}
         config = build(laid_over(layers, own, _SOURCE))
     problems = []
