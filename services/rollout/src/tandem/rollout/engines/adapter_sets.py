@@ -23,9 +23,10 @@ from torch.nn import functional
 from tandem.common.errors import ModelError, RefitError
 from tandem.refit.digests.comparison import Digests, to_bytes
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting
 from tandem.refit.layout import ITEM_SIZE_OF_CODE
 from tandem.refit.program import TransferProgram
-from tandem.refit.weight_client import Digesting, Weights
+from tandem.refit.weights import Weights
 
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of a layer's inputs and output that returns the output with adapters added."""

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 from tandem.common.errors import RefitError
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
-from tandem.refit.weight_client import Digesting, Installed
 
 _NO_REFITS = "the engine has loaded its weights itself, and takes no others"
 

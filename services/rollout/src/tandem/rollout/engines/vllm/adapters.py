@@ -14,8 +14,8 @@ from tandem.common.errors import RefitError
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.comparison import Digests
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting
 from tandem.refit.program import TransferProgram
-from tandem.refit.weight_client import Digesting
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.adapters import SeveralVersions, version_of
 from tandem.rollout.engines.vllm import insides
