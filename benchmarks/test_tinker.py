@@ -4,7 +4,8 @@ A server with one trainer and one engine, each of one thread, whose processes ar
 around forward and backward in the trainer, and around the steps of the engine. All else between a client's call and its
 answer is overhead: the SDK, HTTP, the coordinator, and the wire to the processes. The goal is 10 ms and 5 % at most.
 
-The SDK has to be installed: ``tox -e tinker --notest``, and then ``.tox/tinker/bin/python -m pytest`` with this file.
+The SDK has to be installed: ``tox -e tinker --notest``, and then ``.tox/venv/bin/python -m pytest --long`` with this
+file and ``PYTHONPATH=$(echo $PWD/.tox/tinker/lib/*/site-packages)``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, Generic
@@ -25,6 +24,7 @@ from tandem.common.wire.admission import Admission, KeyRefused
 from tandem.common.wire.frames import Codec, Frames, Incoming, Received, encode, memory_of
 from tandem.common.wire.hub import MOST_WAITING
 from tandem.common.wire.pump import SHUTDOWN_GRACE_S, Pump
+from tandem.common.wire.waker import Waker
 
 _MOST_BYTES_OF_ORDER = 1 << 30
 
@@ -57,9 +57,9 @@ class Link(Generic[Incoming]):
         # time.
         self._incoming, self._arrived = self._pipe("arrived")
         self._queued, self._outgoing = self._pipe("queued")
-        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waker = Waker()
         self._poller = zmq.Poller()
-        for what in (self._incoming, self._woken):
+        for what in (self._incoming, self._waker.fileno()):
             self._poller.register(what, zmq.POLLIN)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -118,8 +118,8 @@ class Link(Generic[Incoming]):
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
         """Return the next message other than heartbeats, or None after `timeout_s` or a `wake`."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._woken in ready:
-            os.eventfd_read(self._woken)
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         if self._incoming not in ready:
             return None
         frames = self._incoming.recv_multipart(copy=False)
@@ -127,9 +127,7 @@ class Link(Generic[Incoming]):
 
     def wake(self) -> None:
         """Make `receive` return at once; may be called from any thread."""
-        with self._sending:
-            if self._woken >= 0:
-                os.eventfd_write(self._woken, 1)
+        self._waker.wake()
 
     def close(self, reason: str) -> None:
         """Say goodbye and stop the thread."""
@@ -142,7 +140,7 @@ class Link(Generic[Incoming]):
         self._incoming.close()
         with self._sending:
             self._outgoing.close()
-            self._close_woken()
+        self._waker.close()
         self._context.term()
 
     def _pipe(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -160,12 +158,8 @@ class Link(Generic[Incoming]):
         self._dealer.setsockopt(zmq.LINGER, 0)
         for socket in (self._dealer, self._incoming, self._arrived, self._queued, self._outgoing):
             socket.close()
-        self._close_woken()
+        self._waker.close()
         self._context.term()
-
-    def _close_woken(self) -> None:
-        os.close(self._woken)
-        self._woken = -1
 
     def _start(self, hello: Hello, welcome: Welcome) -> None:
         hello = msgspec.structs.replace(hello, index=welcome.index)

@@ -46,7 +46,6 @@ _SETTINGS: dict[str, Any] = {
     },
     "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True},
     "policy": {
-        "share_prompts": False,
         "generation": {"temperature": 1.0, "expose_http_server": True, "colocated": {"enabled": False}},
     },
     "data": {

@@ -44,6 +44,8 @@ INPUTS = ("weights", "advantages", "logprobs")
 _DTYPES = {
     "lengths_S": "int32",
     "rank_S": "int32",
+    "prompt_S": "int32",
+    "prompt_lengths_S": "int32",
     "token_ids_T": "int32",
     "loss_mask_T": "bool",
     **{f"{name}_T": "float32" for name in INPUTS},
@@ -116,7 +118,9 @@ class Calls:
 
     def _add_gradient(self, command: AddGradient, arrays: Arrays) -> None:
         whole, own = self._read(arrays)
-        shard = Shard(self._config.policy, whole, own, self._backend.replicas("policy"))
+        settings = self._config.policy
+        shares_prompts = settings.share_prompts and self._backend.shares_prompts
+        shard = Shard(settings, whole, own, self._backend.replicas("policy"), shares_prompts=shares_prompts)
         columns: dict[Column, NDArray[Any]] = {column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()}
         if _TARGETS in own.columns:
             columns[TEACHER_TOPK_INDICES] = own.columns[_TARGETS][:, None]
@@ -200,14 +204,20 @@ class Calls:
         for name, dtype in wanted.items():
             if name not in arrays or arrays[name].dtype != np.dtype(dtype) or arrays[name].ndim != 1:
                 raise WireError(f"AddGradient.{name}: must be {dtype} of one dimension")
-        whole = Batch(lengths_S=arrays["lengths_S"], rank_S=arrays["rank_S"])
-        if len(whole.lengths_S) != len(whole.rank_S) or not len(whole) or whole.lengths_S.min() < 1:
-            raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as rank_S")
-        lengths_S = whole.lengths_S[whole.rows_of(self._backend.data_parallel_rank)]
+        table = {name: array for name, array in arrays.items() if name.endswith("_S")}
+        lengths_S, prefixes_S = table["lengths_S"], table["prompt_lengths_S"]
+        if any(len(array) != len(lengths_S) for array in table.values()) or not len(lengths_S) or lengths_S.min() < 1:
+            raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as all else of the table")
+        if prefixes_S.min() < 0 or (prefixes_S >= lengths_S).any():
+            raise WireError("AddGradient.prompt_lengths_S: must be from 0 to below lengths_S")
+        whole = Batch(**table)
+        rows = whole.rows_of(self._backend.data_parallel_rank)
         tokens = {name: array for name, array in arrays.items() if name.endswith("_T")}
+        own_table = {name: array[rows] for name, array in table.items()}
+        lengths_S = own_table["lengths_S"]
         if any(len(array) != lengths_S.sum() for array in tokens.values()):
             raise WireError("AddGradient: its tokens are not as many as lengths_S says")
-        own = Batch(lengths_S=lengths_S, **tokens)
+        own = Batch(**own_table, **tokens)
         own.check_tokens(self._vocabulary)
         if _TARGETS in tokens:
             Batch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
