@@ -27,8 +27,8 @@ import yaml
 from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
-from tokenizers import Tokenizer
 from tinker_server import TIMEOUT_S, await_server
+from tokenizers import Tokenizer
 
 from tandem.observe.run_folder.calls import calls_of
 from tandem.observe.run_folder.journal import read_journal
