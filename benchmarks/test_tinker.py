@@ -1,9 +1,9 @@
 """What does the Tinker API add to a gradient and to samples that a client asks for by the SDK?
 
 A server with one trainer and one engine, each of one thread, whose processes are as any run's are but for stop-watches:
-around forward and backward in the trainer, and from the first step of the engine to the last, since between them it does
-what it does in any run. All else between a client's call and its answer is overhead: the SDK, HTTP, the coordinator, and
-the wire to the processes. The goal is 10 ms and 5 % at most.
+around forward and backward in the trainer, and from the first step of the engine to the last: between them it does what
+it does in any run. All else between a client's call and its answer is overhead: the SDK, HTTP, the coordinator, and the
+wire to the processes. The goal is 10 ms and 5 % at most.
 
 The SDK has to be installed: ``tox -e tinker --notest``, and then ``.tox/venv/bin/python -m pytest --long`` with this
 file and ``PYTHONPATH=$(echo $PWD/.tox/tinker/lib/*/site-packages)``.

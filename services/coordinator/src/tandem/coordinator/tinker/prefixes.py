@@ -1,4 +1,4 @@
-"""What sequences of a call begin with together, so that trainers compute it once.
+"""Common prefixes of the sequences of a call, which trainers compute once.
 
 A client sends whole sequences and does not say what was the prompt. Those of a group have a common prefix, and all of a
 recipe's prompts may begin alike. ``n`` sequences with a prefix of ``p`` tokens save ``(n - 1) p`` of them.
@@ -73,7 +73,7 @@ def prefixes_of(sequences: Sequence[NDArray[np.int32]]) -> Prefixes:
 def _tree(lengths: list[int]) -> list[_Prefix]:
     """Return the prefixes of neighbours, of which these are the lengths; the parts of each before it."""
     ends = {place: _Prefix(place, place, 0, []) for place in range(len(lengths) + 1)}
-    """What there is, by its first and by its last place."""
+    """Prefixes and sequences that no shorter one has yet, by their first and by their last place."""
     made: list[_Prefix] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         left, right, length = ends[place], ends[place + 1], lengths[place]
